@@ -1,0 +1,121 @@
+"""Real ranks for tests: processes that talk over gloo, with a time limit, so that nothing can hang a run.
+
+    def body(rank, world, scale):        # a module-level function: it is pickled by name
+        ...
+        return {"loss": 0.5}
+
+    losses = run_ranks(2, body, 3.0)     # [what rank 0 returned, what rank 1 returned]
+
+Ranks are forked from a server process that has imported torch and done nothing else: a rank starts in some 20 ms.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor", "numpy"])
+
+
+class RankFailed(AssertionError):
+    """Some rank raised, died or ran past the limit; the message holds every rank's account."""
+
+
+def _rank_main(
+    pipe: Connection, rank: int, world: int, backend: str, store: str, body: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        if backend:
+            dist.init_process_group(
+                backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
+        result = body(rank, world, *args)
+        if backend and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        sys.stdout.flush()
+        pipe.close()
+
+
+def run_ranks(
+    world: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    backend: str = "gloo",
+    expect_dead: tuple[int, ...] = (),
+) -> list[Any]:
+    """Run body(rank, world, *args) on `world` processes and return their results in rank order.
+
+    Args:
+        world: number of ranks.
+        body: a module-level function.
+        args: further arguments, pickled.
+        timeout: seconds after which every rank is killed and RankFailed raised.
+        backend: process group made for each rank before `body`; "" for none.
+        expect_dead: ranks that may die without an answer (fault tests); their result is None.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_rank_main,
+                args=(theirs, rank, world, backend, os.path.join(folder, "store"), body, args),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, time.monotonic() + timeout, expect_dead)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], processes: list[Any], deadline: float, expect_dead: tuple[int, ...]) -> list[Any]:
+    answers: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while len(answers) + len(failures) < len(pipes):
+        open_pipes = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers and rank not in failures}
+        ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+        for pipe in ready:
+            rank = open_pipes[pipe]  # type: ignore[index]
+            try:
+                good, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                processes[rank].join(5)
+                good, value = rank in expect_dead, f"died with exit code {processes[rank].exitcode}"
+                value = None if good else value
+            (answers if good else failures)[rank] = value
+        if failures and not expect_dead:
+            # The others are likely to wait for the one that failed: give them a moment to say so, then stop.
+            deadline = min(deadline, time.monotonic() + 3)
+        if not ready and time.monotonic() >= deadline:
+            for rank in open_pipes.values():
+                failures[rank] = "still running when the time was over"
+    if failures:
+        account = "\n".join(f"--- rank {rank}: {text.rstrip()}" for rank, text in sorted(failures.items()))
+        raise RankFailed(f"{len(failures)} of {len(pipes)} ranks failed\n{account}")
+    return [answers[rank] for rank in range(len(pipes))]

@@ -1,0 +1,54 @@
+"""The piece rule: how an axis of size p splits n items. The one place that knows it.
+
+Piece k is [min(k c, n), min((k + 1) c, n)) with c = ceil(n / p): torch.chunk's rule, which torch's DTensor and its
+distributed checkpoint share. Tail pieces may be short or empty. Several axes on one dim nest: each splits, by its actual
+size, the piece that the axis before it in the order left.
+"""
+
+from collections.abc import Sequence
+
+Interval = tuple[int, int]  # start and length
+
+
+def piece(n: int, parts: int, k: int) -> Interval:
+    """Start and length of piece k of n items split in `parts`."""
+    step = -(-n // parts)
+    start = min(k * step, n)
+    return start, min(step, n - start)
+
+
+def nested_piece(n: int, sizes: Sequence[int], coordinate: Sequence[int]) -> Interval:
+    """Start and length of the piece at `coordinate` when axes of these sizes split n items one after another."""
+    start = 0
+    for parts, k in zip(sizes, coordinate, strict=True):
+        offset, n = piece(n, parts, k)
+        start += offset
+    return start, n
+
+
+def nested_pieces(n: int, sizes: Sequence[int]) -> list[Interval]:
+    """All pieces, the first axis slowest: starts never decrease."""
+    pieces = [(0, n)]
+    for parts in sizes:
+        pieces = [
+            (start + offset, length)
+            for start, whole in pieces
+            for offset, length in (piece(whole, parts, k) for k in range(parts))
+        ]
+    return pieces
+
+
+def largest_piece(n: int, sizes: Sequence[int]) -> int:
+    """Length of the largest piece, which is the one at coordinate 0 everywhere."""
+    for parts in sizes:
+        n = -(-n // parts)
+    return n
+
+
+def is_even(n: int, sizes: Sequence[int]) -> bool:
+    """Whether all pieces have the same length."""
+    for parts in sizes:
+        if n % parts:
+            return False
+        n //= parts
+    return True

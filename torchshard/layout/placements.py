@@ -1,0 +1,143 @@
+"""What one axis of a mesh does to a tensor: `R`, `Shard(dim)` or `Partial(op)`; and the same as text.
+
+Each distinct placement is one object, so placements are compared with `is` and hashed by address. The names are torch's;
+torch's own placement objects are turned into these at the border, in tensor/.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, final
+
+from torchshard.errors import ShardingError
+from torchshard.layout.reductions import REDUCTIONS, parse_norm
+
+
+class Placement:
+    """Base of the three kinds; compared by identity."""
+
+    __slots__ = ()
+
+
+@final
+class Replicate(Placement):
+    """Every coordinate of the axis holds the same values."""
+
+    __slots__ = ()
+    _one: "ClassVar[Replicate | None]" = None
+
+    def __new__(cls) -> "Replicate":
+        if cls._one is None:
+            cls._one = super().__new__(cls)
+        return cls._one
+
+    def __reduce__(self) -> tuple[type["Replicate"], tuple[()]]:
+        return Replicate, ()
+
+    def __repr__(self) -> str:
+        return "R"
+
+
+@final
+class Shard(Placement):
+    """The axis splits dim `dim` into pieces, one a coordinate. `dim` is not negative."""
+
+    __slots__ = ("dim",)
+    dim: int
+    _all: "ClassVar[dict[int, Shard]]" = {}
+
+    def __new__(cls, dim: int) -> "Shard":
+        one = cls._all.get(dim)
+        if one is None:
+            if dim < 0:
+                raise ShardingError(
+                    "Shard takes the number of a dim.",
+                    expected="a dim of 0 or more",
+                    got=dim,
+                    fix="count from the front: dim + tensor.ndim",
+                )
+            one = super().__new__(cls)
+            one.dim = int(dim)
+            one = cls._all.setdefault(one.dim, one)
+        return one
+
+    def __reduce__(self) -> tuple[type["Shard"], tuple[int]]:
+        return Shard, (self.dim,)
+
+    def __repr__(self) -> str:
+        return f"S({self.dim})"
+
+
+@final
+class Partial(Placement):
+    """Every coordinate holds a term; the value is their reduction by `op` (a name of reductions.py)."""
+
+    __slots__ = ("op",)
+    op: str
+    _all: "ClassVar[dict[str, Partial]]" = {}
+
+    def __new__(cls, op: str = "sum") -> "Partial":
+        one = cls._all.get(op)
+        if one is None:
+            if op not in REDUCTIONS and parse_norm(op) is None:
+                raise ShardingError(
+                    "Partial takes the name of a reduction.",
+                    expected=f"one of {', '.join(REDUCTIONS)} or norm(p)",
+                    got=repr(op),
+                    fix="Partial('sum')",
+                )
+            one = super().__new__(cls)
+            one.op = op
+            one = cls._all.setdefault(op, one)
+        return one
+
+    def __reduce__(self) -> tuple[type["Partial"], tuple[str]]:
+        return Partial, (self.op,)
+
+    def __repr__(self) -> str:
+        return f"P({self.op})"
+
+
+R = Replicate()
+
+Placements = tuple[Placement, ...]
+
+_TOKEN = re.compile(r"\s*(?:(R)|S\((\d+)\)|P\(([a-z]+(?:\([^()]*\))?)\)|P)\s*")
+
+
+def parse_placements(text: str) -> Placements:
+    """Placements written as `S(0),R,P(sum)`, one an axis; `P` alone is `P(sum)`.
+
+    Raises:
+        ShardingError: names the column of what cannot be read.
+    """
+    found: list[Placement] = []
+    at = 0
+    while True:
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise ShardingError(
+                f"The placements {text!r} cannot be read at column {at + 1}.",
+                expected="R, S(dim) or P(op), one an axis of the mesh, with commas between",
+                got=repr(text[at:]),
+                fix="S(0),R",
+            )
+        replicate, dim, op = match.groups()
+        found.append(R if replicate else Shard(int(dim)) if dim is not None else Partial(op or "sum"))
+        at = match.end()
+        if at == len(text):
+            return tuple(found)
+        if text[at] != ",":
+            raise ShardingError(
+                f"The placements {text!r} cannot be read at column {at + 1}.", expected="a comma", got=repr(text[at:])
+            )
+        at += 1
+
+
+def format_placements(placements: Iterable[Placement]) -> str:
+    """The text that parse_placements reads back."""
+    return ",".join(map(repr, placements))
+
+
+def without_partial(placements: Sequence[Placement]) -> Placements:
+    """The placements with every Partial replaced by Replicate: what a gradient of such a tensor has."""
+    return tuple([R if type(p) is Partial else p for p in placements])
