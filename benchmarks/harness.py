@@ -1,4 +1,4 @@
-"""Comparisons that hold on a noisy machine: two sides take turns in one run, and what counts is the ratio of each round."""
+"""Comparisons that hold on a noisy machine: two sides take turns in one run; what counts is the ratio of each round."""
 
 import math
 import statistics

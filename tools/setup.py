@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def missing() -> list[str]:
     """What this machine lacks, each in a sentence."""
     lacks = []
-    if sys.version_info[:2] < (3, 11):
+    if sys.version_info[:2] < (3, 11):  # noqa: UP036
         lacks.append(
             f"Python 3.11 or newer is needed; this is {sys.version.split()[0]}. Set PYTHON=... to another one."
         )

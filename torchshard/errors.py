@@ -1,6 +1,7 @@
 """The exception classes, and the one place where their messages are put together.
 
-Every message says what happened, and then, line by line, what was expected, what was got, where, and which call mends it.
+Every message says what happened, and then, line by line, what was expected, what was got, where, and which call
+mends it.
 """
 
 from typing import Any

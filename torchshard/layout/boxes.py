@@ -67,8 +67,8 @@ class Overlap(NamedTuple):
 def overlaps(targets: Sequence[Box], sources: Sequence[Box]) -> Iterator[Overlap]:
     """All pairs of boxes with a common element, grouped by nothing in particular.
 
-    Boxes are grouped by their interval on one dim, the groups swept in order of start, and each pair of groups that meets
-    is split further by the next dim; so for grids the time is proportional to the result and to the distinct intervals.
+    Boxes are grouped by their interval on one dim, the groups swept in order of start, and each pair of groups that
+    meets is split further by the next dim; so for grids the time goes with the result and the distinct intervals.
     """
     target_ids = [i for i, b in enumerate(targets) if b.numel]
     source_ids = [i for i, b in enumerate(sources) if b.numel]

@@ -18,8 +18,8 @@ Coordinate = tuple[int, ...]
 def box_at(shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Box:
     """The part of a tensor of global `shape` held at `coordinate`.
 
-    Axes split in the order that `splits` gives: each splits what the axes before it left, in ceil(n / parts) pieces with
-    a short or empty tail (as torch.chunk does).
+    Axes split in the order that `splits` gives: each splits what the axes before it left, in ceil(n / parts) pieces
+    with a short or empty tail (as torch.chunk does).
     """
     offset, size = [0] * len(shape), list(shape)
     for dim, axes in splits.items():

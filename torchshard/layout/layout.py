@@ -1,7 +1,7 @@
-"""Where the pieces of a tensor live: Mesh, Sharding (mesh + placements + order) and Layout (that + shape, stride, dtype).
+"""Where the pieces of a tensor live: Mesh, Sharding (mesh, placements, order) and Layout (also shape, stride, dtype).
 
-All three are interned and compared by identity: a Mesh keeps the one Sharding of each kind, a Sharding the one Layout, so
-what follows from them (boxes, local shapes, transitions) is worked out once and found again by address. Nothing else
+All three are interned and compared by identity: a Mesh keeps the one Sharding of each kind, a Sharding the one Layout,
+so what follows from them (boxes, local shapes, transitions) is worked out once and found again by address. Nothing else
 keeps them: with its mesh, all goes. Only layouts with symbolic sizes, which cannot be hashed, are made anew each time.
 """
 
@@ -58,7 +58,7 @@ class Mesh:
 
         Args:
             placements: what each axis does.
-            order: for a dim that several axes split, these axes, the first to split first; left to right where not given.
+            order: for a dim that several axes split, these axes, the first to split first; by default left to right.
 
         Raises:
             ShardingError: too many or too few placements, Partials that do not mix, an order that names other axes.

@@ -1,8 +1,8 @@
 """The piece rule: how an axis of size p splits n items. The one place that knows it.
 
 Piece k is [min(k c, n), min((k + 1) c, n)) with c = ceil(n / p): torch.chunk's rule, which torch's DTensor and its
-distributed checkpoint share. Tail pieces may be short or empty. Several axes on one dim nest: each splits, by its actual
-size, the piece that the axis before it in the order left.
+distributed checkpoint share. Tail pieces may be short or empty. Several axes on one dim nest: each splits, by its
+actual size, the piece that the axis before it in the order left.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """What one axis of a mesh does to a tensor: `R`, `Shard(dim)` or `Partial(op)`; and the same as text.
 
-Each distinct placement is one object, so placements are compared with `is` and hashed by address. The names are torch's;
-torch's own placement objects are turned into these at the border, in tensor/.
+Each distinct placement is one object, so placements are compared with `is` and hashed by address. The names are
+torch's; torch's own placement objects are turned into these at the border, in tensor/.
 """
 
 import re
@@ -23,9 +23,10 @@ class Replicate(Placement):
     """Every coordinate of the axis holds the same values."""
 
     __slots__ = ()
-    _one: "ClassVar[Replicate | None]" = None
+    _one: ClassVar["Replicate | None"] = None
 
     def __new__(cls) -> "Replicate":
+        """The one Replicate."""
         if cls._one is None:
             cls._one = super().__new__(cls)
         return cls._one
@@ -43,9 +44,10 @@ class Shard(Placement):
 
     __slots__ = ("dim",)
     dim: int
-    _all: "ClassVar[dict[int, Shard]]" = {}
+    _all: ClassVar[dict[int, "Shard"]] = {}
 
     def __new__(cls, dim: int) -> "Shard":
+        """The one Shard of this dim."""
         one = cls._all.get(dim)
         if one is None:
             if dim < 0:
@@ -73,9 +75,10 @@ class Partial(Placement):
 
     __slots__ = ("op",)
     op: str
-    _all: "ClassVar[dict[str, Partial]]" = {}
+    _all: ClassVar[dict[str, "Partial"]] = {}
 
     def __new__(cls, op: str = "sum") -> "Partial":
+        """The one Partial of this reduction."""
         one = cls._all.get(op)
         if one is None:
             if op not in REDUCTIONS and parse_norm(op) is None:

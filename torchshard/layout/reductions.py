@@ -1,13 +1,16 @@
 """The reductions that a Partial stands for: one row each, with all that the arithmetic needs to know of them.
 
-    name      how two terms combine (a ufunc of numpy), the value that changes nothing, and how Replicate becomes Partial:
+    combine   how two terms become one, a ufunc of numpy
+    identity  the term that changes nothing
+    mask      how Replicate becomes Partial:
               "first": coordinate 0 keeps the value, the others hold the identity (dividing would break integers);
               "keep":  every coordinate keeps the value, as reducing it with itself gives it back;
               None:    refused, there is no exact way for every dtype.
 
-`norm(p)` is a family: the p-norm over the coordinates, (sum |x|^p)^(1/p), with p = inf and -inf the largest and smallest
-magnitude and p = 0 the sum (numpy.linalg.norm's reading of the orders, for terms that are themselves norms or counts).
-torch's private _MaskPartial is a sum of terms that are still to be masked: it is masked at the border and is a plain sum here.
+`norm(p)` is a family: the p-norm over the coordinates, (sum |x|^p)^(1/p), with p = inf and -inf the largest and
+smallest magnitude and p = 0 the sum (numpy.linalg.norm's reading of the orders, for terms that are norms or counts).
+torch's private _MaskPartial is a sum of terms that are still to be masked: it is masked at the border and is a plain
+sum here.
 """
 
 from collections.abc import Mapping
