@@ -114,6 +114,23 @@ def _reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int], grou
     return got if mine == longest else got.narrow(dim, 0, mine).contiguous()
 
 
+def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Group) -> Tensor:
+    """This rank's piece along `dim` of what the rank at place `source` of the line has.
+
+    Args:
+        x: the whole, which counts on one rank only; of the same shape and dtype on all.
+        dim: along which it is cut.
+        lengths: of the pieces, in the order of the line.
+        source: whose values count.
+        group: who takes part.
+    """
+    shape, nothing = list(x.shape), x.new_empty(0)
+    shape[dim] = lengths[group.position]
+    blocks: Sequence[Tensor] = x.split(list(lengths), dim) if group.position == source else [nothing] * group.size
+    shapes = [shape if place == source else [0] for place in range(group.size)]
+    return exchange(blocks, shapes, group)[source]
+
+
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """The tensor of the rank at place `source` of the line, on every rank."""
     if x.dtype not in _CARRIED:
