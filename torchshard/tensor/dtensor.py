@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, wrapper_constructor
+from torchshard._torch import current_mesh, no_torch_function, wrapper_constructor
 from torchshard.layout.layout import Layout, Sharding
 from torchshard.tensor.layout import TensorLayout, from_torch
 from torchshard.tensor.mesh import bind
@@ -23,7 +23,7 @@ class DTensor(Tensor):
     """
 
     __slots__ = ("_local_tensor", "_severed_at", "_spec")
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = no_torch_function()
 
     _local_tensor: Tensor
     _spec: TensorLayout
@@ -149,7 +149,7 @@ class DTensor(Tensor):
         """
         return self._spec.torch_placements
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(local_tensor={self._local_tensor}, {self._spec.sharding})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
@@ -188,6 +188,18 @@ new = wrapper_constructor()
 def wrap(local: Tensor, layout: TensorLayout) -> DTensor:
     """A DTensor without history whose part on this rank is `local`, which is not checked."""
     return new(DTensor, local, layout, False)  # type: ignore[return-value]
+
+
+def new_view(cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_grad: bool) -> DTensor:
+    """The wrapper of what an operator that gives views made.
+
+    In inference mode, too, autograd gives the view of a normal tensor a version counter, which inference tensors
+    cannot have; so the wrapper is a normal one.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
+    return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
 
 
 def layout_of(x: DTensor) -> Layout:

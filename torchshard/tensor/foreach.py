@@ -1,18 +1,16 @@
 """Operators on lists of tensors (optimizers): one plan for the whole list."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchshard._torch import local_callable
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
+from torchshard.tensor.call import Call, Operand
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
+from torchshard.tensor.first_run import Plan, list_mover, mover
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.redistribute import redistribute_local
-
-if TYPE_CHECKING:
-    from torchshard.tensor.plan import Call, Operand, Plan
 
 _FAMILIES = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 
@@ -22,7 +20,7 @@ def handles(name: str) -> bool:
     return name.startswith(_FAMILIES)
 
 
-def make_plan(call: "Call", operands: Sequence["Operand"]) -> tuple[Any, "Plan"]:
+def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     """Run the call, with all tensors of one place in the lists sharded as the first list has it there.
 
     Raises:
@@ -40,13 +38,13 @@ def make_plan(call: "Call", operands: Sequence["Operand"]) -> tuple[Any, "Plan"]
         sharding = o.layout.mesh.replicated() if alone else goals[o.item or 0][1]
         if o.item is None:
             how[o.at] = "local" if o.layout.sharding is sharding else "move"
-            bound[f"move_{call.names[o.at]}"] = _mover(o.layout, o.layout.to(sharding))
+            bound[f"move_{call.names[o.at]}"] = mover(o.layout, o.layout.to(sharding))
         else:
             pairs.setdefault(o.at, {})[o.item] = o.layout, o.layout.to(sharding)
     for at, by_item in pairs.items():
         still = all(a.sharding is b.sharding for a, b in by_item.values())
         how[at] = "locals" if still else "moves"
-        bound[f"move_{call.names[at]}"] = _list_mover(by_item)
+        bound[f"move_{call.names[at]}"] = list_mover(by_item)
     arguments = tuple(map(Argument, call.names, how))
     needed = {
         k: v for k, v in bound.items() if any(k == f"move_{a.name}" for a in arguments if a.how in ("move", "moves"))
@@ -64,7 +62,7 @@ def make_plan(call: "Call", operands: Sequence["Operand"]) -> tuple[Any, "Plan"]
     return [wrap(t, out) for t, out in zip(locals_, outs, strict=True)], plan
 
 
-def _goals(call: "Call", operands: Sequence["Operand"], written: Sequence[int]) -> list[tuple[TensorLayout, Sharding]]:
+def _goals(call: Call, operands: Sequence[Operand], written: Sequence[int]) -> list[tuple[TensorLayout, Sharding]]:
     """For each place in the lists: the layout in the first list, and the sharding that all tensors there get."""
     first = next(o.at for o in operands if o.item is not None)
     goals = []
@@ -80,13 +78,3 @@ def _goals(call: "Call", operands: Sequence["Operand"], written: Sequence[int]) 
             )
         goals.append((o.layout, o.layout.sharding.without_partial()))
     return goals
-
-
-def _mover(source: TensorLayout, target: TensorLayout) -> Any:
-    return lambda x: redistribute_local(x, source, target)
-
-
-def _list_mover(pairs: dict[int, tuple[TensorLayout, TensorLayout]]) -> Any:
-    return lambda items: [
-        redistribute_local(x._local_tensor, *pairs[k]) if type(x) is DTensor else x for k, x in enumerate(items)
-    ]
