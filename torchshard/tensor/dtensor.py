@@ -1,5 +1,6 @@
 """The DTensor class. Its operators are in dispatch.py, how it moves in redistribute.py, gradients in autograd.py."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -162,6 +163,26 @@ class DTensor(Tensor):
         local = inner["_local_tensor"]
         layout = sharding.layout(tuple(outer_size), tuple(outer_stride), local.dtype)
         return wrap(local, layout)  # type: ignore[arg-type]
+
+    def __coerce_tangent_metadata__(self) -> "DTensor":
+        """The layout that AOTAutograd expects of the gradient of a traced result: gradients are not Partial there."""
+        from torchshard.tensor import autograd
+
+        return autograd.redistribute(self, self._spec.sharding.without_partial())
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: Sharding, expected_type: type[Tensor] | None = None
+    ) -> "DTensor | None":
+        """This gradient in the layout that a compiled backward was made for; None where it expects no DTensor."""
+        from torchshard.tensor import autograd
+
+        return autograd.redistribute(self, expected) if expected_type is None else None
+
+    def _stable_hash_for_caching(self) -> str:
+        """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
+        layout, mesh = self._spec, self._spec.mesh
+        decides = mesh.cache_key, layout.sharding, layout.shape, layout.stride, layout.dtype, self.requires_grad  # type: ignore[attr-defined]
+        return hashlib.blake2b(repr(decides).encode(), digest_size=16).hexdigest()
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """What this rank writes of the tensor: see checkpointing.py."""
