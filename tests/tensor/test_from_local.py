@@ -1,0 +1,160 @@
+"""Where DTensors begin and end: from_local, to_local, full_tensor, and their gradients."""
+
+import expecttest
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+
+def uneven(rank, world):
+    from torchshard import DTensor, Partial, Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(7 * world, dtype=torch.float32).view(7, world)
+    mine = whole.chunk(world)[rank]
+    asked = DTensor.from_local(mine, mesh, [Shard(0)], run_check=True)
+    told = DTensor.from_local(mine, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
+    column = DTensor.from_local(whole[:, rank : rank + 1], mesh, [Shard(-1)])
+    term = DTensor.from_local(whole * (rank + 1), mesh, [Partial()])
+    same = DTensor.from_local(torch.full((3,), float(rank)), mesh, [Replicate()], run_check=True)
+    return (
+        [torch.equal(x.full_tensor(), whole) for x in (asked, told, column)],
+        torch.equal(term.full_tensor(), whole * (world * (world + 1) // 2)),
+        same.full_tensor().tolist(),
+        (tuple(asked.shape), asked.stride(), asked.placements == (Shard(0),), asked.to_local().data_ptr() == mine.data_ptr()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parts_of_one_tensor(world):
+    for equal, summed, same, (shape, stride, placed, shared) in run_ranks(world, uneven):
+        assert all(equal)
+        assert summed
+        assert same == [0.0, 0.0, 0.0]
+        assert (shape, stride, placed, shared) == ((7, world), (world, 1), True, True)
+
+
+def unequal_parts(rank, world, how):
+    from torchshard import DTensor, Shard, init_device_mesh
+    from torchshard.errors import RankMismatchError, ShardingError
+
+    mesh = init_device_mesh("cpu", (world,))
+    mine = torch.ones(2 + rank, 3)
+    try:
+        if how == "checked":
+            return DTensor.from_local(mine, mesh, [Shard(0)], run_check=True)
+        x = DTensor.from_local(mine, mesh, [Shard(0)]) * 2
+        return x.full_tensor()
+    except (RankMismatchError, ShardingError) as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(("how", "name"), [("checked", "ShardingError"), ("later", "RankMismatchError")])
+def test_parts_that_are_no_chunks_are_refused_on_every_rank(how, name):
+    for kind, message in run_ranks(2, unequal_parts, how):
+        assert kind == name
+        assert "from_local" in message
+
+
+def gradients(rank, world):
+    from torchshard import DTensor, Partial, Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    weights = torch.arange(1.0, 6.0)
+    found = {}
+    for name, placement, local in (
+        ("S", Shard(0), torch.ones(5).chunk(world)[rank].clone()),
+        ("R", Replicate(), torch.ones(5)),
+        ("P", Partial(), torch.ones(5)),
+        ("A", Partial("avg"), torch.ones(5)),
+    ):
+        local.requires_grad_()
+        x = DTensor.from_local(local, mesh, [placement], shape=(5,), stride=(1,))
+        (x.full_tensor() * weights).sum().backward()
+        found[name] = local.grad.tolist()
+    z = DTensor.from_local(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+    (z.to_local() * (rank + 1)).sum().backward()
+    found["to_local"] = z.grad.full_tensor().tolist()
+    return found
+
+
+def test_gradients_of_parts_and_terms():
+    for rank, found in enumerate(run_ranks(2, gradients)):
+        whole = [1.0, 2.0, 3.0, 4.0, 5.0]
+        assert found["S"] == (whole[:3], whole[3:])[rank]
+        assert found["R"] == found["P"] == whole
+        assert found["A"] == [g / 2 for g in whole]
+        assert found["to_local"] == [1.0] * 4 + [2.0] * 4
+
+
+def refusals(rank, world):
+    from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = torch.ones(4, 3)
+    calls = {
+        "placement": lambda: distribute_tensor(x, mesh, ["Shard(0)"]),
+        "number": lambda: distribute_tensor(x, mesh, [Shard(0), Replicate()]),
+        "dim": lambda: distribute_tensor(x, mesh, [Shard(2)]),
+        "mesh": lambda: distribute_tensor(x, "cpu", [Shard(0)]),
+        "shape": lambda: DTensor.from_local(x, mesh, [Shard(0)], shape=(9, 3), stride=(3, 1)),
+        "half": lambda: DTensor.from_local(x, mesh, [Shard(0)], shape=(8, 3)),
+        "twice": lambda: DTensor.from_local(distribute_tensor(x, mesh), mesh, [Shard(0)]),
+        "leaf": lambda: distribute_tensor(x.requires_grad_() * 2, mesh, [Shard(0)]),
+        "max": lambda: DTensor.from_local(x.requires_grad_(), mesh, [Partial("max")]).full_tensor().sum().backward(),
+        "no placements": lambda: distribute_tensor(x.detach(), mesh).redistribute(),
+        "plain": lambda: distribute_tensor(x.detach(), mesh) + torch.ones(4, 3),
+        "factory": lambda: __import__("torchshard").zeros(4, device_mesh=mesh, placements=[Partial()]),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = f"returned {call()}"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+class Sentences(expecttest.TestCase):
+    def test_bad_input_gets_a_sentence(self):
+        found = run_ranks(2, refusals)[0]
+        shown = "\n".join(f"[{name}] {message}" for name, message in found.items())
+        self.assertExpectedInline(shown, """\
+[placement] ShardingError: A placement of a kind that is not known here.
+  expected: Shard(dim), Replicate() or Partial(op)
+  got:      str: 'Shard(0)'
+  where:    axis 0 of the mesh (0=2)
+[number] ShardingError: Placements are a list with one for each axis of the mesh.
+  expected: 1 placements for the mesh (0=2)
+  got:      [Shard(dim=0), Replicate()]
+  fix:      [Replicate()], with Shard(dim) or Partial() where it applies
+[dim] ShardingError: Shard(2) on a tensor of 2 dims.
+  expected: a dim from -2 to 1
+  got:      S(2)
+  where:    axis 0 of the mesh (0=2)
+[mesh] ShardingError: A mesh is needed.
+  expected: a torch.distributed.DeviceMesh
+  got:      str: 'cpu'
+  fix:      init_device_mesh('cpu', (world_size,))
+[shape] ShardingError: A local tensor does not have the shape of this rank's part.
+  expected: (5, 3), the part of (9, 3) at (0,)
+  got:      (4, 3)
+  where:    (0=2:S(0))
+  fix:      pass the piece that torch.chunk would give this rank
+[half] RuntimeError: from_local takes shape and stride together; got shape=(8, 3), stride=None
+[twice] RuntimeError: from_local takes a plain torch.Tensor, and this is a DTensor; use redistribute
+[leaf] RuntimeError: distribute_tensor takes a leaf tensor; use DTensor.from_local for results of operators
+[max] UnsupportedOperatorError: No gradient passes from a Partial('max') DTensor to the local tensor that it was made of.
+  expected: Shard, Replicate, Partial('sum') or Partial('avg') where gradients are wanted
+  got:      (0=2:P(max))
+  fix:      reduce before from_local, or detach the local tensor
+[no placements] RuntimeError: redistribute needs placements, for example [Replicate()]
+[plain] UnsupportedOperatorError: add.Tensor: the argument 'other' is a plain torch.Tensor among DTensors.
+  expected: DTensors only, or scalars
+  got:      Tensor of shape (4, 3)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[factory] ShardingError: A factory does not make Partial tensors.
+  expected: Shard(dim) or Replicate()
+  got:      (0=2:P(sum))
+  fix:      DTensor.from_local(term, mesh, [Partial()])""")

@@ -1,0 +1,119 @@
+"""Redistribution: every pair of layouts has the same values, gradients included, and moves what the plan says."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tensor.proving import exact, place
+
+
+def all_pairs(rank, world, mesh_shape, limit):
+    from torchshard import Partial, Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", mesh_shape)
+    kinds = [Replicate(), Shard(0), Shard(1), *[Partial(op) for op in ("sum", "avg", "max", "min", "product")]]
+    starts = list(itertools.product(kinds, repeat=mesh.ndim))
+    starts = [s for s in starts if len({p.reduce_op for p in s if p.is_partial()}) <= 1]
+    ends = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=mesh.ndim))
+    pairs = list(itertools.product(starts, ends, [(5, 4), (3, 1), (0, 2), (8, 6)]))
+    pairs = random.Random(0).sample(pairs, min(limit, len(pairs)))
+    g = torch.Generator().manual_seed(0)
+    bad = []
+    for start, end, shape in pairs:
+        value = exact(shape, g)
+        if any(p.is_partial() and p.reduce_op == "product" for p in start):
+            value = value.sign() * 2.0
+        x = placed_terms(value, mesh, start)
+        y = x.redistribute(placements=end)
+        if y.placements != tuple(end):
+            bad.append(f"{start} {end}: {y.placements}")
+        if not torch.equal(y.full_tensor(), value):
+            bad.append(f"{start} -> {end} of {shape}: {y.full_tensor()} for {value}")
+        if tuple(y.to_local().shape) != tuple(y._spec.local_shape):
+            bad.append(f"{start} -> {end} of {shape}: part {y.to_local().shape}")
+    return len(pairs), bad
+
+
+def placed_terms(value, mesh, placements):
+    from torchshard import DTensor, Replicate
+
+    if any(p.is_partial() and p.reduce_op == "product" for p in placements):
+        first = all(mesh.get_local_rank(a) == 0 for a, p in enumerate(placements) if p.is_partial())
+        term = value if first else torch.ones_like(value)
+        terms = [p if p.is_partial() else Replicate() for p in placements]
+        return DTensor.from_local(term, mesh, terms).redistribute(placements=placements)
+    return place(value, mesh, placements)
+
+
+@pytest.mark.parametrize(("mesh_shape", "limit"), [((2,), 200), ((3,), 200), ((2, 2), 250)])
+def test_values_are_those_of_the_full_tensor(mesh_shape, limit):
+    world = 4 if len(mesh_shape) == 2 else mesh_shape[0]
+    for count, bad in run_ranks(world, all_pairs, mesh_shape, limit):
+        assert not bad, bad[:5]
+        assert count >= 60
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_values_on_three_axes():
+    for _, bad in run_ranks(8, all_pairs, (2, 2, 2), 1000, timeout=1100):
+        assert not bad, bad[:5]
+
+
+def twice_differentiable(rank, world):
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.arange(1.0, 6.0)
+    x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
+    y = x.redistribute(placements=[Replicate()])
+    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    half = x.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
+    half.float().sum().backward()
+    return (
+        torch.equal(first.full_tensor(), 3 * full**2),
+        torch.equal(second.full_tensor(), 6 * full),
+        str(half.dtype),
+        str(x.grad.dtype),
+        x.grad.full_tensor().tolist(),
+        x.redistribute(placements=[Shard(0)]) is x,
+    )
+
+
+def test_gradients_any_number_of_times_and_dtypes_on_the_way():
+    for found in run_ranks(2, twice_differentiable):
+        assert found == (True, True, "torch.bfloat16", "torch.float32", [1.0] * 5, True)
+
+
+def nested_orders(rank, world):
+    """A dim cut by both axes, in both nesting orders: torch's placement for the other order goes there and back."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(8.0)
+    plain = distribute_tensor(full, mesh, [Shard(0), Shard(0)])
+    strided = distribute_tensor(full, mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+    back = strided.redistribute(placements=[Shard(0), Shard(0)])
+    return (
+        plain.to_local().tolist(),
+        strided.to_local().tolist(),
+        str(strided.placements),
+        torch.equal(back.to_local(), plain.to_local()),
+        torch.equal((strided * 1).full_tensor(), full),
+        torch.equal(plain.redistribute(placements=[Replicate(), Shard(0)]).full_tensor(), full),
+    )
+
+
+def test_nesting_order_is_part_of_the_layout():
+    found = run_ranks(4, nested_orders)
+    assert [f[0] for f in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [f[1] for f in found] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    for f in found:
+        assert "_StridedShard" in f[2]
+        assert all(f[3:])
