@@ -131,7 +131,7 @@ def _first_use() -> None:
 def _can_talk(device_mesh: DeviceMesh) -> bool:
     try:
         device_mesh.get_group(0)
-    except (AttributeError, RuntimeError, KeyError, ValueError, AssertionError):
+    except (AttributeError, RuntimeError, LookupError, ValueError, AssertionError):
         return False
     return True
 

@@ -1,0 +1,150 @@
+"""A DTensor as a Python object: copies, pickles, modules, metadata; and the fallbacks of torch's private fast paths."""
+
+import copy
+import io
+import warnings
+
+import expecttest
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tensor.proving import prove_group
+
+
+def objects(rank, world):
+    from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, layout_of
+
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.arange(10.0).view(5, 2)
+    x = distribute_tensor(full, mesh, [Shard(0)])
+    found = {}
+    for name, other in (("deepcopy", copy.deepcopy(x)), ("copy", copy.copy(x))):
+        found[name] = isinstance(other, DTensor) and torch.equal(other.full_tensor(), full)
+    file = io.BytesIO()
+    torch.save({"x": x}, file)
+    file.seek(0)
+    loaded = torch.load(file)["x"]  # weights_only
+    found["torch.load"] = torch.equal(loaded.full_tensor(), full) and loaded.device_mesh == mesh
+    p = torch.nn.Parameter(x)
+    found["parameter"] = isinstance(p, DTensor) and isinstance(p, torch.nn.Parameter) and p.placements == (Shard(0),)
+    layer = torch.nn.Linear(2, 2, bias=False)
+    layer.weight = torch.nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+    found["to"] = layer.to(torch.float64).weight.to_local().dtype is torch.float64
+    found["to again"] = isinstance(layer.half().weight, DTensor) and layer.weight.placements == (Shard(0),)
+    found["zero_grad"] = layer.zero_grad() is None
+    found["metadata"] = (tuple(x.shape), x.stride(), x.dtype, x.ndim, x.numel(), x.device.type) == (
+        (5, 2), (2, 1), torch.float32, 2, 10, "cpu",
+    )  # fmt: skip
+    found["tolist"] = (x + 0).full_tensor().tolist() == full.tolist()
+    found["item"] = x.sum().item() == 45.0 and DTensor.from_local(torch.ones(()), mesh, [Partial()]).item() == world
+    found["equal"] = torch.equal(x, distribute_tensor(full, mesh, [Replicate()]))
+    found["bool"] = bool((x >= 0).all()) and float(x.max()) == 9.0
+    found["boxes"] = [tuple(b.size) for b in layout_of(x).boxes()] == [(3, 2), (2, 2)]
+    found["repr"] = repr(x).startswith("DTensor(local_tensor=tensor(") and "S(0)" in repr(x)
+    found["hash"] = len({x, x}) == 1
+    found["iteration"] = [row.full_tensor().tolist() for row in x] == full.tolist()
+    found["len"] = len(x) == 5
+    return found
+
+
+def test_a_dtensor_behaves_as_a_tensor():
+    for found in run_ranks(2, objects):
+        assert all(found.values()), {k: v for k, v in found.items() if not v}
+
+
+def other_ranks(rank, world):
+    """A mesh of the first two ranks of three: the third holds nothing."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from torchshard import Replicate, Shard, distribute_tensor
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    y = (x * 2).redistribute(placements=[Replicate()])
+    dist.barrier()
+    return tuple(x.shape), tuple(y.shape), y.to_local().tolist()
+
+
+def test_a_rank_outside_of_the_mesh_holds_nothing():
+    inside, also, outside = run_ranks(3, other_ranks)
+    assert inside == also == ((6,), (6,), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0])
+    assert outside == ((6,), (6,), [])
+
+
+def modes(rank, world):
+    import torchshard
+    from torchshard import Replicate, Shard, distribute_tensor, fallback, implicit_replication, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.arange(1.0, 11.0).view(5, 2)
+    x = distribute_tensor(full, mesh, [Shard(0)])
+    found = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        values = [torch.equal(torch.cov(x).full_tensor(), torch.cov(full)) for _ in range(2)]
+        flips = [torch.equal(x.flip(0).full_tensor(), full.flip(0)) for _ in range(2)]
+    found["values"] = all(values + flips)
+    found["said"] = sorted({str(w.message) for w in caught}), len(caught)
+    with fallback("error"):
+        try:
+            x.flip(0)
+        except torchshard.errors.UnsupportedOperatorError as error:
+            found["refused"] = str(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with fallback("silent"):
+            x.roll(1, 0)
+    found["silent"] = len(caught)
+    with implicit_replication():
+        found["replicated"] = torch.equal((x + full).full_tensor(), full * 2)
+    try:
+        x + distribute_tensor(full, init_device_mesh("cpu", (1, world)), [Replicate(), Shard(0)])
+    except torchshard.errors.ShardingError as error:
+        found["meshes"] = str(error)
+    try:
+        with fallback("loud"):
+            pass
+    except torchshard.errors.ShardingError as error:
+        found["mode"] = str(error)
+    return found
+
+
+class Modes(expecttest.TestCase):
+    def test_what_is_said(self):
+        found = run_ranks(2, modes)[0]
+        assert found.pop("values") and found.pop("replicated")
+        assert found.pop("silent") == 0
+        self.assertExpectedInline("\n".join(f"[{k}] {v}" for k, v in found.items()), """\
+[said] (['torchshard: flip.default gathers its operands on every rank (no rule for these operands; said once)'], 1)
+[refused] flip.default has no sharded way to run: no rule for these operands.
+  expected: a rule for these operands, as fallback('error') is on
+  fix:      redistribute the operands to Replicate(), or allow it with torchshard.fallback('replicate')
+[meshes] add.Tensor: the arguments live on different meshes.
+  expected: one mesh
+  got:      argument self: float32[5, 2] (0=2:S(0))
+            argument other: float32[5, 2] (0=1:R, 1=2:S(0))
+  fix:      bring both to one: distribute_tensor(other.full_tensor(), mesh, placements)
+[mode] No such fallback.
+  expected: 'replicate', 'error' or 'silent'
+  got:      'loud'""")
+
+
+def without_fast_paths(rank, world, group):
+    from torchshard import _torch
+    from torchshard.tensor import dtensor, first_run
+
+    with _torch.without_fast_paths():
+        slow = _torch.wrapper_constructor()
+        assert slow is _torch._portable_constructor
+        for module in (dtensor, first_run):
+            module.new = slow
+        return prove_group(rank, world, (world,), group, 4)[:2]
+
+
+@pytest.mark.parametrize("group", ["matrices", "views", "networks"])
+def test_values_without_private_fast_paths(group):
+    for done, complaints in run_ranks(2, without_fast_paths, group):
+        assert not complaints, complaints[:3]
+        assert done > 10
