@@ -209,7 +209,7 @@ class _Walk:
         self.where = where
         self.inner: dict[int, bool] = {}  # by id: does it hold a tensor or a dict?
         self.seen: set[int] = set()
-        self.again = 100_000  # visits to containers that were visited before
+        self.again = 10_000  # visits to containers that were visited before
 
     def leaves(self, value: object, path: Steps) -> Iterator[tuple[Steps, object]]:
         self.check_depth(len(path))
@@ -265,7 +265,7 @@ def flatten(tree: object, where: object) -> dict[str, Entry]:
     if not isinstance(tree, dict):
         raise CheckpointError("The file holds no state dict.", expected="a dict", got=printable(tree), where=where)
     entries: dict[str, Entry] = {}
-    for path, value in leaves(tree, where):
+    for path, value in leaves(tree, where) if tree else ():
         key = ".".join(map(str, path))
         if key in entries:
             raise CheckpointError("Two entries have the same dotted name.", got=printable(key), where=where)

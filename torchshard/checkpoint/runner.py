@@ -138,26 +138,25 @@ class _Run:
     def work(self) -> None:
         """A thread's life."""
         try:
-            # Anonymous maps: memory is used when it is written to, and given back at the end.
-            with mmap.mmap(-1, self.budget.buffer) as out, mmap.mmap(-1, self.budget.buffer) as scratch:
-                self._work(memoryview(out), memoryview(scratch))
+            # Anonymous maps: memory is used when it is written to, and given back with the last reference.
+            out, scratch = [memoryview(mmap.mmap(-1, self.budget.buffer)) for _ in range(2)]
+            self._work(out, scratch)
             self.results.put(None)
         except BaseException as error:
             self.results.put(error)
 
     def _work(self, out: memoryview, scratch: memoryview) -> None:
-        with out, scratch:
-            while not self.stopped:
-                with self.lock:
-                    job = next(self.jobs, None)
-                if job is None:
-                    return
-                with out[: job.nbytes] as buffer:
-                    fill(job.entry, job.block, buffer, scratch)
-                    crc = zlib.crc32(buffer) if self.checksums else 0
-                    if self.fd is not None:
-                        write_all(self.fd, buffer, job.offset)
-                self.results.put(_Done(job, crc))
+        while not self.stopped:
+            with self.lock:
+                job = next(self.jobs, None)
+            if job is None:
+                return
+            buffer = out[: job.nbytes]
+            fill(job.entry, job.block, buffer, scratch)
+            crc = zlib.crc32(buffer) if self.checksums else 0
+            if self.fd is not None:
+                write_all(self.fd, buffer, job.offset)
+            self.results.put(_Done(job, crc))
 
 
 class _Sums:
@@ -186,10 +185,10 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     Raises:
         CheckpointError: says what the system says, such as that the disk is full.
     """
-    with memoryview(data) as view:
-        done = 0
-        while done < len(view):
-            try:
-                done += os.pwrite(fd, view[done:], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"The destination cannot be written: {error.strerror or error}.") from error
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        try:
+            done += os.pwrite(fd, view[done:], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"The destination cannot be written: {error.strerror or error}.") from error

@@ -129,7 +129,7 @@ class _Reader:
         return Index(
             "dcp",
             entries,
-            lambda: nest(entries, paths),
+            lambda: nest(entries, paths, self.where),
             {name: self.files.size(name) for name in sorted(self.used)},
             {"version": version} if isinstance(version, str) else {},
         )
@@ -144,7 +144,7 @@ class _Reader:
             for step in path:
                 self.expect(step, str if type(step) is str else int, "planner_data", key=key)
             paths[key] = path
-        nest(entries, paths)  # says now if they contradict each other
+        nest(entries, paths, self.where)  # says now if they contradict each other
         return paths
 
     def tensor_entry(self, key: str, description: Record) -> TensorEntry:

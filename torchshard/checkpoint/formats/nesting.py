@@ -12,10 +12,14 @@ Steps = tuple[str | int, ...]
 _SPARE = 100_000  # places of lists that may stay empty, as an empty dict among dicts leaves one
 
 
-def nest(entries: Mapping[str, Entry], paths: Mapping[str, Steps]) -> dict[str, object]:
-    """The nested dicts and lists, entries as leaves; text steps are keys of dicts, integers are places in lists.
+def nest(entries: Mapping[str, Entry], paths: Mapping[str, Steps], where: object) -> dict[str, object]:
+    """The nested dicts and lists, entries as leaves.
 
-    Places of a list that no key fills are None, as torch fills them.
+    Args:
+        entries: by flat key.
+        paths: for each key its steps: text is a key of a dict, an integer a place in a list. Places that no key fills
+            are None, as torch fills them.
+        where: file, for errors.
 
     Raises:
         CheckpointError: two paths contradict each other, or a place in a list is out of all proportion.
@@ -24,16 +28,23 @@ def nest(entries: Mapping[str, Entry], paths: Mapping[str, Steps]) -> dict[str, 
     spare = _SPARE + 2 * len(entries)
     for key, entry in entries.items():
         path = paths[key]
-        spare -= _put(root, path, entry, spare, key)
+        added = _put(root, path, entry, spare)
+        if added is None:
+            raise CheckpointError(
+                "The places of the keys in the state dict (planner_data) contradict each other.",
+                got=f"{printable(key)} at {printable(path)}",
+                where=where,
+            )
+        spare -= added
     return root
 
 
-def _put(container: Any, path: Steps, entry: Entry, spare: int, key: str) -> int:
-    """Put the entry in its place; returns how many places of lists were added on the way."""
+def _put(container: Any, path: Steps, entry: Entry, spare: int) -> int | None:
+    """Put the entry in its place. Returns how many places of lists were added on the way; None if it does not fit."""
     added = 0
     kinds: list[type | None] = [dict if isinstance(step, str) else list for step in path[1:]]
     if not 0 < len(path) <= NESTING:
-        raise _contradiction(key, path)
+        return None
     step: Any
     for step, kind in zip(path, [*kinds, None], strict=True):
         if type(container) is list and type(step) is int and 0 <= step <= len(container) + spare - added:
@@ -41,19 +52,11 @@ def _put(container: Any, path: Steps, entry: Entry, spare: int, key: str) -> int
             container += [None] * missing
             added += missing
         elif type(container) is not dict or type(step) is not str:
-            raise _contradiction(key, path)
+            return None
         here = container[step] if type(container) is list else container.get(step)
         if here is None:
             here = container[step] = entry if kind is None else kind()
         elif type(here) is not kind:
-            raise _contradiction(key, path)
+            return None
         container = here
     return added
-
-
-def _contradiction(key: str, path: Steps) -> CheckpointError:
-    return CheckpointError(
-        "The places of the keys in the state dict contradict each other.",
-        got=f"{printable(key)} at {printable(path)}",
-        where="planner_data",
-    )
