@@ -1,0 +1,1 @@
+"""Talking between ranks."""
