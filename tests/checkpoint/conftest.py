@@ -34,6 +34,24 @@ def dcp_mesh(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def ours_two(tmp_path_factory):
+    """torchshard's DTensors on two ranks."""
+    return sources.make(tmp_path_factory.mktemp("ours_two") / "ck", 2, sources.save_sharded, "torchshard")
+
+
+@pytest.fixture(scope="session")
+def ours_three(tmp_path_factory):
+    """torchshard's DTensors on three ranks."""
+    return sources.make(tmp_path_factory.mktemp("ours_three") / "ck", 3, sources.save_sharded, "torchshard")
+
+
+@pytest.fixture(scope="session")
+def ours_mesh(tmp_path_factory):
+    """torchshard's DTensors on a 2 x 2 mesh."""
+    return sources.make(tmp_path_factory.mktemp("ours_mesh") / "ck", 4, sources.save_sharded, "torchshard")
+
+
+@pytest.fixture(scope="session")
 def dcp_st(tmp_path_factory):
     """ShardedTensors on two ranks."""
     return sources.make(tmp_path_factory.mktemp("st") / "ck", 2, sources.save_shardedtensor)

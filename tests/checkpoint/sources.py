@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import importlib
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ranks import run_ranks
 
@@ -76,8 +77,14 @@ def save(rank, world, path, state):
     dcp.save(state, checkpoint_id=path)
 
 
-def save_sharded(rank, world, path):
+def library(name):
+    """The module whose DTensor is meant: "torch" or "torchshard"."""
+    return importlib.import_module("torch.distributed.tensor" if name == "torch" else name)
+
+
+def save_sharded(rank, world, path, whose="torch"):
     """Rows, columns, both, uneven and empty pieces; on four ranks a 2 x 2 mesh."""
+    distribute_tensor = library(whose).distribute_tensor
     shape = (2, 2) if world == 4 else (world,)
     mesh = init_device_mesh("cpu", shape)
     rest = [Replicate()] * (len(shape) - 1)
@@ -109,6 +116,37 @@ def save_sharded(rank, world, path):
     dcp.save(state, checkpoint_id=path)
 
 
+def save_trained(rank, world, path, whose):
+    """A model cut by rows (five on two ranks) after two steps of AdamW; the same, gathered, in `path`.pt."""
+    api = library(whose)
+    mesh = init_device_mesh("cpu", (world,))
+    model = torch.nn.Linear(4, 5)
+
+    def cut(name, module, mesh):
+        for key, parameter in list(module.named_parameters()):
+            sharded = api.distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            module.register_parameter(key, torch.nn.Parameter(sharded))
+
+    api.distribute_module(model, mesh, cut)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = api.distribute_tensor(torch.arange(12.0).reshape(3, 4), mesh, [Replicate()])
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    dcp.save(state, checkpoint_id=path)
+
+    def whole(value):
+        if isinstance(value, dict):
+            return {key: whole(item) for key, item in value.items()}
+        return value.full_tensor() if isinstance(value, api.DTensor) else value
+
+    gathered = whole(state)
+    if rank == 0:
+        torch.save(gathered, f"{path}.pt")
+
+
 def save_shardedtensor(rank, world, path):
     """torch's older ShardedTensor, rows of unequal length."""
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -132,7 +170,9 @@ def save_large(rank, world, path, mebibytes, dim):
     size[dim] //= world
     local = torch.from_numpy(np.random.default_rng(rank).integers(0, 2**31, size, np.int32)).view(torch.float32)
     placement = [Shard(dim)]
-    state = {f"layers.{i}.w": DTensor.from_local(local + i, mesh, placement, run_check=False) for i in range(mebibytes // 16)}
+    state = {
+        f"layers.{i}.w": DTensor.from_local(local + i, mesh, placement, run_check=False) for i in range(mebibytes // 16)
+    }
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=False))
 
 
@@ -202,5 +242,3 @@ def python(code, *args, **kwargs):
     env = os.environ | {"PYTHONPATH": str(root)}
     command = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, **kwargs)
-
-

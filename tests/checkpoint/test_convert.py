@@ -136,12 +136,15 @@ def test_the_destination_is_complete_or_absent(dcp_two, tmp_path):
 
 def test_progress_ends_at_the_total(dcp_two, tmp_path):
     for verify in (False, True):
-        seen = []
-        to_safetensors(
-            dcp_two, tmp_path / f"{verify}.safetensors", verify=verify, progress=lambda *state: seen.append(state)
-        )
-        assert seen[-1][0] == seen[-1][1]
-        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        done, total = [], set()
+
+        def progress(so_far, in_all, done=done, total=total):
+            done.append(so_far)
+            total.add(in_all)
+
+        to_safetensors(dcp_two, tmp_path / f"{verify}.safetensors", verify=verify, progress=progress)
+        assert total == {done[-1]}
+        assert done == sorted(done)
 
 
 def test_what_exists_is_left_alone(dcp_two, tmp_path):

@@ -14,6 +14,8 @@ import torch
 
 from tests.checkpoint import sources
 from tests.checkpoint.sources import python
+from torchshard import checkpoint
+from torchshard.errors import CheckpointError
 
 MIB = 2**20
 OVERHEAD = 128  # MiB over the bare interpreter, with buffers of 64 MiB
@@ -45,6 +47,12 @@ def quarter(tmp_path_factory):
     """256 MiB in 16 matrices on two ranks, by rows and by columns."""
     folder = tmp_path_factory.mktemp("quarter")
     return [sources.make(folder / str(dim), 2, sources.save_large, 256, dim) for dim in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """32 MiB in 2 matrices on two ranks, by columns."""
+    return sources.make(tmp_path_factory.mktemp("small") / "ck", 2, sources.save_large, 32, 1)
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
@@ -95,30 +103,47 @@ print("end", flush=True)
 """
 
 
+def slow(src, dst, to):
+    """Start a conversion that says after each block how far it is."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    command = [sys.executable, "-c", SLOW, str(src), str(dst), to]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
-def test_a_killed_conversion_leaves_no_destination(quarter, tmp_path, to):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    before = {p.name: p.stat().st_mtime_ns for p in quarter[1].iterdir()}
-    for blocks in (1, 20, 300, 600):
-        command = [sys.executable, "-c", SLOW, str(quarter[1]), str(tmp_path / "out"), to]
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-        for _ in range(blocks):
-            assert "end" not in process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        assert not (tmp_path / "out").exists()
-    left = os.listdir(tmp_path)
-    assert all(name.startswith(".out.") and name.endswith(".partial") for name in left)
-    assert before == {p.name: p.stat().st_mtime_ns for p in quarter[1].iterdir()}
-    subprocess.run([sys.executable, "-c", SLOW, str(quarter[1]), str(tmp_path / "out"), to], env=env, check=True, stdout=subprocess.DEVNULL)
-    assert (tmp_path / "out").stat().st_size > 256 * MIB
+def test_a_killed_conversion_leaves_no_destination(small, tmp_path, to):
+    """Killed while it checks the source, writes, and reads again; the next one removes what was left, and succeeds."""
+    before = {p.name: p.stat().st_mtime_ns for p in small.iterdir()}
+    for blocks in (1, 40, 80):
+        with slow(small, tmp_path / "out", to) as process:
+            for _ in range(blocks):
+                assert "end" not in process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        left = os.listdir(tmp_path)
+        assert len(left) <= 1
+        assert all(name.startswith(".out.") and name.endswith(".partial") for name in left)
+        assert bool(left) == (blocks > 1)
+    assert before == {p.name: p.stat().st_mtime_ns for p in small.iterdir()}
+    (tmp_path / ".out.mine.partial").write_text("not ours")
+    checkpoint.convert(small, tmp_path / "out", to=to)
+    assert set(os.listdir(tmp_path)) == {"out", ".out.mine.partial"}
+    assert len(checkpoint.open(tmp_path / "out")) == 2
 
 
-def test_an_interrupt_cleans_up(quarter, tmp_path):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    command = [sys.executable, "-c", SLOW, str(quarter[0]), str(tmp_path / "out"), "torch"]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_a_conversion_leaves_another_to_the_same_place_alone(small, tmp_path):
+    def start_another(done, total):
+        if not (tmp_path / "out").exists():
+            checkpoint.convert(small, tmp_path / "out", to="safetensors")
+
+    with pytest.raises(CheckpointError, match="destination exists"):
+        checkpoint.convert(small, tmp_path / "out", to="safetensors", progress=start_another)
+    assert os.listdir(tmp_path) == ["out"]
+    assert len(checkpoint.open(tmp_path / "out")) == 2
+
+
+def test_an_interrupt_cleans_up(small, tmp_path):
+    process = slow(small, tmp_path / "out", "torch")
     for _ in range(5):
         process.stdout.readline()
     process.send_signal(signal.SIGINT)

@@ -21,7 +21,12 @@ def file_of(path, header, data=b""):
 
 
 def test_what_the_library_writes(tmp_path):
-    tensors = {"b": random_bits((3, 4), torch.bfloat16), "a": torch.arange(5), "none": torch.empty(0, 2), "s": torch.tensor(1.0)}
+    tensors = {
+        "b": random_bits((3, 4), torch.bfloat16),
+        "a": torch.arange(5),
+        "none": torch.empty(0, 2),
+        "s": torch.tensor(1.0),
+    }
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors", metadata={"by": "me"})
     ck = checkpoint.open(tmp_path / "a.safetensors")
     assert ck.metadata == {"by": "me"}

@@ -13,7 +13,9 @@ def test_a_table_with_totals(dcp_mesh):
     table, _, totals = str(checkpoint.inspect(dcp_mesh)).partition("\n\n")
     head, line, *rows = table.splitlines()
     shown = [head, line, *sorted(row for row in rows if "optimizer" not in row), totals.partition(" pieces")[0]]
-    assert_expected_inline("\n".join(row.rstrip() for row in shown), """\
+    assert_expected_inline(
+        "\n".join(row.rstrip() for row in shown),
+        """\
 key                                 dtype     shape      pieces     size
 ----------------------------------  --------  ---------  ---------  -------
 model.bf16                          bfloat16  9 x 8      2 (1x2)    144 B
@@ -29,7 +31,8 @@ model.replicated                    float32   7 x 10     1          280 B
 model.rows                          float32   7 x 10     2 (2x1)    280 B
 model.twice                         float32   7 x 10     4 (4x1)    280 B
 plain                               int64     5          1          40 B
-dcp: 37 tensors of 1,161 elements and 4.7 KiB in 61""")
+dcp: 37 tensors of 1,161 elements and 4.7 KiB in 61""",
+    )
 
 
 def test_plain_data_for_json(dcp_mesh):
@@ -55,7 +58,13 @@ def test_names_that_would_play_with_the_terminal(tmp_path):
 def test_sizes_as_text():
     for text, size in {"64MiB": 2**26, "1.5 GiB": 3 * 2**29, "500MB": 5 * 10**8, "7": 7, "2g": 2**31, "3 B": 3}.items():
         assert parse_size(text) == size
-    assert [format_size(n) for n in (0, 1023, 1536, 2**26, 2**41)] == ["0 B", "1023 B", "1.5 KiB", "64.0 MiB", "2.0 TiB"]
+    assert [format_size(n) for n in (0, 1023, 1536, 2**26, 2**41)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "64.0 MiB",
+        "2.0 TiB",
+    ]
 
 
 def test_untrusted_values_as_text():

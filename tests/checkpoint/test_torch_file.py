@@ -165,7 +165,7 @@ def pickled_as(module, name):
 
 def test_torchscript_and_other_zips_are_told_apart(tmp_path):
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "script.pt")
-    with pytest.raises(CheckpointError, match="not one that torch.save made"):
+    with pytest.raises(CheckpointError, match=r"not one that torch\.save made"):
         checkpoint.open(tmp_path / "script.pt")
 
 
@@ -179,6 +179,8 @@ def test_pickle_protocols(tmp_path):
         assert ck["x.9.3"].value() == {"y"}
 
 
+# Without dots and digits, so that no two keys have the same dotted name.
+words = st.text(st.characters(codec="utf-8", exclude_characters=".(-0123456789"))
 plain = st.recursive(
     st.one_of(
         st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
@@ -188,8 +190,8 @@ plain = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(st.text() | st.integers() | st.tuples(st.integers(), st.text()), inner, max_size=4),
-        st.dictionaries(st.text(), inner, max_size=3).map(collections.OrderedDict),
+        st.dictionaries(words | st.integers() | st.tuples(st.integers(), words), inner, max_size=4),
+        st.dictionaries(words, inner, max_size=3).map(collections.OrderedDict),
     ),
     max_leaves=12,
 )  # fmt: skip
@@ -199,13 +201,6 @@ plain = st.recursive(
 @given(plain)
 def test_any_plain_data_survives(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("plain")
-    try:
-        torch.save({"x": [value, value]}, folder / "a.pt")
-    except UnicodeEncodeError:  # torch itself cannot
-        return
-    try:
-        checkpoint.convert(folder / "a.pt", folder / "b.pt", to="torch")
-    except CheckpointError as error:
-        assert "same dotted name" in str(error)  # {1: ..., "1": ...}
-        return
+    torch.save({"x": [value, value]}, folder / "a.pt")
+    checkpoint.convert(folder / "a.pt", folder / "b.pt", to="torch")
     assert_same_tree(torch.load(folder / "b.pt", weights_only=True)["x"], [value, value])

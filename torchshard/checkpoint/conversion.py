@@ -102,6 +102,8 @@ def convert(
         out = WRITERS[to](checkpoint.index)
         pieces = [piece for slot in out.slots for piece in slot.entry.pieces]
         extents = _extents(out.slots)
+        if not dry_run:
+            destination.remove_leftovers(target)
         destination.check(target, out.nbytes, overwrite=overwrite)
         if not dry_run:
             _Work(out, target, budget, progress, verify).run(extents, overwrite=overwrite, fsync=fsync)
@@ -115,7 +117,9 @@ def _check_apart(source: Path, target: Path) -> None:
     """The destination must not be the source or lie within it."""
     here, there = os.path.realpath(source), os.path.realpath(target)
     if os.path.commonpath([here, there]) == here:
-        raise CheckpointError("The destination is the source or lies in it, and the source is never touched.", got=target, where=source)
+        raise CheckpointError(
+            "The destination is the source or lies in it, and the source is never touched.", got=target, where=source
+        )
 
 
 def _extents(slots: Sequence[Slot]) -> dict[Extent, Files]:
@@ -146,7 +150,7 @@ class _Work:
 
     def run(self, extents: Mapping[Extent, Files], *, overwrite: bool, fsync: bool) -> None:
         summed = {extent: files for extent, files in extents.items() if self.verify and extent.crc32 is not None}
-        tensors = sum([slot.nbytes for slot in self.out.slots])
+        tensors = sum([slot.entry.nbytes for slot in self.out.slots])
         self.total = tensors * (1 + self.verify) + sum([extent.nbytes for extent in summed])
         self._check_source(summed)
         with destination.Destination(self.target, self.out.nbytes, overwrite=overwrite, fsync=fsync) as file:

@@ -1,8 +1,11 @@
 """The file that is being written: a hidden sibling until it is complete, then renamed in one step."""
 
+import fcntl
+import glob
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -15,7 +18,8 @@ SUFFIX = ".partial"
 class Destination:
     """Use as a context; unless `commit` was reached, leaving it removes what was written.
 
-    A process that is killed leaves `.<name>.<random>.partial` behind, never the destination.
+    A process that is killed leaves `.<name>.<random>.partial` behind, never the destination. The file is locked as long
+    as it is written, so that `remove_leftovers` can tell.
 
     Args:
         path: the file to be.
@@ -36,6 +40,8 @@ class Destination:
         except OSError as error:
             raise _refused(path, error) from error
         self.done = False
+        with suppress(OSError):  # a file system without locks: there, `remove_leftovers` removes nothing
+            fcntl.flock(self.fd, fcntl.LOCK_EX)
 
     def __enter__(self) -> "Destination":
         return self
@@ -67,6 +73,14 @@ class Destination:
             self.partial.unlink(missing_ok=True)
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed conversions to this destination left behind."""
+    for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}{SUFFIX}"):
+        with suppress(OSError), old.open("rb") as file:  # one that is still written, or is not ours to remove, stays
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            old.unlink()
+
+
 def check(path: Path, nbytes: int, *, overwrite: bool) -> None:
     """Raise CheckpointError if a file of this size cannot come to be here."""
     _check_free(path, overwrite)
@@ -89,7 +103,9 @@ def _check_free(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         raise CheckpointError("The destination is a folder; name a file.", where=path)
     if not overwrite and os.path.lexists(path):
-        raise CheckpointError("The destination exists.", where=path, fix="Remove it, or overwrite it (overwrite=True, --overwrite).")
+        raise CheckpointError(
+            "The destination exists.", where=path, fix="Remove it, or overwrite it (overwrite=True, --overwrite)."
+        )
 
 
 def _sync_folder(folder: Path) -> None:

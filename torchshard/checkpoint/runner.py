@@ -18,6 +18,7 @@ from torchshard.checkpoint.formats.out import Slot
 from torchshard.checkpoint.plan import Block, plan
 from torchshard.checkpoint.reading import fill
 from torchshard.errors import CheckpointError
+from torchshard.layout import whole
 
 MEMORY = 64 * 2**20
 LEAST_MEMORY = 2**20
@@ -132,7 +133,7 @@ class _Run:
 
     def _plan(self, slots: Sequence[Slot]) -> Iterator[_Job]:
         for i, slot in enumerate(slots):
-            for block in plan(slot.box, slot.entry.boxes, self.budget.block(slot.entry)):
+            for block in plan(whole(slot.entry.shape), slot.entry.boxes, self.budget.block(slot.entry)):
                 yield _Job(i, slot.entry, block, slot.offset + block.at * slot.entry.itemsize)
 
     def work(self) -> None:
@@ -164,7 +165,7 @@ class _Sums:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.totals = [0] * len(slots)
-        self.missing = [slot.nbytes for slot in slots]
+        self.missing = [slot.entry.nbytes for slot in slots]
         self.parts: dict[int, list[tuple[int, int, int]]] = {}
 
     def add(self, done: _Done) -> None:

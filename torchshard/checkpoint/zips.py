@@ -209,20 +209,20 @@ class Record:
         return self.payload + self.nbytes
 
 
-def lay_out(sizes: Sequence[tuple[str, int]], folder: str = "archive", start: int = 0) -> list[Record]:
-    """Records of these names and sizes one after another, each payload at a multiple of ALIGNMENT from `start`."""
+def lay_out(sizes: Sequence[tuple[str, int]]) -> list[Record]:
+    """Records of these names and sizes one after another, each payload at a multiple of ALIGNMENT."""
     records = []
-    at = start
+    at = 0
     for name, nbytes in sizes:
-        full = f"{folder}/{name}".encode()
+        full = f"archive/{name}".encode()
         least = at + _LOCAL.size + len(full) + len(_wide_field(nbytes)) + 4
-        payload = start + -(-(least - start) // ALIGNMENT) * ALIGNMENT
+        payload = -(-least // ALIGNMENT) * ALIGNMENT
         records.append(Record(full, nbytes, at, payload))
         at = payload + nbytes
     return records
 
 
-def frame(records: Sequence[Record], crcs: Sequence[int], start: int = 0) -> Iterator[tuple[int, bytes]]:
+def frame(records: Sequence[Record], crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
     """All that surrounds the payloads, as (offset, bytes): local headers, then directory and end records."""
     directory = []
     for record, crc in zip(records, crcs, strict=True):
@@ -232,15 +232,15 @@ def frame(records: Sequence[Record], crcs: Sequence[int], start: int = 0) -> Ite
         extra = wide + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
         fields = (0x0800, 0, 0, 0, crc, size, size, len(record.name))
         yield record.header, _LOCAL.pack(_LOCAL_SIGN, 45 if wide else 0, *fields, len(extra)) + record.name + extra
-        directory.append(_central(record, crc, start))
-    at = records[-1].end if records else start
+        directory.append(_central(record, crc))
+    at = records[-1].end
     body = b"".join(directory)
-    yield at, body + _end_records(at - start, len(body), len(records))
+    yield at, body + _end_records(at, len(body), len(records))
 
 
-def frame_size(records: Sequence[Record], start: int = 0) -> int:
+def frame_size(records: Sequence[Record]) -> int:
     """Bytes of directory and end records."""
-    directory = sum([len(_central(record, 0, start)) for record in records])
+    directory = sum([len(_central(record, 0)) for record in records])
     return directory + _END64.size + _LOCATOR64.size + _END.size
 
 
@@ -248,8 +248,8 @@ def _wide_field(nbytes: int) -> bytes:
     return struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= _FULL32 else b""
 
 
-def _central(record: Record, crc: int, start: int) -> bytes:
-    header = record.header - start
+def _central(record: Record, crc: int) -> bytes:
+    header = record.header
     wide = [record.nbytes] * 2 if record.nbytes >= _FULL32 else []
     size = _FULL32 if wide else record.nbytes
     if header >= _FULL32:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torchshard.checkpoint.dtypes import DTYPES
-from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, TensorEntry, check_pieces
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, Steps, TensorEntry, check_pieces
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats.nesting import nest
 from torchshard.checkpoint.pickles.inert import Global, Record, record
@@ -103,7 +103,7 @@ class _Reader:
             index = self.expect(index, Record, "storage_data", f"{_METADATA}.MetadataIndex")
             key = self.expect(index.field("fqn"), str, "fqn")
             offset = index.field("offset")
-            stored[key, None if offset is None else sizes(offset, "offset", self.where)] = self.expect(
+            stored[key, None if offset is None else sizes(offset, "offset", self.at(key))] = self.expect(
                 info,
                 Record,
                 f"storage_data of {printable(key)}",
@@ -134,11 +134,11 @@ class _Reader:
             {"version": version} if isinstance(version, str) else {},
         )
 
-    def paths(self, entries: dict[str, Entry]) -> dict[str, tuple[str | int, ...]]:
+    def paths(self, entries: dict[str, Entry]) -> dict[str, Steps]:
         """Where each key was in the nested state dict; a key alone is its own place."""
         mapping = self.metadata.field("planner_data")
         mapping = {} if mapping is None else self.expect(mapping, dict, "planner_data")
-        paths: dict[str, tuple[str | int, ...]] = {}
+        paths: dict[str, Steps] = {}
         for key in entries:
             path = self.expect(mapping.get(key, (key,)), tuple, "planner_data", key=key)
             for step in path:
@@ -203,7 +203,7 @@ class _Reader:
                 fix="Load it with torch.distributed.checkpoint and save it without extensions.",
             )
         file = self.expect(info.field("relative_path"), str, "relative_path", key=key)
-        at, length = sizes((info.field("offset"), info.field("length")), "place", self.where)
+        at, length = sizes((info.field("offset"), info.field("length")), "place (offset, length)", self.at(key))
         if at + length > self.files.size(file):
             raise CheckpointError(
                 "A file is cut off.",

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchshard.checkpoint.entries import NESTING, Entry
+from torchshard.checkpoint.entries import NESTING, Entry, Steps
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
-
-Steps = tuple[str | int, ...]
 
 _SPARE = 100_000  # places of lists that may stay empty, as an empty dict among dicts leaves one
 

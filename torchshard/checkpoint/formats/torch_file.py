@@ -4,13 +4,14 @@ An archive: `data.pkl` is the pickled object with tensors described over numbere
 small records name the format's version, the byte order and the alignment. See zips.py for the frame.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchshard.checkpoint import zips
 from torchshard.checkpoint.entries import Index, TensorEntry, flatten
 from torchshard.checkpoint.files import Files
-from torchshard.checkpoint.formats.out import OutFile, Slot, crc_of
+from torchshard.checkpoint.formats.out import OutFile, Slot
 from torchshard.checkpoint.pickles.inert import RefusedGlobal
 from torchshard.checkpoint.pickles.torch_values import read_values
 from torchshard.checkpoint.pickles.write import dump
@@ -61,7 +62,7 @@ def write(index: Index) -> OutFile:
         ends = [*records[: len(bodies)], records[-1]]
         for record, body in zip(ends, [*bodies, b"3\n"], strict=True):
             yield record.payload, body
-        yield from zips.frame(records, [*map(crc_of, bodies), *crcs, crc_of(b"3\n")])
+        yield from zips.frame(records, [*map(zlib.crc32, bodies), *crcs, zlib.crc32(b"3\n")])
 
     payloads = [record.payload for record in records[len(bodies) : -1]]
     slots = tuple([Slot(entry, at) for entry, at in zip(tensors, payloads, strict=True)])

@@ -151,6 +151,10 @@ def _pop(m: "Machine") -> None:
         m.to_mark()
 
 
+def _pop_mark(m: "Machine") -> None:
+    m.to_mark()
+
+
 def _dup(m: "Machine") -> None:
     m.stack.append(m.stack[-1])
 
@@ -189,7 +193,10 @@ def _put_line(m: "Machine") -> None:
 
 
 def _skip(width: int) -> Step:
-    return lambda m: (m.take(width), None)[1]
+    def step(m: "Machine") -> None:
+        m.take(width)
+
+    return step
 
 
 # --- globals and objects -----------------------------------------------------------------------------------------
@@ -243,7 +250,7 @@ def _steps() -> tuple[Step, ...]:
         b"]": lambda m: m.stack.append([]), b"l": _list, b"a": _append, b"e": lambda m: _extend(m, m.to_mark()),
         b"}": lambda m: m.stack.append({}), b"d": _dict, b"s": _setitem, b"u": lambda m: _set_pairs(m, m.to_mark()),
         b"\x8f": lambda m: m.stack.append(set()), b"\x90": _additems,
-        b"0": _pop, b"1": lambda m: (m.to_mark(), None)[1], b"2": _dup,
+        b"0": _pop, b"1": _pop_mark, b"2": _dup,
         b"\x94": _memoize, b"h": _get1, b"j": _get4, b"g": _get_line, b"q": _put1, b"r": _put4, b"p": _put_line,
         b"c": _global, b"\x93": _stack_global, b"R": _call, b"\x81": _call, b"b": _build, b"Q": _binpersid,
     }  # fmt: skip

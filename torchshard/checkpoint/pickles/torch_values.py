@@ -152,7 +152,7 @@ def _ordered(items: Any = ()) -> OrderedDict:
 
 
 def _size(items: Any = ()) -> Size:
-    return Size(sizes(items, "torch.Size", "data.pkl"))
+    return Size(sizes(items, "torch.Size", None))
 
 
 def _layout(name: Any) -> str:

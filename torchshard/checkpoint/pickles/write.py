@@ -36,6 +36,7 @@ class _Writer:
         self.objects: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that the id stays its own
         self.slots = 0
         self.depth = 0
+        self.key: object = None  # of a dict, last written; for errors
         self.steps: dict[type, Callable[[Any], None]] = {
             type(None): lambda value: self._raw(b"N"),
             bool: lambda value: self._raw(b"\x88" if value else b"\x89"),
@@ -63,18 +64,25 @@ class _Writer:
         kind = type(value)
         step = self.steps.get(kind)
         if step is None:
-            raise CheckpointError("This is not plain data, and cannot be written.", got=printable(value))
+            raise CheckpointError("This is not plain data, and cannot be written.", got=printable(value), where=self.at)
         small = kind in (type(None), bool, float, str) or (isinstance(value, int) and abs(value) < 2**63)
         if not small and (found := self.objects.get(id(value))) is not None:
             self._fetch(found[0])
             return
         self.depth += 1
         if self.depth > NESTING + 10:
-            raise CheckpointError("Containers are nested too deep.", expected=f"at most {NESTING} levels")
+            raise CheckpointError(
+                "Containers are nested too deep.", expected=f"at most {NESTING} levels", where=self.at
+            )
         step(value)
         self.depth -= 1
         if not small:
             self._remember(value)
+
+    @property
+    def at(self) -> str:
+        """About where the writer is, for errors."""
+        return f"at or below the key {printable(self.key)}"
 
     def _raw(self, data: bytes) -> None:
         self.out += data
@@ -149,6 +157,7 @@ class _Writer:
     def _pairs(self, value: dict[object, object]) -> None:
         self.out += b"("
         for key, item in value.items():
+            self.key = key
             self.put(key)
             self.put(item)
         self.out += b"u"
@@ -163,7 +172,7 @@ class _Writer:
 
     def _record(self, value: Record) -> None:
         if value.name != "torch.device" or value.state is not None:
-            raise CheckpointError("This is not plain data, and cannot be written.", got=value.name)
+            raise CheckpointError("This is not plain data, and cannot be written.", got=value.name, where=self.at)
         self._call("torch", "device", value.args)
 
     def _tensor(self, entry: TensorEntry) -> None:
