@@ -1,10 +1,11 @@
-"""Converting a checkpoint: torchshard beside `cp` of the same bytes and torch's own converter, in turns in one run.
+"""Converting a checkpoint of two ranks: torchshard, torch's own converter and a plain copy, in turns.
 
     python -m benchmarks.convert --gib 1
 
-Each side runs in a process of its own. What a bare `import` of the side's modules takes is measured too and taken off
-the time ("net"), as it does not grow with the checkpoint. Page caches are warm for all sides; the destination is
-removed between turns. Peak memory is that of the process, less that of a bare interpreter.
+Each turn is a process of its own, with warm page caches and the destination removed before; nothing is flushed to the
+disk, as torch's converter does not either. "work" is the conversion without the imports, which do not grow with the
+checkpoint; "process" has them. Peak memory is that of the process (VmHWM) less that of the bare interpreter. (ru_maxrss
+would not do: it begins at the peak of the process that started this one.)
 """
 
 import argparse
@@ -13,80 +14,70 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.harness import compare
+from benchmarks.harness import Comparison, compare
 
-_PEAK = """
+_CODE = """
 import sys, time
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+src, dst = sys.argv[1:]
 bare = peak()
-start = time.perf_counter()
 {imports}
-loaded = time.perf_counter()
+start = time.perf_counter()
 {work}
-print(loaded - start, time.perf_counter() - loaded, peak() - bare)
+print(time.perf_counter() - start, peak() - bare)
 """
-
-
-@dataclass
-class Side:
-    """One way to do the job: what it imports, what it does, and what was measured (seconds, MiB)."""
-
-    name: str
-    imports: str
-    work: str
-    seconds: list[float] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-
-    def run(self, src: Path, dst: Path) -> None:
-        """One turn."""
-        dst.unlink(missing_ok=True)
-        code = _PEAK.format(imports=self.imports, work=self.work.format(src=str(src), dst=str(dst)))
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        _, seconds, peak = map(float, done.stdout.splitlines()[-1].split())
-        self.seconds.append(seconds)
-        self.peaks.append(peak)
-
-
 _OURS = "from torchshard import checkpoint"
-_COMMAND = "import torchshard.cli, torchshard.checkpoint, numpy"
-_TORCH = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save"
+_COPY = """
+with open(dst, "wb") as out:
+    for file in pathlib.Path(src).iterdir():
+        shutil.copyfileobj(file.open("rb"), out, 2**20)
+"""
+_TORCH = "dcp_to_torch_save"
+# name -> what it imports, what it does
+_CONVERTERS = {
+    "torchshard, to torch": (_OURS, "checkpoint.convert(src, dst, to='torch', fsync=False)"),
+    "torchshard, to safetensors": (_OURS, "checkpoint.convert(src, dst, to='safetensors', fsync=False)"),
+    "plain copy": ("import pathlib, shutil", _COPY),
+    _TORCH: (f"from torch.distributed.checkpoint.format_utils import {_TORCH}", f"{_TORCH}(src, dst)"),
+}
 
 
-def _sides() -> list[Side]:
-    def ours(to: str, fsync: bool) -> str:
-        return f"checkpoint.convert({{src!r}}, {{dst!r}}, to={to!r}, fsync={fsync})"
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One conversion: seconds of the work and of the process, MiB at the peak."""
 
-    command = (
-        "sys.argv = ['torchshard', 'convert', {src!r}, {dst!r}, '--to', 'safetensors', '--no-fsync']\n"
-        "try:\n    torchshard.cli.main()\nexcept SystemExit as end:\n    assert not end.code"
-    )
-    return [
-        Side("torchshard, to safetensors", _OURS, ours("safetensors", False)),
-        Side("torchshard, to torch", _OURS, ours("torch", False)),
-        Side("torchshard command, to safetensors", _COMMAND, command),
-        Side("torchshard, to safetensors, fsync", _OURS, ours("safetensors", True)),
-        Side("torch dcp_to_torch_save", _TORCH, "dcp_to_torch_save({src!r}, {dst!r})"),
-    ]
+    work: float
+    process: float
+    peak: float
 
 
-def _copy(src: Path, dst: Path, fsync: bool) -> float:
-    """Seconds of `cp` of all files, concatenated size alike."""
-    for old in dst.parent.glob("copy*"):
-        old.unlink()
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All turns of one converter on one checkpoint; `against_torch` compares the work, round by round."""
+
+    checkpoint: str
+    converter: str
+    turns: Sequence[Turn]
+    against_torch: Comparison
+
+
+def _turn(converter: str, src: Path, dst: Path) -> Turn:
+    imports, work = _CONVERTERS[converter]
+    dst.unlink(missing_ok=True)
+    command = [sys.executable, "-c", _CODE.format(imports=imports, work=work), str(src), str(dst)]
     start = time.perf_counter()
-    for i, file in enumerate(sorted(src.iterdir())):
-        subprocess.run(["cp", file, f"{dst.parent}/copy{i}"], check=True)
-    if fsync:
-        subprocess.run(["sync", *dst.parent.glob("copy*")], check=True)
-    return time.perf_counter() - start
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - start
+    work_seconds, peak = map(float, done.stdout.split())
+    return Turn(work_seconds, seconds, peak)
 
 
 def _write_source(rank: int, world: int, path: str, gib: float, dim: int) -> None:
@@ -95,54 +86,24 @@ def _write_source(rank: int, world: int, path: str, gib: float, dim: int) -> Non
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+
+    import torchshard
 
     mesh = init_device_mesh("cpu", (world,))
     size = [2048, 2048]
     size[dim] //= world
     local = torch.from_numpy(np.random.default_rng(rank).integers(0, 2**31, size, np.int32)).view(torch.float32)
-    names = [f"layers.{i}.weight" for i in range(max(1, round(gib * 64)))]
-    state = {name: DTensor.from_local(local, mesh, [Shard(dim)], run_check=False) for name in names}
+    matrix = torchshard.DTensor.from_local(local, mesh, [torchshard.Shard(dim)])
+    state = {f"layers.{i}.weight": matrix for i in range(max(1, round(gib * 64)))}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
 
 
-def _rows(src: Path, cut: str, rounds: int, say: Callable[[str], None]) -> list[tuple[object, ...]]:
-    sides = _sides()
-    copies: dict[bool, list[float]] = {False: [], True: []}
-    dst = src.parent / "out"
-    for turn in range(rounds + 1):
-        say(f"{cut}: turn {turn} of {rounds}")
-        times = {fsync: _copy(src, dst, fsync) for fsync in copies}
-        for side in sides:
-            side.run(src, dst)
-        dst.unlink(missing_ok=True)
-        if turn:  # the first turn warms the caches
-            for fsync, seconds in times.items():
-                copies[fsync].append(seconds)
-        else:
-            for side in sides:
-                side.seconds.clear()
-    rows: list[tuple[object, ...]] = [
-        (cut, name, statistics.median(copies[fsync]), None, None, None)
-        for fsync, name in ((False, "cp"), (True, "cp, fsync"))
-    ]
-    torch_seconds = sides[-1].seconds
-    for side in sides:
-        base = copies["fsync" in side.name]
-        against_cp = compare(side.name, list(zip(side.seconds, base, strict=True))).ratio
-        against_torch = compare(side.name, list(zip(side.seconds, torch_seconds, strict=True))).ratio
-        median, peak = statistics.median(side.seconds), max(side.peaks)
-        rows.append((cut, side.name, median, against_cp, None if side is sides[-1] else against_torch, peak))
-    return rows
-
-
-def main(gib: float = 1.0, rounds: int = 5, ranks: int = 2, say: Callable[[str], None] = lambda line: None) -> str:
-    """The table as text.
+def measured(gib: float = 1.0, rounds: int = 5, say: Callable[[str], None] = lambda line: None) -> list[Row]:
+    """One row for each converter, for a checkpoint cut by rows and one cut by columns.
 
     Args:
         gib: size of the checkpoint.
-        rounds: turns that each side takes, after one to warm up.
-        ranks: that wrote the checkpoint.
+        rounds: turns that each converter takes, after one to warm up.
         say: told what is going on.
     """
     from tests.ranks import run_ranks
@@ -150,19 +111,49 @@ def main(gib: float = 1.0, rounds: int = 5, ranks: int = 2, say: Callable[[str],
     rows = []
     for cut, dim in (("rows", 0), ("columns", 1)):
         with tempfile.TemporaryDirectory(prefix="torchshard-") as folder:
-            src = Path(folder) / "ck"
-            say(f"{cut}: writing {gib:g} GiB on {ranks} ranks")
-            run_ranks(ranks, _write_source, str(src), gib, dim, timeout=600)
-            rows += _rows(src, f"{gib:g} GiB, {cut}", rounds, say)
-    headers = ["checkpoint", "side", "s net", "to cp", "to torch", "peak MiB"]
-    formats = (None, None, ".2f", ".2f", ".2f", ".0f")
-    return str(tabulate(rows, headers, tablefmt="github", floatfmt=formats))
+            src, dst = Path(folder) / "ck", Path(folder) / "out"
+            name = f"{gib:g} GiB by {cut}"
+            say(f"{name}: writing")
+            run_ranks(2, _write_source, str(src), gib, dim, timeout=600)
+            turns: dict[str, list[Turn]] = {converter: [] for converter in _CONVERTERS}
+            for i in range(rounds + 1):
+                say(f"{name}: turn {i} of {rounds}")
+                for converter, its in turns.items():
+                    its.append(_turn(converter, src, dst))
+            theirs = [turn.work for turn in turns[_TORCH][1:]]
+            for converter, its in turns.items():
+                pairs = list(zip([turn.work for turn in its[1:]], theirs, strict=True))
+                rows.append(Row(name, converter, its[1:], compare(converter, pairs)))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text."""
+    shown = [
+        (
+            row.checkpoint,
+            row.converter,
+            row.against_torch.ours,
+            statistics.median([turn.process for turn in row.turns]),
+            row.against_torch.ratio,
+            f"{row.against_torch.low:.2f} .. {row.against_torch.high:.2f}",
+            max(turn.peak for turn in row.turns),
+        )
+        for row in rows
+    ]
+    headers = ["checkpoint", "converter", "work s", "process s", "ratio to torch", "95 % of the ratio", "peak MiB"]
+    formats = (None, None, ".2f", ".2f", ".2f", None, ".0f")
+    return str(tabulate(shown, headers, tablefmt="github", floatfmt=formats))
+
+
+def main(gib: float = 1.0, rounds: int = 5, say: Callable[[str], None] = lambda line: None) -> str:
+    """The table; arguments as those of `measured`."""
+    return table(measured(gib, rounds, say))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the checkpoint")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each converter")
     options = parser.parse_args()
-    print(main(options.gib, options.rounds, options.ranks, lambda line: print(line, file=sys.stderr)))
+    print(main(options.gib, options.rounds, lambda line: print(line, file=sys.stderr)))
