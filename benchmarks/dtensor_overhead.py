@@ -98,7 +98,10 @@ def compared() -> list[Comparison]:
             mine, theirs = cases(ours, mesh, grad), cases(upstream, mesh, grad)
             for name in mine:
                 found.append(interleaved(f"{name}{', grad' if grad else ''}", mine[name], theirs[name]))
-        for name, make in (("AdamW foreach, 50 parameters", optimizer), ("encoder layer, forward and backward", transformer_layer)):
+        for name, make in (
+            ("AdamW foreach, 50 parameters", optimizer),
+            ("encoder layer, forward and backward", transformer_layer),
+        ):
             found.append(interleaved(name, make(ours, mesh), make(upstream, mesh)))
         return found
     finally:

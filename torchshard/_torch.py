@@ -152,3 +152,18 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     Such operators reach a tensor subclass whole only in inference mode (OpOverload.decompose, 2.11-2.15).
     """
     return func.decompose if func._can_decompose() else None
+
+
+def operator_names(func: Any) -> tuple[str, str]:
+    """Name and overload of an ATen operator: ("add", "Tensor") (2.11-2.15; func.name() has other spellings)."""
+    return func._overloadpacket.__name__, func._overloadname
+
+
+def schema(func: Any) -> Any:
+    """Arguments and returns of an operator, with what they alias and write (OpOverload._schema, 2.11-2.15)."""
+    return func._schema
+
+
+def no_torch_function() -> Any:
+    """What a tensor class without torch functions of its own has as __torch_function__ (2.11-2.15)."""
+    return torch._C._disabled_torch_function_impl

@@ -59,6 +59,16 @@ def _aten(name, *args, **kwargs):
     return lambda *ts: op(*ts, *args, **kwargs)
 
 
+def _inferred(function):
+    """The function in inference mode, where operators that are made of others reach a tensor subclass whole."""
+
+    def run(*tensors):
+        with torch.inference_mode():
+            return function(*tensors)
+
+    return run
+
+
 POINTWISE = [
     case("add", lambda a, b: a + b, (5, 4), (5, 4)),
     case("add broadcast", lambda a, b: a + b, (5, 4), (4,)),
@@ -110,6 +120,8 @@ POINTWISE = [
     case("to double", lambda a: a.double(), (5, 4)),
     case("to half", lambda a: (a * 1.001).half().float(), (5, 4)),
     case("to int", lambda a: (a * 3).to(torch.int32), (5, 4), grad=False),
+    *[case(f"{n} whole", _inferred(getattr(torch, n)), (5, 4), grad=False) for n in ("square", "positive", "isfinite", "selu")],
+    case("contiguous whole", _inferred(lambda a: a.t().contiguous()), (5, 4), grad=False),
     case("add dtypes", lambda a, b: a + b, (5, 4), (5, 4), integers={1: 9}),
 ]  # fmt: skip
 
@@ -145,6 +157,7 @@ IN_PLACE = [
     case("copy_", lambda a, b: (a * 1).copy_(b), (5, 4), (5, 4)),
     case("copy_ broadcast", lambda a, b: (a * 1).copy_(b), (5, 4), (4,)),
     case("copy_ to int", lambda a, b: (a * 3).int().copy_(b * 3), (5, 4), (5, 4), grad=False),
+    case("operators with numbers", lambda a: aten.div_.Scalar(aten.mul_.Scalar(aten.add_.Scalar(a * 1, 2), 3), 4), (5, 4)),
     case("fill_ tensor", lambda a, b: (a * 1).fill_(b), (5, 4), ()),
 ]  # fmt: skip
 
@@ -221,6 +234,7 @@ VIEWS = [
     case("view no elements", lambda a: a.view(4, 0), (0, 4)),
     case("view scalar", lambda a: a.view(()), (1, 1)),
     case("reshape transposed", lambda a: a.t().reshape(20), (5, 4)),
+    case("reshape whole", _inferred(lambda a: a.reshape(4, 5)), (5, 4), grad=False),
     case("flatten", lambda a: a.flatten(1), (5, 2, 3)),
     case("flatten leading", lambda a: a.flatten(0, 1), (4, 3, 2)),
     case("unflatten", lambda a: a.unflatten(0, (4, 2)), (8, 3)),
@@ -253,6 +267,7 @@ VIEWS = [
     case("stack", lambda a, b: torch.stack([a, b], 1), (5, 4), (5, 4)),
     case("zeros_like", lambda a: torch.zeros_like(a) + torch.ones_like(a) + torch.full_like(a, 2.0), (5, 4), grad=False),
     case("new", lambda a: a.new_zeros(5, 4) + a.new_ones(5, 4) + a.new_full((5, 4), 2.0), (5, 4), grad=False),
+    case("new_empty", lambda a: a.new_empty(5, 4).fill_(2.0), (5, 4), grad=False),
     case("new of another shape", lambda a: a.new_zeros(3) + a.new_ones(3), (5, 4), grad=False),
     case("slice_backward", _aten("slice_backward.default", [7, 4], 0, 1, 6, 1), (5, 4)),
     case("select_backward", _aten("select_backward.default", [5, 3, 4], 1, 2), (5, 4)),

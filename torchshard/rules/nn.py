@@ -8,8 +8,7 @@ from torchshard.rules.reducing import dims_of, letters
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
 
 _LINES = table("""
-    embedding        | V d, ... -> ... d     | lin=0
-    _fused_sdp_choice | b h S E, b h T E, b h T F -> | like full red=b:sum,h:sum   # a number, the same on every rank
+    embedding | V d, ... -> ... d | lin=0
 """)
 
 

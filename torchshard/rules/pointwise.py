@@ -10,13 +10,14 @@ _LINES = table("""
     mul.Tensor mul_.Tensor                                      | ..., ... -> ...      | lin=0,1
     div.Tensor div_.Tensor                                      | ..., ... -> ...      | lin=0
     mul.Scalar mul_.Scalar div.Scalar div_.Scalar neg neg_      | ... -> ...           | lin=0
-    clone alias detach lift_fresh contiguous positive           | ... -> ...           | moves
+    clone alias detach contiguous positive                      | ... -> ...           | moves
     zero_                                                       | ... -> ...           | lin=0
-    relu relu_ exp exp_ sqrt sqrt_ sigmoid sigmoid_ tanh tanh_  | ... -> ...           | mono
-    log log_ log2 log10 log1p expm1 erf atan asinh sinh         | ... -> ...           | mono
+    relu relu_ exp exp_ sigmoid sigmoid_ tanh tanh_ expm1       | ... -> ...           | mono
+    erf atan asinh sinh                                         | ... -> ...           | mono
     ceil floor round trunc                                      | ... -> ...           | mono
     gelu gelu_ silu silu_ mish leaky_relu elu softplus hardtanh hardswish hardsigmoid selu | ... -> ... |
     abs sgn sign rsqrt rsqrt_ sin cos tan asin acos cosh reciprocal reciprocal_ erfc square | ... -> ... |
+    sqrt sqrt_ log log_ log2 log10 log1p                        | ... -> ...           | # terms may be below 0
     add.Scalar add_.Scalar sub.Scalar rsub.Scalar fill_.Scalar  | ... -> ...           |
     pow.Tensor_Scalar pow_.Scalar pow.Scalar                    | ... -> ...           |
     clamp clamp_ clamp_min clamp_max clamp_min_ clamp_max_ nan_to_num | ... -> ...     |

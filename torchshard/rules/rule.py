@@ -8,7 +8,7 @@ Names are those of ATen without the namespace; `.default` is understood. Options
     lin=0+1,0      the results are linear in operands 0 and 1 together, and in operand 0 alone: Partial sums and
                    averages of these may pass through, while all other operands are whole
     moves          only moves elements of operand 0: Partials of every kind pass through
-    mono           rises with operand 0: Partial max and min pass through
+    mono           rises with operand 0, and is defined everywhere: Partial max and min pass through
     red=k:sum      splitting factor k, which no result has, leaves this Partial ("...": any broadcast factor)
     plus=0         operand 0 is added to that sum, so it must count once: it becomes Partial too
     like           only shape, stride and dtype of the operands are read

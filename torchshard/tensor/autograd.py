@@ -69,7 +69,7 @@ class _ToLocal(torch.autograd.Function):
         stride = dense_stride(layout.shape, grad.stride()) if grad.ndim == layout.ndim else layout.stride
         target = layout_for(sharding, layout.shape, stride, grad.dtype)
         check_part(grad, target)
-        return _FromLocal.apply(grad, target, None), None
+        return _FromLocal.apply(grad, target, None), None  # type: ignore[no-untyped-call]
 
 
 class _FromLocal(torch.autograd.Function):
@@ -114,17 +114,17 @@ def redistribute(
     same_dtypes = forward_dtype in (None, source.dtype) and backward_dtype in (None, source.dtype)
     if source.sharding is target and same_dtypes:
         return x
-    return _Redistribute.apply(x, target, forward_dtype, backward_dtype)  # type: ignore[no-any-return]
+    return _Redistribute.apply(x, target, forward_dtype, backward_dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:
     """See DTensor.to_local."""
     if not torch.is_grad_enabled():
         return x._local_tensor
-    return _ToLocal.apply(x, grad_placements)  # type: ignore[no-any-return]
+    return _ToLocal.apply(x, grad_placements)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@torch.compiler.allow_in_graph  # its tensor work traces well, its arithmetic on layouts is not to be traced
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # its tensor work traces well, its arithmetic on layouts is not to be traced
 def from_local(
     local: Tensor,
     device_mesh: DeviceMesh,
@@ -156,7 +156,7 @@ def from_local(
     else:
         layout = _even_layout(local, sharding, _even_shape(local, given, mesh))
     grad_sharding = None if grad_placements is None else from_torch(grad_placements, mesh, layout.shape)
-    return _FromLocal.apply(local, layout, grad_sharding)  # type: ignore[no-any-return]
+    return _FromLocal.apply(local, layout, grad_sharding)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: BoundMesh) -> list[int]:

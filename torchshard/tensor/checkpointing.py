@@ -4,7 +4,6 @@ A tensor is written by every rank that holds a part (the planner drops replicas)
 empty part lies at the end of the tensor along the dims where it is empty, as torch has it.
 """
 
-
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType

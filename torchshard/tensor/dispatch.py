@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from torchshard._torch import schema
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.rules.registry import find
+from torchshard.tensor.call import Call, operator_name
 from torchshard.tensor.codegen import KeyPart, make_entry
 from torchshard.tensor.dtensor import ENTRIES, DTensor
-from torchshard.tensor.plan import Call, make_plan, operator_name
+from torchshard.tensor.plan import make_plan
 
 MAX_PLANS = 4096  # kept an entry; when full, all are dropped (plans are cheap to make again)
 
@@ -35,8 +37,9 @@ def cached_plans() -> int:
 def add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[..., Any]:
     """Make and keep the entry of an operator called with `count` positional arguments and these keywords."""
     name = operator_name(func)
-    by_name = {a.name: a for a in func._schema.arguments}
-    chosen = [*func._schema.arguments[:count], *[by_name[k] for k in keywords]]
+    arguments = schema(func).arguments
+    by_name = {a.name: a for a in arguments}
+    chosen = [*arguments[:count], *[by_name[k] for k in keywords]]
     names = [a.name + "_" if keyword.iskeyword(a.name) else a.name for a in chosen]
     rule = find(name)
     reads = rule.options.reads if rule else ()

@@ -140,15 +140,19 @@ def distribute_module(
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, replicas: dict[int, nn.Parameter]) -> None:
-    for key, parameter in module._parameters.items():
-        if parameter is not None and not isinstance(parameter, DTensor):
+    for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        if not _is_distributed(parameter):
             if id(parameter) not in replicas:
                 made = distribute_tensor(parameter.detach(), mesh)
                 replicas[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
             module.register_parameter(key, replicas[id(parameter)])
-    for key, buffer in module._buffers.items():
-        if buffer is not None and not isinstance(buffer, DTensor):
-            module._buffers[key] = distribute_tensor(buffer, mesh)
+    for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+        if not _is_distributed(buffer):
+            setattr(module, key, distribute_tensor(buffer, mesh))
+
+
+def _is_distributed(x: Tensor) -> bool:
+    return isinstance(x, DTensor)
 
 
 def _with_mesh(function: Callable[..., Any], what: str, mesh: DeviceMesh) -> Callable[[nn.Module, Any], Any]:

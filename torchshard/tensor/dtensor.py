@@ -1,5 +1,6 @@
 """The DTensor class. Its operators are in dispatch.py, how it moves in redistribute.py, gradients in autograd.py."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, wrapper_constructor
+from torchshard._torch import current_mesh, no_torch_function, wrapper_constructor
 from torchshard.layout.layout import Layout, Sharding
 from torchshard.tensor.layout import TensorLayout, from_torch
 from torchshard.tensor.mesh import bind
@@ -23,7 +24,7 @@ class DTensor(Tensor):
     """
 
     __slots__ = ("_local_tensor", "_severed_at", "_spec")
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = no_torch_function()
 
     _local_tensor: Tensor
     _spec: TensorLayout
@@ -149,7 +150,7 @@ class DTensor(Tensor):
         """
         return self._spec.torch_placements
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(local_tensor={self._local_tensor}, {self._spec.sharding})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
@@ -162,6 +163,26 @@ class DTensor(Tensor):
         local = inner["_local_tensor"]
         layout = sharding.layout(tuple(outer_size), tuple(outer_stride), local.dtype)
         return wrap(local, layout)  # type: ignore[arg-type]
+
+    def __coerce_tangent_metadata__(self) -> "DTensor":
+        """The layout that AOTAutograd expects of the gradient of a traced result: gradients are not Partial there."""
+        from torchshard.tensor import autograd
+
+        return autograd.redistribute(self, self._spec.sharding.without_partial())
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: Sharding, expected_type: type[Tensor] | None = None
+    ) -> "DTensor | None":
+        """This gradient in the layout that a compiled backward was made for; None where it expects no DTensor."""
+        from torchshard.tensor import autograd
+
+        return autograd.redistribute(self, expected) if expected_type is None else None
+
+    def _stable_hash_for_caching(self) -> str:
+        """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
+        layout, mesh = self._spec, self._spec.mesh
+        decides = mesh.cache_key, layout.sharding, layout.shape, layout.stride, layout.dtype, self.requires_grad  # type: ignore[attr-defined]
+        return hashlib.blake2b(repr(decides).encode(), digest_size=16).hexdigest()
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """What this rank writes of the tensor: see checkpointing.py."""
@@ -188,6 +209,18 @@ new = wrapper_constructor()
 def wrap(local: Tensor, layout: TensorLayout) -> DTensor:
     """A DTensor without history whose part on this rank is `local`, which is not checked."""
     return new(DTensor, local, layout, False)  # type: ignore[return-value]
+
+
+def new_view(cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_grad: bool) -> DTensor:
+    """The wrapper of what an operator that gives views made.
+
+    In inference mode, too, autograd gives the view of a normal tensor a version counter, which inference tensors
+    cannot have; so the wrapper is a normal one.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
+    return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
 
 
 def layout_of(x: DTensor) -> Layout:

@@ -1,19 +1,20 @@
 """Operators on lists of tensors (optimizers): one plan for the whole list."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchshard._torch import local_callable
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
+from torchshard.layout.placements import Partial
+from torchshard.tensor.call import Call, Operand
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
+from torchshard.tensor.first_run import Plan, list_mover, mover
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.redistribute import redistribute_local
 
-if TYPE_CHECKING:
-    from torchshard.tensor.plan import Call, Operand, Plan
-
+# Linear in the first list while everything else is whole: its tensors may stay Partial sums and averages.
+_LINEAR = ("_foreach_mul", "_foreach_div", "_foreach_neg", "_foreach_zero")
 _FAMILIES = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 
 
@@ -22,14 +23,15 @@ def handles(name: str) -> bool:
     return name.startswith(_FAMILIES)
 
 
-def make_plan(call: "Call", operands: Sequence["Operand"]) -> tuple[Any, "Plan"]:
+def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     """Run the call, with all tensors of one place in the lists sharded as the first list has it there.
 
     Raises:
         UnsupportedOperatorError: a list that is written to holds a Partial tensor.
     """
     written = call.written()
-    goals = _goals(call, operands, written)
+    first = next(o.at for o in operands if o.item is not None)
+    goals = _goals(call, [o for o in operands if o.at == first], first in written)
     how: list[How] = ["given"] * len(call.names)
     bound: dict[str, Any] = {}
     pairs: dict[int, dict[int, tuple[TensorLayout, TensorLayout]]] = {}
@@ -38,15 +40,17 @@ def make_plan(call: "Call", operands: Sequence["Operand"]) -> tuple[Any, "Plan"]
             continue
         alone = o.item is None or o.layout.shape != goals[o.item][0].shape
         sharding = o.layout.mesh.replicated() if alone else goals[o.item or 0][1]
+        if o.at != first:
+            sharding = sharding.without_partial()
         if o.item is None:
             how[o.at] = "local" if o.layout.sharding is sharding else "move"
-            bound[f"move_{call.names[o.at]}"] = _mover(o.layout, o.layout.to(sharding))
+            bound[f"move_{call.names[o.at]}"] = mover(o.layout, o.layout.to(sharding))
         else:
             pairs.setdefault(o.at, {})[o.item] = o.layout, o.layout.to(sharding)
     for at, by_item in pairs.items():
         still = all(a.sharding is b.sharding for a, b in by_item.values())
         how[at] = "locals" if still else "moves"
-        bound[f"move_{call.names[at]}"] = _list_mover(by_item)
+        bound[f"move_{call.names[at]}"] = list_mover(by_item)
     arguments = tuple(map(Argument, call.names, how))
     needed = {
         k: v for k, v in bound.items() if any(k == f"move_{a.name}" for a in arguments if a.how in ("move", "moves"))
@@ -64,29 +68,20 @@ def make_plan(call: "Call", operands: Sequence["Operand"]) -> tuple[Any, "Plan"]
     return [wrap(t, out) for t, out in zip(locals_, outs, strict=True)], plan
 
 
-def _goals(call: "Call", operands: Sequence["Operand"], written: Sequence[int]) -> list[tuple[TensorLayout, Sharding]]:
-    """For each place in the lists: the layout in the first list, and the sharding that all tensors there get."""
-    first = next(o.at for o in operands if o.item is not None)
+def _goals(call: Call, operands: Sequence[Operand], written: bool) -> list[tuple[TensorLayout, Sharding]]:
+    """For each tensor of the first list: its layout, and the sharding that all tensors of its place get."""
     goals = []
     for o in operands:
-        if o.at != first:
-            continue
-        if o.layout.sharding.partial and first in written:
+        sharding = o.layout.sharding
+        ops = {p.op for p in sharding.placements if isinstance(p, Partial)}
+        if not (call.name.startswith(_LINEAR) and ops <= {"sum", "avg"}):
+            sharding = sharding.without_partial()
+        if written and sharding is not o.layout.sharding:
             raise UnsupportedOperatorError(
                 f"{call.name} writes to a list in which tensor {o.item} is Partial.",
                 expected="tensors without Partial placements",
                 got=o.layout,
                 fix="redistribute it to Replicate() or Shard(dim) first",
             )
-        goals.append((o.layout, o.layout.sharding.without_partial()))
+        goals.append((o.layout, sharding))
     return goals
-
-
-def _mover(source: TensorLayout, target: TensorLayout) -> Any:
-    return lambda x: redistribute_local(x, source, target)
-
-
-def _list_mover(pairs: dict[int, tuple[TensorLayout, TensorLayout]]) -> Any:
-    return lambda items: [
-        redistribute_local(x._local_tensor, *pairs[k]) if type(x) is DTensor else x for k, x in enumerate(items)
-    ]

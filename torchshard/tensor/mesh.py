@@ -1,5 +1,6 @@
 """torch's DeviceMesh as a layout.Mesh that also knows its process groups."""
 
+import uuid
 import weakref
 from typing import Any
 
@@ -55,6 +56,16 @@ class BoundMesh(Mesh):
         position = places.index(list(self.coordinate))
         return Group(process_group.group_name, len(ranks), position, None if seats == tuple(sorted(seats)) else seats)
 
+    @property
+    def cache_key(self) -> Any:
+        """Of graphs that communicate on this mesh, where they outlive the process: equal keys, equal groups.
+
+        A group over several axes is made when it is needed, so a graph of another process may name one that this
+        process does not have: graphs of a mesh with several axes are not shared.
+        """
+        names = [self.device_mesh.get_group(axis).group_name for axis in range(self.ndim)]
+        return names, self.ranks, self.coordinate, _this_process if self.ndim > 1 else None
+
     def alive(self) -> bool:
         """Whether none of its process groups has been destroyed."""
         try:
@@ -71,6 +82,7 @@ class BoundMesh(Mesh):
         return self
 
 
+_this_process = uuid.uuid4().hex
 _by_id: dict[int, tuple["weakref.ref[DeviceMesh]", BoundMesh]] = {}
 _by_value: dict[Any, BoundMesh] = {}
 

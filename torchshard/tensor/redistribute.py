@@ -68,7 +68,7 @@ def _program(source: TensorLayout, target: TensorLayout) -> list[Run]:
         if len(mesh.programs) >= MAX_PROGRAMS:
             mesh.programs.clear()
         found = mesh.programs[key] = _make_program(mesh, source, target)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout) -> list[Run]:

@@ -8,7 +8,7 @@ import torch
 from torchshard.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
-    from torchshard.tensor.plan import Call
+    from torchshard.tensor.call import Call
 
 # Read one value or compare: gathering is what they are for, and nobody need be told.
 QUIET = frozenset({"_local_scalar_dense.default", "equal.default"})

@@ -1,0 +1,48 @@
+"""A tensor-parallel block compiles into one graph, forward and backward, with eager's values."""
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+
+def compare(rank, world, mesh_shape, backend, batch_placements):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torchshard import DTensor, Replicate, Shard, distribute_tensor
+    from torchshard.demo.model import GPT, Config, tensor_parallel
+
+    mesh = init_device_mesh("cpu", mesh_shape)
+    config = Config(layers=1, width=24, heads=6, context=8, vocabulary=29)
+    torch.manual_seed(0)
+    plain = GPT(config).blocks[0]
+    torch.manual_seed(0)
+    block = tensor_parallel(GPT(config), mesh, axis=mesh.ndim - 1).blocks[0]
+    placements = [{"S": Shard(0), "R": Replicate()}[p] for p in batch_placements]
+    g = torch.Generator().manual_seed(3)
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    errors = []
+    for _ in range(2):
+        x = torch.randn(5, 7, 24, generator=g)
+        placed = distribute_tensor(x, mesh, placements).requires_grad_()
+        x.requires_grad_()
+        want, got = plain(x), compiled(placed)
+        want.square().sum().backward()
+        assert isinstance(got, DTensor)
+        got.square().sum().backward()
+        pairs = [(got, want), (placed.grad, x.grad)]
+        pairs += [(p.grad, q.grad) for p, q in zip(block.parameters(), plain.parameters(), strict=True)]
+        errors += [(a.full_tensor() - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs]
+    with torch.no_grad():
+        errors.append((compiled(placed.detach()).full_tensor() - plain(x)).abs().max().item())
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "backend", "batch"),
+    [((2,), "inductor", "R"), ((2,), "aot_eager", "S"), ((2, 2), "aot_eager", "SR")],
+    ids=["inductor", "sharded batch", "data and tensor"],
+)
+def test_one_graph_forward_and_backward(mesh_shape, backend, batch):
+    for errors in run_ranks(2 * len(mesh_shape), compare, mesh_shape, backend, batch, timeout=280):
+        assert max(errors) < 1e-5, errors

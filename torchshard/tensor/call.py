@@ -1,0 +1,161 @@
+"""A call of an operator: its arguments, which of them are tensors, and what must be true of those."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard._torch import in_backward, operator_names, schema
+from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.tensor import guards
+from torchshard.tensor.codegen import KeyPart
+from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.layout import SEVERED, TensorLayout, layout_for
+from torchshard.tensor.modes import replicates_plain_tensors
+
+
+def operator_name(func: Any) -> str:
+    """Name and overload, as rules have it: "mm.default", and with the namespace outside of ATen."""
+    name = ".".join(operator_names(func))
+    return name if func.namespace == "aten" else f"{func.namespace}::{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operator: what was passed, and of what kind each argument is."""
+
+    func: Any
+    name: str
+    names: tuple[str, ...]
+    positional: int
+    parts: tuple[KeyPart, ...]
+    values: tuple[Any, ...]
+
+    def with_values(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """These values as positional and keyword arguments."""
+        named = dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
+        return list(values[: self.positional]), named
+
+    def written(self) -> tuple[int, ...]:
+        """Positions of the arguments that the operator writes to."""
+        by_name = {a.name: a for a in schema(self.func).arguments}
+        chosen = [by_name[n.rstrip("_") if n not in by_name else n] for n in self.names]
+        return tuple([i for i, a in enumerate(chosen) if a.alias_info is not None and a.alias_info.is_write])
+
+    def viewed(self) -> bool:
+        """Whether results share memory with an argument without being it."""
+        return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(self.func).returns)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor among the arguments: where it stands, and its layout. `fixed`: a plain scalar, the same everywhere."""
+
+    at: int
+    item: int | None
+    layout: TensorLayout
+    fixed: bool = False
+
+
+def operands_of(call: Call) -> list[Operand]:
+    """The tensors among the arguments, plain scalars too."""
+    mesh_layout = next(
+        x._spec
+        for part, value in zip(call.parts, call.values, strict=True)
+        for x in (value if part == "tensors" and value is not None else [value])
+        if type(x) is DTensor
+    )
+    found = []
+    for at, (part, value) in enumerate(zip(call.parts, call.values, strict=True)):
+        if part == "tensors" and value is not None:
+            items: list[tuple[int | None, Any]] = list(enumerate(value))
+        elif part == "tensor":
+            items = [(None, value)]
+        else:
+            continue
+        for item, x in items:
+            if type(x) is DTensor:
+                found.append(Operand(at, item, x._spec))
+            elif x is not None:
+                dtype = x.dtype if isinstance(x, Tensor) else torch.get_default_dtype()
+                scalar = layout_for(mesh_layout.mesh.replicated(), (), (), dtype)
+                found.append(Operand(at, item, scalar, fixed=True))
+    return found
+
+
+def with_plain_wrapped(call: Call) -> list[Any] | None:
+    """The arguments with plain tensors as replicated DTensors, where that is allowed; None where there are none.
+
+    Raises:
+        UnsupportedOperatorError: a plain tensor that is no scalar; names the argument.
+    """
+    plain = [
+        (name, x)
+        for name, part, value in zip(call.names, call.parts, call.values, strict=True)
+        for x in (value if part == "tensors" and value is not None else [value])
+        if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim
+    ]
+    if not plain:
+        return None
+    # Autograd fills the unused pieces of a split with zeros of its own making, the same on every rank.
+    from_autograd = call.name == "cat.default" and in_backward()
+    if not (replicates_plain_tensors() or from_autograd):
+        name, x = plain[0]
+        raise UnsupportedOperatorError(
+            f"{call.name}: the argument {name!r} is a plain torch.Tensor among DTensors.",
+            expected="DTensors only, or scalars",
+            got=f"{type(x).__name__} of shape {tuple(x.shape)}",
+            fix="distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
+            " same on every rank, with torchshard.implicit_replication(): ...",
+        )
+    mesh = next(o.layout for o in operands_of(call) if not o.fixed).mesh
+
+    def wrapped(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [wrapped(item) for item in x]
+        if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim:
+            return wrap(x, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
+        return x
+
+    return [wrapped(x) for x in call.values]
+
+
+def require_one_mesh(call: Call, operands: Sequence[Operand]) -> None:
+    """Raise ShardingError where arguments live on different meshes."""
+    first = operands[0].layout
+    for operand in operands:
+        if operand.layout.mesh is not first.mesh:
+            shown = [f"argument {call.names[o.at]}: {o.layout}" for o in (operands[0], operand)]
+            raise ShardingError(
+                f"{call.name}: the arguments live on different meshes.",
+                expected="one mesh",
+                got="\n".join(shown),
+                fix=f"bring both to one: distribute_tensor({call.names[operand.at]}.full_tensor(), mesh, placements)",
+            )
+
+
+def refuse_writes_to_severed(call: Call, operands: Sequence[Operand]) -> None:
+    """Raise UnsupportedOperatorError where an argument that is written to is a view cut off from its base."""
+    written = call.written()
+    for operand in operands:
+        if operand.at in written and operand.layout.marks & SEVERED:
+            value = call.values[operand.at]
+            raise guards.refuse_write(value if operand.item is None else value[operand.item], call.name)
+
+
+def run_on_meta(call: Call) -> Any:
+    """The operator on meta tensors of the global shapes: for its errors, and for the strides of its results."""
+
+    def meta(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [meta(item) for item in x]
+        if type(x) is DTensor:
+            return torch.empty_strided(x._spec.shape, x._spec.stride, dtype=x._spec.dtype, device="meta")
+        return x
+
+    args, kwargs = call.with_values([meta(v) for v in call.values])
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    return call.func(*args, **kwargs)

@@ -1,0 +1,184 @@
+"""The first run of a call on local tensors: its result, and the plan for further calls of its kind."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard._torch import local_callable, schema
+from torchshard.layout.layout import Sharding, contiguous_stride
+from torchshard.rules.bind import bind as bind_rule
+from torchshard.rules.notation import parse
+from torchshard.rules.rule import Made
+from torchshard.tensor import guards
+from torchshard.tensor.call import Call, Operand, run_on_meta
+from torchshard.tensor.codegen import Argument, How, plan_maker
+from torchshard.tensor.dtensor import DTensor, new, new_view
+from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, global_stride, layout_for
+from torchshard.tensor.redistribute import redistribute_local
+
+Plan = Callable[..., Any]
+
+
+class FirstRun:
+    """The first run of a call on local tensors, from which its plan is made."""
+
+    def __init__(self, call: Call, operands: Sequence[Operand], made: Made, targets: Sequence[TensorLayout]) -> None:
+        self.call, self.operands, self.made, self.targets = call, operands, made, targets
+        self.mesh = operands[0].layout.mesh
+        self.moves = [o.layout.sharding is not t.sharding for o, t in zip(operands, targets, strict=True)]
+
+    def finish(
+        self, shape_of: Callable[[int, Tensor], tuple[int, ...]], results: Sequence[Sharding] | None
+    ) -> tuple[Any, Plan | None]:
+        """Run, wrap, and make the plan.
+
+        Args:
+            shape_of: global shape of a result, from its number and its local tensor.
+            results: sharding of each result; all whole where None.
+        """
+        call = self.call
+        arguments, bound = self._arguments(shape_of, results)
+        function = self.made.local or local_callable(call.func)
+        written = call.written()
+        if written:
+            returns = len(schema(call.func).returns)
+            plan = plan_maker(arguments, call.positional, f"argument:{written[0]}" if returns else "none")
+            made = plan(function, new, DTensor, (), **bound)
+            return made(*call.values), made
+        local = plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **bound)(*call.values)
+        if not isinstance(local, (Tensor, tuple, list)):
+            return local, plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **bound)
+        parts = [local] if isinstance(local, Tensor) else list(local)
+        outs = [None if t is None else self._layout(k, t, shape_of, results) for k, t in enumerate(parts)]
+        return self._wrapped(local, parts, outs, arguments, bound, function)
+
+    def _arguments(
+        self, shape_of: Callable[[int, Tensor], tuple[int, ...]], results: Sequence[Sharding] | None
+    ) -> tuple[tuple[Argument, ...], dict[str, Any]]:
+        call, bound = self.call, dict[str, Any]()
+        how: list[How] = ["given"] * len(call.names)
+        lists: dict[int, dict[int, tuple[TensorLayout, TensorLayout]]] = {}
+        for o, target, moves in zip(self.operands, self.targets, self.moves, strict=True):
+            name = call.names[o.at]
+            if o.item is not None:
+                lists.setdefault(o.at, {})[o.item] = o.layout, target
+            elif not o.fixed:
+                how[o.at] = "move" if moves else "local"
+                if moves:
+                    bound[f"move_{name}"] = mover(o.layout, target)
+        for at, pairs in lists.items():
+            still = all(a.sharding is b.sharding for a, b in pairs.values())
+            how[at] = "locals" if still else "moves"
+            if not still:
+                bound[f"move_{call.names[at]}"] = list_mover(pairs)
+        self._constants(how, bound, results)
+        return tuple(map(Argument, call.names, how)), bound
+
+    def _constants(self, how: list[How], bound: dict[str, Any], results: Sequence[Sharding] | None) -> None:
+        """Arguments that are sizes of the result become those of this rank's part."""
+        made, call = self.made, self.call
+        if made.local_size is None or results is None:
+            return
+        size = list(call.values[made.local_size])
+        global_size = self._known_size(size)
+        part = layout_for(results[0], global_size, contiguous_stride(global_size), torch.float32).local_shape
+        how[made.local_size] = "constant"
+        bound[f"constant_{call.names[made.local_size]}"] = part
+        if made.local_stride is not None:
+            how[made.local_stride] = "constant"
+            stride = global_stride(part, call.values[made.local_stride])
+            bound[f"constant_{call.names[made.local_stride]}"] = stride
+
+    def _known_size(self, size: Sequence[int]) -> tuple[int, ...]:
+        rule = bind_rule(parse(self.made.line), [o.layout.shape for o in self.operands], self.made.sizes)
+        assert rule is not None, f"{self.call.name}: a rule that was bound before"
+        return rule.known_shape(0)
+
+    def _layout(
+        self,
+        k: int,
+        local: Tensor,
+        shape_of: Callable[[int, Tensor], tuple[int, ...]],
+        results: Sequence[Sharding] | None,
+    ) -> TensorLayout:
+        """The layout of result k; checked against its local tensor, which a wrong rule would contradict."""
+        sharding = self.mesh.replicated() if results is None else results[k]
+        shape = shape_of(k, local)
+        last = sharding.box(shape, [n - 1 for n in self.mesh.shape]).size
+        hidden = any(n <= 1 < whole for n, whole in zip(last, shape, strict=True))
+        stride = self._meta_stride(k, shape) if hidden else global_stride(shape, local.stride())
+        layout = layout_for(sharding, shape, stride, local.dtype)
+        assert self.mesh.coordinate is None or tuple(local.shape) == tuple(layout.local_shape), (
+            f"{self.call.name}: the rule {self.made.line!r} gives {layout}, part {tuple(layout.local_shape)}, "
+            f"but the operator gave {tuple(local.shape)}"
+        )
+        kept = any(o.layout.marks & ASSUMED and not moves for o, moves in zip(self.operands, self.moves, strict=True))
+        return layout.marked(ASSUMED) if kept and sharding.splits else layout
+
+    def _meta_stride(self, k: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Strides from a run on meta tensors: a piece of length 0 or 1 does not show them, and they must not depend on
+        the rank, because autograd formulas branch on them.
+        """
+        try:
+            results = run_on_meta(self.call)
+        except NotImplementedError:
+            return contiguous_stride(shape)
+        result = results[k] if isinstance(results, (list, tuple)) else results
+        return tuple(result.stride())
+
+    def _wrapped(
+        self,
+        local: Any,
+        parts: Sequence[Tensor | None],
+        outs: Sequence[TensorLayout | None],
+        arguments: tuple[Argument, ...],
+        bound: dict[str, Any],
+        function: Callable[..., Any],
+    ) -> tuple[Any, Plan | None]:
+        call = self.call
+        base = self.operands[0].at
+        is_list = not isinstance(local, Tensor) and len(schema(call.func).returns) == 1
+        viewed = call.viewed()
+        cut = viewed and (self.moves[0] or bool(self.operands[0].layout.marks & SEVERED))
+        if isinstance(local, Tensor):
+            kind = f"view:{base}" if call.name == "view.default" and not cut else "tensor"
+        else:
+            kind = "list" if is_list else "tuple:" + "".join("0" if t is None else "1" for t in parts)
+        extra: dict[str, Any] = {}
+        if kind.startswith("view"):
+            extra = {"copying": torch.reshape, "severed": guards.severed}
+        make: Callable[..., Any] = new_view if viewed else new
+        plan = plan_maker(arguments, call.positional, kind)(function, make, DTensor, tuple(outs), **bound, **extra)
+        wrapped = [None if t is None else make(DTensor, t, out, False) for t, out in zip(parts, outs, strict=True)]
+        if cut:
+            plan = guards.severing(plan, base)
+            for view in wrapped:
+                if view is not None:
+                    guards.severed(view, call.values[base])
+        result = wrapped[0] if isinstance(local, Tensor) else wrapped if is_list else tuple(wrapped)
+        return result, plan if self._lasts(outs) else None
+
+    def _lasts(self, outs: Sequence[TensorLayout | None]) -> bool:
+        """Whether a plan may be kept: not where the dtype of a result came from torch.get_default_dtype()."""
+        dtypes = [o.layout.dtype for o in self.operands if not o.fixed]
+        floats_in = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+        floats_out = any(out is not None and out.dtype.is_floating_point for out in outs)
+        return floats_in or not floats_out
+
+
+def mover(source: TensorLayout, target: TensorLayout) -> Callable[[Tensor], Tensor]:
+    """A function of a local tensor that brings it to another layout."""
+    return lambda x: redistribute_local(x, source, target)
+
+
+def list_mover(pairs: dict[int, tuple[TensorLayout, TensorLayout]]) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function of a list of tensors that gives local tensors, each brought to its layout in `pairs`."""
+
+    def move(items: Sequence[Any]) -> list[Any]:
+        return [
+            redistribute_local(x._local_tensor, *pairs[k]) if type(x) is DTensor else x for k, x in enumerate(items)
+        ]
+
+    return move
