@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,14 @@ def test_every_tensor_of_a_dcp_folder(name, request, tmp_path):
             array = entry.numpy()
             assert array.dtype == DTYPES[entry.dtype].numpy
             assert array.tobytes() == bytes_of(tensor)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_written_without_a_process_group_to_a_path(tmp_path):
+    dcp.save({"w": torch.arange(3), "where": 1}, checkpoint_id=tmp_path / "ck")
+    ck = checkpoint.open(tmp_path / "ck")
+    assert ck["w"].numpy().tolist() == [0, 1, 2]
+    assert ck["where"].value() == 1
 
 
 def test_objects_of_a_dcp_folder(dcp_plain):

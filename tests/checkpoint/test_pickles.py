@@ -67,6 +67,16 @@ def test_names_that_are_not_allowed(name, allowed):
         assert caught.value.name in str(caught.value)
 
 
+def test_a_member_of_torchs_enumeration_may_be_named_through_getattr():
+    """As pickles of Python before 3.11.4 do."""
+    module = "torch.distributed.checkpoint.metadata"
+    program = "cbuiltins\ngetattr\n(c{}\n{}\nVTORCH_CONTIGUOUS_FORMAT\ntR."
+    value = load(program.format(module, "_MEM_FORMAT_ENCODING").encode(), METADATA, "x")
+    assert repr(value) == f"{module}._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT"
+    with pytest.raises(CheckpointError, match="takes an attribute"):
+        load(program.format(module, "Metadata").encode(), METADATA, "x")
+
+
 def test_the_name_is_said():
     with pytest.raises(RefusedGlobal, match=r"posix\.system, which is not plain data and is never run"):
         load(NAMED["os.system"], METADATA, "x")

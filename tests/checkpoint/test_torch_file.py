@@ -124,6 +124,7 @@ class Custom:
     pass
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
 def test_what_is_refused_is_named(tmp_path):
     assert "tests.checkpoint.test_torch_file.Custom" in refused(tmp_path, {"a": Custom()})
     assert "collections.Counter" in refused(tmp_path, {"a": collections.Counter("ab")})
@@ -163,6 +164,7 @@ def pickled_as(module, name):
     return _Named(module, name)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_and_other_zips_are_told_apart(tmp_path):
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "script.pt")
     with pytest.raises(CheckpointError, match=r"not one that torch\.save made"):
