@@ -1,0 +1,330 @@
+"""Damaged, incomplete and hostile checkpoints: one sentence with file and field, and never anything but an error."""
+
+import io
+import os
+import pickle
+import shutil
+import warnings
+import zipfile
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from tests.checkpoint import sources
+from torchshard import checkpoint
+from torchshard.errors import CheckpointError
+
+
+@pytest.fixture
+def copy(dcp_two, tmp_path):
+    """A folder of its own to damage."""
+    shutil.copytree(dcp_two, tmp_path / "ck")
+    return tmp_path / "ck"
+
+
+def change(folder, edit):
+    """Edit the metadata as Python objects, and write it back."""
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    edit(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def info(metadata, key):
+    """The storage entry of the first box of a key."""
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+
+
+def fails(path, message, out=None):
+    """Opening or converting fails with one sentence that names the file; nothing is left behind."""
+    before = set(os.listdir(path.parent))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        checkpoint.convert(path, path.parent / "out.pt", to="torch")
+    assert set(os.listdir(path.parent)) == before
+    text = str(caught.value)
+    assert str(path) in text
+    assert len(text) < 1000
+    return text
+
+
+def test_a_missing_file(copy):
+    (copy / "__1_0.distcp").unlink()
+    assert "__1_0.distcp" in fails(copy, "file does not exist")
+
+
+def test_a_file_cut_off(copy):
+    file = copy / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+    assert "__0_0.distcp" in fails(copy, "A file is cut off")
+
+
+def test_an_empty_metadata_file(copy):
+    (copy / ".metadata").write_bytes(b"")
+    fails(copy, "pickle is damaged")
+
+
+def test_metadata_of_something_else(copy):
+    (copy / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    fails(copy, "The field metadata is not as torch writes it")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("exit 1",)
+
+
+def test_hostile_metadata(copy):
+    change(copy, lambda metadata: metadata.planner_data.__setitem__("plain", Evil()))
+    assert ".metadata" in fails(copy, r"posix\.system, which is not plain data and is never run")
+    (copy / ".metadata").write_bytes(pickle.dumps(Evil()))
+    fails(copy, r"posix\.system")
+
+
+def test_a_hostile_tensor(copy):
+    """The archive of one box holds a pickle that calls something."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("archive/data.pkl", b"cposix\nsystem\n(Vexit 1\ntR.")
+        archive.writestr("archive/data/0", bytes(160))
+    body = data.getvalue()
+    (copy / "evil.distcp").write_bytes(body)
+
+    def edit(metadata):
+        entry = info(metadata, "model.rows")
+        entry.relative_path, entry.offset, entry.length = "evil.distcp", 0, len(body)
+
+    change(copy, edit)
+    text = fails(copy, r"posix\.system")
+    assert "evil.distcp: model.rows" in text
+
+
+ESCAPES = ["../outside", "/etc/passwd", "a/../../outside", "..", "", "link", "nul\0byte", "folder", "\ud800"]
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_paths_never_leave_the_folder(copy, name):
+    (copy.parent / "outside").write_bytes(bytes(10_000))
+    (copy / "link").symlink_to(copy.parent / "outside")
+    (copy / "folder").mkdir()
+
+    def edit(metadata):
+        entry = info(metadata, "model.rows")
+        entry.relative_path, entry.offset = name, 0
+
+    change(copy, edit)
+    fails(copy, "names a file outside of its folder" if name != "folder" else "not a regular file")
+
+
+def test_a_pipe_is_not_waited_for(copy):
+    os.mkfifo(copy / "pipe")
+
+    def edit(metadata):
+        info(metadata, "model.rows").relative_path = "pipe"
+
+    change(copy, edit)
+    fails(copy, "not a regular file")
+
+
+EDITS = {
+    "offset beyond the file": (lambda m: setattr(info(m, "model.rows"), "offset", 10**9), "A file is cut off"),
+    "offset beyond the world": (lambda m: setattr(info(m, "model.rows"), "offset", 2**80), "not a list of sizes"),
+    "negative offset": (lambda m: setattr(info(m, "model.rows"), "offset", -1), "not a list of sizes"),
+    "length of text": (lambda m: setattr(info(m, "model.rows"), "length", "x"), "not a list of sizes"),
+    "length too short": (lambda m: setattr(info(m, "model.rows"), "length", 20), "larger than the archive"),
+    "length a little short": (lambda m: setattr(info(m, "model.rows"), "length", 1500), "damaged or cut off"),
+    "offset shifted": (lambda m: setattr(info(m, "model.rows"), "offset", 64), "damaged or cut off|something else"),
+    "path is a number": (lambda m: setattr(info(m, "model.rows"), "relative_path", 3), "field relative_path"),
+    "no storage data": (lambda m: setattr(m, "storage_data", None), "field storage_data"),
+    "one is not stored": (lambda m: m.storage_data.pop(MetadataIndex("model.rows", [0, 0])), "where a box is stored"),
+    "keys are numbers": (lambda m: m.state_dict_metadata.__setitem__(7, BytesStorageMetadata()), "state_dict_metadata"),
+    "entry is None": (lambda m: m.state_dict_metadata.__setitem__("x", None), "state_dict_metadata"),
+    "object is not stored": (lambda m: m.state_dict_metadata.__setitem__("x", BytesStorageMetadata()), "where a box"),
+    "tensor as object": (
+        lambda m: m.state_dict_metadata.__setitem__("model.rows", BytesStorageMetadata()),
+        "where a box is stored",
+    ),
+    "transformed": (
+        lambda m: setattr(info(m, "model.rows"), "transform_descriptors", ["stream.zstd/1"]),
+        r"stored transformed[^$]*stream\.zstd/1",
+    ),
+    "a hole": (lambda m: m.state_dict_metadata["model.rows"].chunks.pop(), "Boxes are missing"),
+    "overlap": (
+        lambda m: setattr(m.state_dict_metadata["model.rows"], "size", torch.Size([6, 10])),
+        "lies outside of its tensor",
+    ),
+    "too large": (
+        lambda m: setattr(m.state_dict_metadata["model.rows"], "size", torch.Size([2**40, 2**22])),
+        "Boxes are missing",
+    ),
+    "other dims": (lambda m: setattr(m.state_dict_metadata["model.rows"], "size", torch.Size([70])), "number of dims"),
+    "other type": (
+        lambda m: setattr(m.state_dict_metadata["model.rows"].properties, "dtype", torch.int32),
+        "holds something else than the metadata says",
+    ),
+    "wider type": (
+        lambda m: setattr(m.state_dict_metadata["model.bf16"].properties, "dtype", torch.complex128),
+        "holds something else than the metadata says",
+    ),
+    "unread type": (
+        lambda m: setattr(m.state_dict_metadata["model.rows"].properties, "dtype", torch.complex32),
+        r"torch\.complex32",
+    ),
+    "sparse": (
+        lambda m: setattr(m.state_dict_metadata["model.rows"].properties, "layout", torch.sparse_coo),
+        "not dense",
+    ),
+    "nesting contradicts": (lambda m: m.planner_data.__setitem__("plain", ("model",)), "contradict each other"),
+    "nesting through a tensor": (lambda m: m.planner_data.__setitem__("plain", ("model", "rows", "x")), "contradict"),
+    "a list bomb": (lambda m: m.planner_data.__setitem__("plain", ("list", 10**15)), "contradict"),
+    "negative place": (lambda m: m.planner_data.__setitem__("plain", ("list", -1)), "contradict"),
+    "no place": (lambda m: m.planner_data.__setitem__("plain", ()), "contradict"),
+    "place is None": (lambda m: m.planner_data.__setitem__("plain", (None,)), "field planner_data"),
+    "deep place": (lambda m: m.planner_data.__setitem__("plain", ("x",) * 5000), "contradict"),
+    "planner data is text": (lambda m: setattr(m, "planner_data", "x"), "field planner_data"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_metadata_that_lies(copy, name):
+    edit, message = EDITS[name]
+    change(copy, edit)
+    fails(copy, message)
+
+
+def test_boxes_that_overlap(copy):
+    def edit(metadata):
+        _, second = metadata.state_dict_metadata["model.rows"].chunks
+        second.offsets = torch.Size([3, 0])
+        stored = metadata.storage_data
+        stored[MetadataIndex("model.rows", [3, 0])] = stored[MetadataIndex("model.rows", [4, 0])]
+
+    change(copy, edit)
+    fails(copy, "Two boxes hold the same elements")
+
+
+def test_a_flipped_byte_in_the_data_is_found_by_verify(copy):
+    with checkpoint.open(copy) as ck:
+        place = ck["model.columns"].pieces[0].place()
+    file = copy / place.extent.file
+    body = bytearray(file.read_bytes())
+    body[place.start + 5] ^= 4
+    file.write_bytes(body)
+    with pytest.raises(CheckpointError, match="do not match its checksum") as caught:
+        checkpoint.convert(copy, copy.parent / "out.pt", to="torch", verify=True)
+    assert place.extent.file in str(caught.value)
+    assert not (copy.parent / "out.pt").exists()
+
+
+def test_a_file_that_shrinks_while_it_is_read(copy, monkeypatch):
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 0)
+    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+        checkpoint.convert(copy, copy.parent / "out.pt", to="torch")
+
+
+def test_a_disk_that_fails(copy, monkeypatch):
+    def fail(fd, buffers, offset):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be read: Input/output error"):
+        checkpoint.open(copy)
+
+
+def test_a_folder_without_metadata_says_so(copy):
+    (copy / ".metadata").unlink()
+    fails(copy, "no checkpoint that is read here")
+
+
+# --- mutations of valid files ------------------------------------------------------------------------------------
+
+
+def explore(path, out):
+    """Everything that reads: what comes out may be wrong values, or an error that names the file; nothing else."""
+    with warnings.catch_warnings():
+        text = _explore(path, out)
+    assert not text or str(path) in text or "safetensors cannot hold" in text, text
+
+
+def _explore(path, out):
+    try:
+        warnings.simplefilter("ignore")
+        with checkpoint.open(path) as ck:
+            for entry in ck.values():
+                if isinstance(entry, checkpoint.TensorEntry) and entry.nbytes < 2**20:
+                    entry.numpy()
+            str(checkpoint.inspect(path))
+        checkpoint.convert(path, out, to="torch", overwrite=True, verify=True, fsync=False)
+        checkpoint.convert(path, out, to="safetensors", overwrite=True, fsync=False)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@st.composite
+def mutations(draw, size):
+    """Where to write which bytes, and where to cut."""
+    edits = draw(st.lists(st.tuples(st.integers(0, size - 1), st.binary(min_size=1, max_size=4)), max_size=3))
+    cut = draw(st.one_of(st.just(size), st.integers(0, size)))
+    return edits, cut
+
+
+def mutated(body, change):
+    edits, cut = change
+    out = bytearray(body)
+    for at, data in edits:
+        out[at : at + len(data)] = data
+    return bytes(out[:cut])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Small valid checkpoints of each format: a dcp folder's parts, a torch file, a safetensors file."""
+    folder = tmp_path_factory.mktemp("small")
+    sources.make(
+        folder / "dcp", 1, sources.save, {"w": torch.arange(6.0).reshape(2, 3), "lr": 0.5, "n": {"m": [torch.ones(1)]}}
+    )
+    torch.save({"w": torch.arange(6.0).reshape(2, 3).t(), "s": "text", "p": (1, [torch.ones(2)])}, folder / "a.pt")
+    checkpoint.convert(folder / "dcp", folder / "b.pt", to="torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.convert(folder / "a.pt", folder / "c.safetensors", to="safetensors")
+    return folder
+
+
+def fuzz(examples, small, tmp_path, name):
+    body = (small / name).read_bytes()
+    shutil.copytree(small, tmp_path / "in")
+    target = tmp_path / "in" / name.split("/")[0]
+
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(mutations(len(body)))
+    def check(mutation):
+        (tmp_path / "in" / name).write_bytes(mutated(body, mutation))
+        explore(target, tmp_path / "out")
+
+    check()
+    assert set(os.listdir(tmp_path)) <= {"in", "out"}
+
+
+PARTS = ["a.pt", "b.pt", "c.safetensors", "dcp/.metadata", "dcp/__0_0.distcp"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_mutations_of_valid_files(small, tmp_path, name):
+    fuzz(100, small, tmp_path, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PARTS)
+def test_many_mutations_of_valid_files(small, tmp_path, name):
+    fuzz(2500, small, tmp_path, name)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.binary(max_size=200), head=st.sampled_from([b"", b"PK\3\4", b"\x10" + bytes(7) + b"{", b"\x80\x02"]))
+def test_random_files(tmp_path, body, head):
+    (tmp_path / "x").write_bytes(head + body)
+    explore(tmp_path / "x", tmp_path / "out")

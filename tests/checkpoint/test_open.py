@@ -1,0 +1,172 @@
+"""A checkpoint as a lazy mapping, of every format."""
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint import sources
+from tests.checkpoint.sources import bytes_of, flat, random_bits, torch_loads
+from torchshard import checkpoint
+from torchshard.checkpoint.dtypes import DTYPES
+from torchshard.checkpoint.files import Files
+from torchshard.errors import CheckpointError
+from torchshard.layout import Box
+
+
+@pytest.mark.parametrize("name", ["dcp_plain", "dcp_plain2", "dcp_two", "dcp_three", "dcp_mesh", "dcp_st"])
+def test_every_tensor_of_a_dcp_folder(name, request, tmp_path):
+    folder = request.getfixturevalue(name)
+    expected = flat(torch_loads(folder, tmp_path))
+    with checkpoint.open(folder) as ck:
+        assert ck.format == "dcp"
+        assert ck.metadata == {"version": "1.0.0"}
+        for key, entry in ck.items():
+            if not isinstance(entry, checkpoint.TensorEntry):
+                continue
+            tensor = expected[key]
+            assert entry.dtype == str(tensor.dtype).removeprefix("torch.")
+            assert entry.shape == tuple(tensor.shape)
+            assert entry.nbytes == tensor.nbytes
+            array = entry.numpy()
+            assert array.dtype == DTYPES[entry.dtype].numpy
+            assert array.tobytes() == bytes_of(tensor)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_written_without_a_process_group_to_a_path(tmp_path):
+    dcp.save({"w": torch.arange(3), "where": 1}, checkpoint_id=tmp_path / "ck")
+    ck = checkpoint.open(tmp_path / "ck")
+    assert ck["w"].numpy().tolist() == [0, 1, 2]
+    assert ck["where"].value() == 1
+
+
+def test_objects_of_a_dcp_folder(dcp_plain):
+    ck = checkpoint.open(dcp_plain)
+    values = {key: e.value() for key, e in ck.items() if isinstance(e, checkpoint.ObjectEntry)}
+    plain = sources.plain()
+    assert values["optimizer.param_groups.0.betas"] == (0.9, 0.999)
+    assert values["optimizer.param_groups.0.fused"] is None
+    for key in ("step", "name", "bytes", "big", "set"):
+        assert values[key] == plain[key]
+        assert type(values[key]) is type(plain[key])
+    assert values["size"] == (2, 3)
+    assert repr(values["dtype"]) == "torch.bfloat16"
+    tensor, number = values["pair"]
+    assert number == 3
+    assert tensor.numpy().tolist() == [1.0, 1.0]
+
+
+def test_boxes_say_how_a_tensor_is_stored(dcp_mesh):
+    ck = checkpoint.open(dcp_mesh)
+    assert sorted(ck["model.both"].boxes) == [
+        Box((0, 0), (4, 5)), Box((0, 5), (4, 5)), Box((4, 0), (3, 5)), Box((4, 5), (3, 5)),
+    ]  # fmt: skip
+    assert ck["model.both"].cut == (2, 2)
+    assert ck["model.replicated"].boxes == (Box((0, 0), (7, 10)),)
+    assert ck["model.nothing"].boxes == ()
+    assert len(ck["model.few"].boxes) == 2  # the empty pieces of the other ranks are left out
+
+
+def indices(shape):
+    def one(n):
+        bound = st.one_of(st.none(), st.integers(-n - 2, n + 2))
+        step = st.one_of(st.none(), st.integers(1, 3), st.integers(-3, -1))
+        integer = st.integers(-n, n - 1) if n else st.nothing()
+        return st.one_of(st.builds(slice, bound, bound, step), integer)
+
+    def spell(parts, cut, dots):
+        return (*parts[:cut], Ellipsis) if dots else tuple(parts[:cut])
+
+    full = st.tuples(*map(one, shape))
+    return st.builds(spell, full, st.integers(0, len(shape)), st.booleans())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_slices_are_those_of_numpy(dcp_mesh, data):
+    ck = checkpoint.open(dcp_mesh)
+    key = data.draw(st.sampled_from(["model.both", "model.columns", "model.twice", "model.middle", "model.nothing"]))
+    full = ck[key].numpy()
+    index = data.draw(indices(full.shape))
+    ours, theirs = np.asarray(ck[key][index]), np.asarray(full[index])
+    assert ours.shape == theirs.shape
+    assert np.array_equal(ours, theirs)
+
+
+def test_only_the_rows_asked_for_are_read(tmp_path, monkeypatch):
+    torch.save({"w": torch.arange(1_000_000).reshape(1000, 1000)}, tmp_path / "w.pt")
+    entry = checkpoint.open(tmp_path / "w.pt")["w"]
+    entry.pieces[0].place()
+    read = []
+    real = Files.read_into
+    monkeypatch.setattr(Files, "read_into", lambda self, n, o, b: (read.append(len(b)), real(self, n, o, b)))
+    assert entry[10:12].tolist() == [list(range(10_000, 11_000)), list(range(11_000, 12_000))]
+    assert sum(read) == 2 * 8000
+    assert entry[3, 5] == 3005
+    assert sum(read) == 2 * 8000 + 8
+
+
+def test_wrong_indices(dcp_two):
+    entry = checkpoint.open(dcp_two)["model.rows"]
+    for index in ((0, 0, 0), (..., ...), ([1, 2],), (None,), 7, (0, 10)):
+        with pytest.raises(IndexError):
+            entry[index]
+
+
+def test_a_mapping(dcp_two):
+    ck = checkpoint.open(dcp_two)
+    assert "model.rows" in ck
+    assert "model" not in ck
+    assert len(ck) == len(list(ck)) == len(ck.keys())
+    with pytest.raises(KeyError):
+        ck["nothing"]
+    assert repr(ck).startswith("<Checkpoint dcp at ")
+
+
+@pytest.mark.parametrize("dtype", sources.DTYPES, ids=str)
+def test_every_type_in_torch_and_safetensors_files(tmp_path, dtype):
+    tensor = random_bits((5, 3), dtype, seed=3)
+    torch.save({"w": tensor}, tmp_path / "w.pt")
+    files = [tmp_path / "w.pt"]
+    name = str(dtype).removeprefix("torch.")
+    if DTYPES[name].safetensors:
+        safetensors.torch.save_file({"w": tensor}, tmp_path / "w.safetensors")
+        files.append(tmp_path / "w.safetensors")
+    for file in files:
+        entry = checkpoint.open(file)["w"]
+        assert (entry.dtype, entry.shape) == (name, (5, 3))
+        assert entry.numpy().tobytes() == bytes_of(tensor)
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    (tmp_path / "text").write_text("hello, this is text")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "pickle").write_bytes(b"\x80\x02}.")
+    (tmp_path / "folder").mkdir()
+    cases = {"text": "no checkpoint", "empty": "an empty file", "pickle": "bare pickle", "folder": r"without the file"}
+    for name, message in cases.items():
+        with pytest.raises(CheckpointError, match=message) as caught:
+            checkpoint.open(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        checkpoint.open(tmp_path / "missing")
+
+
+def test_nothing_imports_torch(dcp_mesh, tmp_path):
+    code = """
+import sys
+from torchshard import checkpoint
+checkpoint.inspect(sys.argv[1])
+assert "numpy" not in sys.modules
+ck = checkpoint.open(sys.argv[1])
+assert ck["model.both"][2:5, 3:7].shape == (3, 4)
+assert ck["optimizer.lr"].value() == 0.5
+checkpoint.convert(sys.argv[1], sys.argv[2], to="torch", verify=True)
+assert "torch" not in sys.modules
+"""
+    done = sources.python(code, dcp_mesh, tmp_path / "out.pt")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,255 @@
+"""Nothing pickled is ever run: hostile pickles stay inert and are refused with the name of what they wanted."""
+
+import builtins
+import contextlib
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.sources import python
+from torchshard import checkpoint
+from torchshard.checkpoint.formats.dcp import ALLOWED as METADATA
+from torchshard.checkpoint.pickles.inert import Global, RefusedGlobal
+from torchshard.checkpoint.pickles.torch_values import ALLOWED
+from torchshard.checkpoint.pickles.unpickle import load
+from torchshard.errors import CheckpointError
+
+
+class Calls:
+    """Pickles as a call of anything."""
+
+    def __init__(self, function, *args):
+        self.function, self.args = function, args
+
+    def __reduce__(self):
+        return self.function, self.args
+
+
+MARK = "/tmp/torchshard-was-here"  # no hostile pickle may ever make it
+
+NAMED = {
+    "os.system": pickle.dumps(Calls(os.system, f"touch {MARK}")),
+    "os.system in text protocol": f"cposix\nsystem\n(Vtouch {MARK}\ntR.".encode(),
+    "eval": pickle.dumps(Calls(eval, f"open({MARK!r}, 'w')")),
+    "eval, protocol 2": pickle.dumps(Calls(eval, "1"), protocol=2),
+    "exec": pickle.dumps(Calls(exec, "import os")),
+    "subprocess": pickle.dumps(Calls(subprocess.Popen, ["touch", MARK])),
+    "getattr chain": pickle.dumps(Calls(getattr, Calls(__import__, "os"), "system")),
+    "getattr of an allowed class": b"cbuiltins\ngetattr\n(ctorch\nSize\nV__init_subclass__\ntR.",
+    "nested reduce": pickle.dumps([Calls(list, [Calls(os.system, f"touch {MARK}")])]),
+    "reduce in a key": pickle.dumps({Calls(str, "x"): 1}),
+    "apply": b"c__builtin__\napply\n(cos\nsystem\n(Vls\nttR.",
+    "import": pickle.dumps(Calls(builtins.__import__, "os")),
+    "dotted": b"\x80\x04\x8c\x05torch\x8c\x0bSize.__new__\x93.",
+    "copyreg": b"ccopy_reg\n_reconstructor\n(c__builtin__\nobject\nc__builtin__\nobject\nNtR.",
+    "functools.partial": pickle.dumps(Calls(__import__("functools").partial, print)),
+    "torch's loader": b"ctorch.storage\n_load_from_bytes\n(Vx\ntR.",
+    "a sibling of an allowed name": b"ctorch._utils\n_rebuild_wrapper_subclass\n)R.",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("allowed", [METADATA, ALLOWED], ids=["metadata", "values"])
+def test_names_that_are_not_allowed(name, allowed):
+    with pytest.raises(CheckpointError) as caught:
+        load(NAMED[name], allowed, "the file")
+    assert "the file" in str(caught.value)
+    assert not os.path.exists(MARK)
+    if isinstance(caught.value, RefusedGlobal):
+        assert caught.value.name in str(caught.value)
+
+
+def test_a_member_of_torchs_enumeration_may_be_named_through_getattr():
+    """As pickles of Python before 3.11.4 do."""
+    module = "torch.distributed.checkpoint.metadata"
+    program = "cbuiltins\ngetattr\n(c{}\n{}\nVTORCH_CONTIGUOUS_FORMAT\ntR."
+    value = load(program.format(module, "_MEM_FORMAT_ENCODING").encode(), METADATA, "x")
+    assert repr(value) == f"{module}._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT"
+    with pytest.raises(CheckpointError, match="takes an attribute"):
+        load(program.format(module, "Metadata").encode(), METADATA, "x")
+
+
+def test_the_name_is_said():
+    with pytest.raises(RefusedGlobal, match=r"posix\.system, which is not plain data and is never run"):
+        load(NAMED["os.system"], METADATA, "x")
+    with pytest.raises(RefusedGlobal, match=r"builtins\.eval"):
+        load(NAMED["eval, protocol 2"], METADATA, "x")
+    copy = pickle.loads(pickle.dumps(RefusedGlobal("a.b", "file", "mend it")))
+    assert (copy.name, str(copy.where), copy.fix) == ("a.b", "file", "mend it")
+
+
+def nested_tuples(depth):
+    return b"\x80\x04)" + b"\x85" * depth + b"."
+
+
+def laughs(depth, kind):
+    """A container of twice a container of twice a container ..."""
+    value = kind([])
+    for _ in range(depth):
+        value = kind([("a", value), ("b", value)]) if kind is dict else kind([value, value])
+    return pickle.dumps(value, protocol=2)[2:-1]
+
+
+STRANGE = {
+    "build on a class": b"\x80\x02ctorch\nSize\n}(V__new__\nVx\nub.",
+    "build on a list": b"\x80\x02]}b.",
+    "build twice": b"\x80\x02ctorch\ndevice\n)\x81}b}b.",
+    "call of text": b"Vx\n)R.",
+    "call of a type": b"\x80\x02ctorch\nfloat32\n)R.",
+    "call without a tuple": b"\x80\x02ctorch\nSize\n]R.",
+    "size of text": b"\x80\x02ctorch\nSize\n(Vabc\ntR.",
+    "size of huge numbers": b"\x80\x02ctorch\nSize\n(\x8a\x10" + b"\xff" * 15 + b"\x7f\x85tR.",
+    "negative size": b"\x80\x02ctorch\nSize\n(J\xff\xff\xff\xff\x85tR.",
+    "append to a tuple": b")K\x01a.",
+    "pairs into a list": b"](K\x01K\x02u.",
+    "half a pair": b"}(K\x01u.",
+    "a list as a key": b"}]K\x01s.",
+    "a deep tuple as a key": b"}" + nested_tuples(100_000)[2:-1] + b"Ns.",
+    "a tuple of tuples as a key": b"})\x85\x85Ns.",
+    "unknown memo": b"\x80\x02j\xff\xff\xff\x7f.",
+    "length beyond the end": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f" + b"x.",
+    "negative length": b"\x80\x02\x8b\xff\xff\xff\xff.",
+    "bytearray beyond the end": b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f" + b"x.",
+    "empty": b"",
+    "no stop": b"\x80\x02N",
+    "stop at once": b".",
+    "pop of nothing": b"0.",
+    "mark without end": b"(K\x01t" * 2 + b"t.",
+    "tuple of nothing": b"\x86.",
+    "tuple3 of two": b"NN\x87.",
+    "unknown opcode": b"\xff.",
+    "persistent id": b"\x80\x02NQ.",
+    "python 2 text": b"U\x01a.",
+    "instance": b"(cos\nsystem\no.",
+    "inst": b"(ios\nsystem\n.",
+    "extension": b"\x80\x02\x82\x01.",
+    "newobj_ex": b"\x80\x04)}\x92.",
+    "buffer": b"\x80\x05\x97.",
+    "digits": b"I" + b"9" * 100_000 + b"\n.",
+    "float": b"Fnope\n.",
+    "not utf-8": b"\x80\x02X\x02\x00\x00\x00\xff\xff.",
+    "global without a name": b"cos",
+    "global from numbers": b"\x80\x04K\x01K\x02\x93.",
+    "global not ascii": b"c\xff\n\xff\n.",
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_programs_that_make_no_sense(name):
+    with pytest.raises(CheckpointError, match=r"damaged|not plain data|not a list of sizes|takes an attribute"):
+        load(STRANGE[name], ALLOWED, "the file")
+
+
+def test_bombs_are_harmless():
+    deep = load(nested_tuples(200_000), ALLOWED, "x")
+    assert isinstance(deep, tuple)
+    del deep
+    assert load(b"\x80\x02" + laughs(100, list) + b".", ALLOWED, "x")
+    memo = b"\x80\x02N" + b"r\xff\xff\xff\x7f" + b"."  # a memo slot in the billions
+    assert load(memo, ALLOWED, "x") is None
+    assert load(b"\x80\x04\x95" + b"\xff" * 8 + b"N.", ALLOWED, "x") is None  # a frame longer than the world
+
+
+def test_a_value_that_is_copied_over_and_over_is_stopped():
+    text = b"X" + struct.pack("<I", 2**20) + b"a" * 2**20
+    copies = b"(c_codecs\nencode\nq\x01" + text + b"q\x02Vlatin1\nq\x03\x86R" + b"h\x01h\x02h\x03\x86R" * 100 + b"t."
+    with pytest.raises(CheckpointError, match="makes far more data than it holds"):
+        load(b"\x80\x02" + copies, ALLOWED, "x")
+
+
+def as_torch_file(path, data):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/version", "3\n")
+
+
+HARMLESS = {
+    "lists": laughs(60, list),
+    "tuples": laughs(60, tuple),
+    "itself": b"]q\x00h\x00a",
+    "itself in a tuple": b"]q\x00h\x00\x85a",
+}
+ENDLESS = {
+    "dicts": laughs(60, dict),
+    "deep list": b"]" * 5000 + b"a" * 4999,
+    "deep dict": b"}Va\n" * 5000 + b"N" + b"s" * 5000,
+    "deep tuple": b")" + b"\x85" * 5000,
+}
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+@pytest.mark.parametrize("name", [*HARMLESS, *ENDLESS])
+@pytest.mark.filterwarnings("ignore:safetensors holds tensors only")
+def test_containers_that_refer_to_each_other_end_soon(tmp_path, name, to):
+    as_torch_file(tmp_path / "a.pt", b"\x80\x02}Vx\n" + {**HARMLESS, **ENDLESS}[name] + b"s.")
+    start = time.monotonic()
+    if name in HARMLESS:
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "out", to=to)
+        assert (tmp_path / "out").stat().st_size < 20_000
+    else:
+        with pytest.raises(CheckpointError, match=r"nested too deep|over and over"):
+            checkpoint.convert(tmp_path / "a.pt", tmp_path / "out", to=to)
+    assert time.monotonic() - start < 5
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.binary(max_size=60))
+def test_random_programs(data):
+    for allowed in (METADATA, ALLOWED):
+        with contextlib.suppress(CheckpointError):
+            load(data, allowed, "x")
+
+
+OPCODES = [
+    b"N", b"\x88", b")", b"]", b"}", b"(", b"t", b"\x85", b"\x86", b"\x87", b"a", b"e", b"s", b"u", b"l", b"d", b"0",
+    b"1", b"2", b"\x94", b"h\x00", b"h\x01", b"q\x00", b"K\x05", b"J\xff\xff\xff\xff", b"Vlatin1\n", b"\x8c\x01a",
+    b"\x8f", b"\x90", b"R", b"\x81", b"b", b"Q", b"\x93", b"G" + b"\x7f" * 8, b"C\x01x",
+    *[f"c{name.rpartition('.')[0]}\n{name.rpartition('.')[2]}\n".encode() for name in {**METADATA, **ALLOWED}],
+]  # fmt: skip
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(st.sampled_from(OPCODES), max_size=40))
+def test_random_programs_of_allowed_parts(parts):
+    for allowed in (METADATA, ALLOWED):
+        with contextlib.suppress(CheckpointError):
+            load(b"".join(parts) + b".", allowed, "x", persistent=lambda pid: pid)
+
+
+def test_deep_pickles_do_not_crash_the_interpreter(tmp_path):
+    """In a process of its own, as a crash would take the tests along."""
+    code = """
+import sys
+from torchshard.checkpoint.pickles.unpickle import load
+from torchshard.checkpoint.pickles.torch_values import ALLOWED
+from torchshard.errors import CheckpointError
+deep = b"\\x80\\x04)" + b"\\x85" * 300_000
+value = load(deep + b".", ALLOWED, "x")
+del value
+for tail in (b"}\\x940h\\x00", b"\\x94}h\\x00Ns.", b"\\x85R."):
+    try:
+        load(deep + tail, ALLOWED, "x")
+    except CheckpointError as error:
+        assert len(str(error)) < 1000
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_allowed_names_are_inert():
+    """No value of the tables is a class or function that the pickle could reach further from."""
+    for table in (METADATA, ALLOWED):
+        for name, value in table.items():
+            assert type(value) is Global
+            assert value.name == name
+    assert "os" in sys.modules
+    for table in (METADATA, ALLOWED):
+        assert not [name for name in table if name.startswith(("os", "posix", "subprocess", "builtins.eval"))]

@@ -1,0 +1,104 @@
+"""The safetensors format: what the reference library writes and reads."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from tests.checkpoint.sources import bytes_of, random_bits
+from torchshard import checkpoint
+from torchshard.errors import CheckpointError
+
+
+def file_of(path, header, data=b""):
+    body = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(body).to_bytes(8, "little") + body + data)
+    return path
+
+
+def test_what_the_library_writes(tmp_path):
+    tensors = {
+        "b": random_bits((3, 4), torch.bfloat16),
+        "a": torch.arange(5),
+        "none": torch.empty(0, 2),
+        "s": torch.tensor(1.0),
+    }
+    safetensors.torch.save_file(tensors, tmp_path / "a.safetensors", metadata={"by": "me"})
+    ck = checkpoint.open(tmp_path / "a.safetensors")
+    assert ck.metadata == {"by": "me"}
+    assert ck.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert ck[key].numpy().tobytes() == bytes_of(tensor)
+
+
+def test_what_we_write_is_aligned_and_says_its_framework(tmp_path):
+    torch.save({"odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(3, dtype=torch.float64)}, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "a.safetensors", to="safetensors")
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert file.get_tensor("wide").tolist() == [1.0] * 3
+    wide = checkpoint.open(tmp_path / "a.safetensors")["wide"].pieces[0].place().start
+    assert wide % 8 == 0
+
+
+GOOD = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+BAD = {
+    "not json": (b"{nonsense", "header is damaged"),
+    "a list": (b"{}"[:0] + b"[1]", "no checkpoint"),
+    "twice": (b'{"a":1,"a":2}', "occurs twice"),
+    "deep": (b'{"a":' * 100_000, "header is damaged"),
+    "no shape": ({"w": {"dtype": "F32", "data_offsets": [0, 8]}}, "no type, shape or byte range"),
+    "entry is text": ({"w": "x"}, "no type, shape or byte range"),
+    "type": ({"w": GOOD["w"] | {"dtype": "F13"}}, "type of a tensor is not read"),
+    "type is a list": ({"w": GOOD["w"] | {"dtype": []}}, "type of a tensor is not read"),
+    "negative": ({"w": GOOD["w"] | {"shape": [-2]}}, "not a list of sizes"),
+    "fraction": ({"w": GOOD["w"] | {"shape": [2.0]}}, "not a list of sizes"),
+    "huge": ({"w": GOOD["w"] | {"shape": [2**62, 2**62]}}, "does not fit its shape"),
+    "immense": (b'{"w":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', "header is damaged"),
+    "range": ({"w": GOOD["w"] | {"data_offsets": [0, 4]}}, "does not fit its shape"),
+    "backwards": ({"w": GOOD["w"] | {"data_offsets": [8, 0]}}, "does not fit its shape"),
+    "gap": ({"w": GOOD["w"] | {"data_offsets": [4, 12]}}, "overlap or leave a gap"),
+    "overlap": (GOOD | {"v": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, "overlap or leave a gap"),
+    "beyond": ({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, "not as long as its header says"),
+    "metadata": (GOOD | {"__metadata__": {"a": 1}}, "metadata is not text"),
+    "metadata is a list": (GOOD | {"__metadata__": [1]}, "metadata is not text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_headers_that_lie(tmp_path, name):
+    header, message = BAD[name]
+    path = file_of(tmp_path / "a.safetensors", header, bytes(8))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        checkpoint.open(path)
+    assert "a.safetensors" in str(caught.value)
+
+
+def test_a_header_longer_than_the_file(tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes((2**40).to_bytes(8, "little") + b'{"w"')
+    with pytest.raises(CheckpointError, match="longer than the file or the format allows"):
+        checkpoint.open(path)
+
+
+def test_a_name_that_the_format_keeps_for_itself(tmp_path):
+    torch.save({"__metadata__": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="cannot hold this name"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", to="safetensors")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(max_size=5), st.lists(st.integers(0, 4), max_size=3), max_size=5))
+def test_any_names_and_shapes_survive(tmp_path_factory, shapes):
+    folder = tmp_path_factory.mktemp("names")
+    names = {k for k in shapes if k != "__metadata__" and k.isprintable()}
+    tensors = {k: random_bits(shapes[k], torch.int16) for k in names}
+    safetensors.torch.save_file(tensors, folder / "a.safetensors")
+    checkpoint.convert(folder / "a.safetensors", folder / "b.pt", to="torch")
+    checkpoint.convert(folder / "b.pt", folder / "c.safetensors", to="safetensors", verify=True)
+    loaded = safetensors.torch.load_file(folder / "c.safetensors")
+    assert {k: bytes_of(v) for k, v in loaded.items()} == {k: bytes_of(v) for k, v in tensors.items()}

@@ -1,0 +1,208 @@
+"""torch.save files: read without torch, and written so that torch loads them."""
+
+import collections
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint import sources
+from tests.checkpoint.sources import assert_same_tree, bytes_of, flat
+from torchshard import checkpoint
+from torchshard.errors import CheckpointError
+
+
+def again(tmp_path, state, **kwargs):
+    """Save, convert to the same format, load."""
+    torch.save(state, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", overwrite=True, verify=True, **kwargs)
+    return torch.load(tmp_path / "b.pt", weights_only=True)
+
+
+def test_nested_state_with_plain_data_survives(tmp_path):
+    state = sources.plain()
+    expected = torch.load(io.BytesIO(saved(state)), weights_only=True)
+    expected["model"]["param"] = expected["model"]["param"].data  # values survive, not autograd's view of them
+    assert_same_tree(again(tmp_path, state), expected)
+
+
+def saved(state):
+    out = io.BytesIO()
+    torch.save(state, out)
+    return out.getvalue()
+
+
+def test_a_modules_state_dict_keeps_its_versions(tmp_path):
+    state = torch.nn.BatchNorm1d(3).state_dict()
+    loaded = again(tmp_path, state)
+    assert type(loaded) is collections.OrderedDict
+    assert loaded._metadata == state._metadata
+    torch.nn.BatchNorm1d(3).load_state_dict(loaded)
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    weight = torch.arange(6.0)
+    loaded = again(tmp_path, {"a": weight, "b": weight.detach(), "c": weight[:3]})
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+    assert loaded["c"].tolist() == [0.0, 1.0, 2.0]
+    assert (tmp_path / "b.pt").stat().st_size < (tmp_path / "a.pt").stat().st_size + 400
+
+
+VIEWS = {
+    "transposed": lambda x: x.t(),
+    "rows": lambda x: x[3:7],
+    "columns": lambda x: x[:, 2:5],
+    "every third": lambda x: x[::3, 1::2],
+    "diagonal": lambda x: x.diagonal(),
+    "expanded": lambda x: x[:1].expand(4, 10),
+    "expanded inside": lambda x: x[:, 0].unsqueeze(1).expand(20, 3),
+    "permuted": lambda x: x.reshape(2, 10, 5, 2).permute(3, 1, 0, 2),
+    "one": lambda x: x[4, 4],
+    "overlapping": lambda x: x.as_strided((5, 4), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("memory", [2**20, 2**26])
+def test_views_are_read_through_their_strides(tmp_path, name, memory):
+    view = VIEWS[name](torch.arange(200, dtype=torch.float64).reshape(20, 10))
+    torch.save({"v": view}, tmp_path / "v.pt")
+    entry = checkpoint.open(tmp_path / "v.pt")["v"]
+    assert entry.numpy().tobytes() == bytes_of(view)
+    loaded = again(tmp_path, {"v": view}, max_memory=memory)["v"]
+    assert bytes_of(loaded) == bytes_of(view)
+    assert loaded.is_contiguous()
+
+
+def test_a_large_transposed_tensor_in_little_memory(tmp_path):
+    matrix = torch.arange(3_000_000, dtype=torch.int32).reshape(1500, 2000)
+    assert torch.equal(again(tmp_path, {"w": matrix.t()}, max_memory=2**20)["w"], matrix.t())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_strides(tmp_path_factory, data):
+    shape = data.draw(st.lists(st.integers(0, 5), max_size=4))
+    stride = [data.draw(st.integers(0, 7)) for _ in shape]
+    offset = data.draw(st.integers(0, 3))
+    view = torch.arange(200, dtype=torch.int16).as_strided(shape, stride, offset)
+    path = tmp_path_factory.mktemp("strides") / "v.pt"
+    torch.save({"v": view}, path)
+    assert checkpoint.open(path)["v"].numpy().tolist() == view.tolist()
+
+
+def test_lists_and_tuples_that_hold_no_tensor_are_one_entry(tmp_path):
+    state = {"a": [1, [2, (3,)]], "b": (1, [torch.ones(1)]), "c": [{"d": 1}], "e": {}, "f": []}
+    torch.save(state, tmp_path / "a.pt")
+    ck = checkpoint.open(tmp_path / "a.pt")
+    assert set(ck) == {"a", "b.0", "b.1.0", "c.0.d", "e", "f"}
+    assert ck["a"].value() == [1, [2, (3,)]]
+    assert ck.keys() == flat(state).keys() | {"e", "f"}
+
+
+def test_an_empty_state_dict(tmp_path):
+    assert again(tmp_path, {}) == {}
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "c.safetensors", to="safetensors")
+    assert len(checkpoint.open(tmp_path / "c.safetensors")) == 0
+
+
+def refused(tmp_path, state, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(state, tmp_path / "a.pt", **kwargs)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.open(tmp_path / "a.pt")
+    assert "a.pt" in str(caught.value)
+    return str(caught.value)
+
+
+class Custom:
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+def test_what_is_refused_is_named(tmp_path):
+    assert "tests.checkpoint.test_torch_file.Custom" in refused(tmp_path, {"a": Custom()})
+    assert "collections.Counter" in refused(tmp_path, {"a": collections.Counter("ab")})
+    assert "builtins.frozenset" in refused(tmp_path, {"a": frozenset([1])})
+    assert "numpy" in refused(tmp_path, {"a": torch.ones(2).numpy()})
+    assert "_rebuild_sparse_tensor" in refused(tmp_path, {"a": torch.eye(3).to_sparse()})
+    assert "_rebuild_meta_tensor" in refused(tmp_path, {"a": torch.ones(2, device="meta")})
+    assert "conjugated or negated" in refused(tmp_path, {"a": torch.ones(2, dtype=torch.complex64).conj()})
+    assert "_rebuild_qtensor" in refused(tmp_path, {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)})
+    assert "holds no state dict" in refused(tmp_path, torch.ones(2))
+    assert "bare pickle" in refused(tmp_path, {"a": 1}, _use_new_zipfile_serialization=False)
+    assert "same dotted name" in refused(tmp_path, {"a.b": 1, "a": {"b": 2}})
+
+
+def test_a_tensor_of_one_rank_is_refused_with_advice(tmp_path):
+    from torch.distributed.tensor import DTensor
+
+    assert DTensor.__module__ == "torch.distributed.tensor"
+    out = tmp_path / "a.pt"
+    torch.save({"a": pickled_as("torch.distributed.tensor", "DTensor")}, out)
+    with pytest.raises(CheckpointError, match=r"torch\.distributed\.tensor\.DTensor") as caught:
+        checkpoint.open(out)
+    assert "torch.distributed.checkpoint" in str(caught.value.fix)
+
+
+class _Named:
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+
+    def __reduce__(self):
+        import importlib
+
+        return getattr(importlib.import_module(self.module), self.name), ()
+
+
+def pickled_as(module, name):
+    return _Named(module, name)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_and_other_zips_are_told_apart(tmp_path):
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "script.pt")
+    with pytest.raises(CheckpointError, match=r"not one that torch\.save made"):
+        checkpoint.open(tmp_path / "script.pt")
+
+
+def test_pickle_protocols(tmp_path):
+    state = {"w": torch.arange(3), "x": [1, 2.5, None, True, "ü", b"b", (1, 2, 3, 4), 2**70, -7, {3: {"y"}}]}
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        torch.save(state, tmp_path / "a.pt", pickle_protocol=protocol)
+        ck = checkpoint.open(tmp_path / "a.pt")
+        assert ck["w"].numpy().tolist() == [0, 1, 2]
+        assert [ck[f"x.{i}"].value() for i in range(9)] == state["x"][:9]
+        assert ck["x.9.3"].value() == {"y"}
+
+
+# Without dots and digits, so that no two keys have the same dotted name.
+words = st.text(st.characters(codec="utf-8", exclude_characters=".(-0123456789"))
+plain = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
+        st.complex_numbers(allow_nan=False), st.sets(st.integers() | st.text()), st.builds(bytearray, st.binary()),
+        st.builds(torch.Size, st.lists(st.integers(0, 2**40), max_size=3)), st.sampled_from(sources.DTYPES),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(words | st.integers() | st.tuples(st.integers(), words), inner, max_size=4),
+        st.dictionaries(words, inner, max_size=3).map(collections.OrderedDict),
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(plain)
+def test_any_plain_data_survives(tmp_path_factory, value):
+    folder = tmp_path_factory.mktemp("plain")
+    torch.save({"x": [value, value]}, folder / "a.pt")
+    checkpoint.convert(folder / "a.pt", folder / "b.pt", to="torch")
+    assert_same_tree(torch.load(folder / "b.pt", weights_only=True)["x"], [value, value])

@@ -1,0 +1,132 @@
+"""The zip frame: what is written is read by Python's zipfile, by torch and by ourselves; sizes over 4 GiB too."""
+
+import io
+import os
+import zipfile
+import zlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchshard import checkpoint
+from torchshard.checkpoint.checksums import combine
+from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.pickles.write import dump
+from torchshard.checkpoint.zips import ALIGNMENT, Archive, frame, frame_size, lay_out
+from torchshard.errors import CheckpointError
+
+
+def assemble(bodies):
+    """An archive in memory."""
+    records = lay_out([(name, len(body)) for name, body in bodies])
+    out = io.BytesIO()
+    for record, (_, body) in zip(records, bodies, strict=True):
+        out.seek(record.payload)
+        out.write(body)
+    for offset, data in frame(records, [zlib.crc32(body) for _, body in bodies]):
+        out.seek(offset)
+        out.write(data)
+    assert len(out.getvalue()) == records[-1].end + frame_size(records)
+    return out.getvalue()
+
+
+def opened(tmp_path, data, start=0, length=None):
+    (tmp_path / "a.zip").write_bytes(data)
+    return Archive(Files(tmp_path), "a.zip", start, length)
+
+
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=6))
+def test_zipfile_reads_what_is_written(bodies):
+    data = assemble([(f"data/{i}", body) for i, body in enumerate(bodies)])
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+        assert [archive.read(f"archive/data/{i}") for i in range(len(bodies))] == bodies
+
+
+@pytest.mark.parametrize("start", [0, 64, 1000])
+def test_payloads_are_aligned_and_found_anywhere_in_a_file(tmp_path, start):
+    bodies = [("a", b"1" * 100), ("b/c", b""), ("d", b"\xff")]
+    data = b"?" * start + assemble(bodies)
+    archive = opened(tmp_path, data + b"tail", start, len(data) - start)
+    for name, body in bodies:
+        extent = archive.extent(name)
+        assert (extent.offset - start) % ALIGNMENT == 0
+        assert data[extent.offset :][: extent.nbytes] == body
+        assert extent.crc32 == (zlib.crc32(body) or None)
+        assert archive.read(name) == body
+
+
+def test_many_members(tmp_path):
+    bodies = [(f"data/{i}", b"") for i in range(70_000)]  # more than 16 bits count
+    archive = opened(tmp_path, assemble(bodies))
+    assert len(archive.members) == 70_000
+    with zipfile.ZipFile(tmp_path / "a.zip") as other:
+        assert len(other.namelist()) == 70_000
+
+
+def zeros_crc(nbytes):
+    crc, block, length = 0, zlib.crc32(bytes(2**20)), 2**20
+    assert nbytes % length == 0
+    count = nbytes // length
+    while count:
+        if count & 1:
+            crc = combine(crc, block, length)
+        block, length, count = combine(block, block, length), length * 2, count >> 1
+    return crc
+
+
+def test_tensors_beyond_four_gib(tmp_path):
+    """One record over 4 GiB and one that begins after 4 GiB, in a file of holes."""
+    large = checkpoint.TensorEntry("uint8", (5 * 2**30,), (), Files(tmp_path))
+    small = checkpoint.TensorEntry("float32", (4,), (), Files(tmp_path))
+    entries = [large, small]
+    data = dump({"large": large, "small": small}, entries.index)
+    records = lay_out([("data.pkl", len(data)), ("data/0", large.nbytes), ("data/1", 16), ("version", 2)])
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0]).numpy().tobytes()
+    crcs = [zlib.crc32(data), zeros_crc(large.nbytes), zlib.crc32(values), zlib.crc32(b"3\n")]
+    with open(tmp_path / "big.pt", "wb") as out:
+        parts = [(records[0].payload, data), (records[2].payload, values), (records[3].payload, b"3\n")]
+        for offset, body in [*parts, *frame(records, crcs)]:
+            out.seek(offset)
+            out.write(body)
+    assert os.stat(tmp_path / "big.pt").st_blocks * 512 < 2**20
+    with zipfile.ZipFile(tmp_path / "big.pt") as archive:
+        assert archive.getinfo("archive/data/0").file_size == large.nbytes
+        assert archive.read("archive/data/1") == values
+    loaded = torch.load(tmp_path / "big.pt", weights_only=True, mmap=True)
+    assert loaded["large"].shape == (5 * 2**30,)
+    assert loaded["small"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    ours = checkpoint.open(tmp_path / "big.pt")
+    assert ours["small"].numpy().tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert ours["large"][-3:].tolist() == [0, 0, 0]
+
+
+def test_compressed_and_encrypted_members_are_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"x" * 1000)
+    archive = Archive(Files(tmp_path), "a.zip")
+    with pytest.raises(CheckpointError, match="compressed or encrypted") as caught:
+        archive.read("data.pkl")
+    assert "a.zip, member data.pkl" in str(caught.value)
+
+
+def test_members_that_overlap_or_come_twice_are_refused(tmp_path):
+    records = lay_out([("a", 10), ("b", 10)])
+    twice = [records[0], records[0]]
+    for chosen in (twice, [records[0], records[1].__class__(b"archive/b", 10, 20, 64)]):
+        out = io.BytesIO()
+        for offset, data in frame(chosen, [0, 0]):
+            out.seek(offset)
+            out.write(data)
+        with pytest.raises(CheckpointError, match=r"out of place|overlaps"):
+            opened(tmp_path, out.getvalue())
+
+
+@given(st.data())
+def test_a_cut_archive_is_an_error(tmp_path_factory, data):
+    body = assemble([("data.pkl", b"12345"), ("data/0", b"x" * 300)])
+    length = data.draw(st.integers(0, len(body) - 1))
+    with pytest.raises(CheckpointError):
+        opened(tmp_path_factory.mktemp("cut"), body[:length])

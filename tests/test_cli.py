@@ -1,0 +1,141 @@
+"""The command line: what it prints, its exit codes, and that it stays light."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.checkpoint import sources
+from torchshard import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def torchshard(*args, **kwargs):
+    """Run the command; returns the finished process."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "torchshard", *map(str, args)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    state = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "lr": 0.5}
+    return sources.make(tmp_path_factory.mktemp("cli") / "ck", 1, sources.save, state)
+
+
+def test_help_and_version():
+    done = torchshard("--help")
+    assert done.returncode == 0
+    assert "inspect" in done.stdout
+    assert "convert" in done.stdout
+    assert torchshard("--version").stdout == f"torchshard {__version__}\n"
+
+
+def test_no_command_imports_torch(folder, tmp_path):
+    code = """
+import sys
+from torchshard.cli import main
+for args in (["--help"], ["inspect", sys.argv[1]], ["convert", sys.argv[1], sys.argv[2], "--to", "torch", "--verify"]):
+    sys.argv[1:] = args
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code in (0, None), end.code
+    loaded = {"torch", "matplotlib"} & set(sys.modules)
+    assert not loaded, (args, loaded)
+    sys.argv[1:] = [PATHS[0], PATHS[1]]
+print("light", file=sys.stderr)
+""".replace("import sys\n", "import sys\nPATHS = sys.argv[1:]\n", 1)
+    done = sources.python(code, folder, tmp_path / "out.pt")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("light\n")
+    assert (tmp_path / "out.pt").exists()
+
+
+def test_help_is_light():
+    code = "import sys, torchshard.cli; print(sorted({'numpy', 'torch', 'tabulate', 'tqdm'} & set(sys.modules)))"
+    assert sources.python(code).stdout == "[]\n"
+
+
+def test_inspect(folder):
+    done = torchshard("inspect", folder)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "model.w  float32" in done.stdout
+    assert "1 tensors of 6 elements" in done.stdout
+    found = json.loads(torchshard("inspect", folder, "--json").stdout)
+    assert found["format"] == "dcp"
+    assert [entry["key"] for entry in found["entries"]] == ["model.w", "lr"]
+
+
+def test_convert(folder, tmp_path):
+    done = torchshard("convert", folder, tmp_path / "a.safetensors", "--to", "safetensors", "--max-memory", "2MiB")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"wrote {tmp_path / 'a.safetensors'} (safetensors): 1 tensors from 1 pieces")
+    assert done.stderr == "torchshard: safetensors holds tensors only; left out: lr\n"  # and no bar: it is piped
+    assert safetensors.torch.load_file(tmp_path / "a.safetensors")["model.w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    again = ("convert", folder, tmp_path / "a.safetensors", "--to", "safetensors", "--overwrite", "--no-fsync")
+    assert torchshard(*again).returncode == 0
+    done = torchshard("convert", folder, tmp_path / "a.pt", "--to", "torch", "--verify")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["lr"] == 0.5
+
+
+def test_a_dry_run(folder, tmp_path):
+    done = torchshard("convert", folder, tmp_path / "a.pt", "--to", "torch", "--dry-run")
+    assert done.returncode == 0
+    assert "model.w" in done.stdout
+    assert f"would write {tmp_path / 'a.pt'}" in done.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def broken(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "broken")
+    os.truncate(tmp_path / "broken" / "__0_0.distcp", 100)
+    return tmp_path / "broken"
+
+
+def test_what_the_user_can_mend_is_a_sentence(folder, tmp_path):
+    out = tmp_path / "out"
+    cases = {
+        "The file does not exist": ("inspect", tmp_path / "no"),
+        "A file is cut off": ("inspect", broken(folder, tmp_path)),
+        "This is not a size": ("convert", folder, out, "--to", "torch", "--max-memory", "lots"),
+        "max_memory is too little": ("convert", folder, out, "--to", "torch", "--max-memory", "1KiB"),
+        "The destination exists": ("convert", folder, __file__, "--to", "torch"),
+        "folder of the destination does not exist": ("convert", folder, tmp_path / "x" / "y", "--to", "torch"),
+        "is not one of": ("convert", folder, out, "--to", "onnx"),
+        "No such option": ("convert", folder, out, "--to", "torch", "--resume"),
+        "No such command": ("frobnicate",),
+        "Missing option": ("convert", folder, out),
+    }
+    for message, command in cases.items():
+        done = torchshard(*command)
+        assert done.returncode == 2, (message, done.stdout)
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+    assert not out.exists()
+
+
+def test_a_bar_on_a_terminal(folder, tmp_path):
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (25, 100))
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torchshard", "convert", str(folder), str(tmp_path / "a.pt"), "--to", "torch"]
+    done = subprocess.run(command, env=env, stderr=follower, stdout=subprocess.PIPE, timeout=60)
+    shown = os.read(leader, 100_000).decode()
+    os.close(follower)
+    os.close(leader)
+    assert done.returncode == 0
+    assert "a.pt:" in shown
+    assert "B/s" in shown

@@ -1,0 +1,5 @@
+"""`python -m torchshard` is the command `torchshard`."""
+
+from torchshard.cli import main
+
+main()

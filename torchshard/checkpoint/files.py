@@ -1,0 +1,134 @@
+"""Reading the files of one checkpoint: by name below one folder, with exact lengths, and never outside of it."""
+
+import functools
+import os
+import stat
+from pathlib import Path
+
+from torchshard.checkpoint.text import printable
+from torchshard.errors import CheckpointError
+
+OPEN_FILES = 64
+
+
+class _Handle:
+    """An open file; closed when the last user lets go of it, so that a thread may finish a read during eviction."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+class Files:
+    """The files below `root`. Names come from the checkpoint itself and are not trusted. Safe for several threads.
+
+    At most OPEN_FILES stay open, so a checkpoint of ten thousand ranks fits any limit on open files.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._real_root = os.path.realpath(root)
+        self._handle = functools.lru_cache(maxsize=OPEN_FILES)(self._open)
+        self._sizes: dict[str, int] = {}
+
+    def path(self, name: str) -> Path:
+        """Where the file is.
+
+        Raises:
+            CheckpointError: the name is absolute, climbs out of the folder, or is a link that leads out of it.
+        """
+        parts = name.replace(os.sep, "/").split("/")
+        if not name or not name.isprintable() or os.path.isabs(name) or ".." in parts:
+            raise self._leaves(name)
+        path = self.root / name
+        real = os.path.realpath(path)
+        if os.path.commonpath([real, self._real_root]) != self._real_root:
+            raise self._leaves(name)
+        return path
+
+    def _leaves(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            "The checkpoint names a file outside of its folder.",
+            expected=f"a relative path below {self.root}",
+            got=printable(name),
+            where=self.root,
+        )
+
+    def size(self, name: str) -> int:
+        """Bytes of the file, which must be a regular one."""
+        if name not in self._sizes:
+            path = self.path(name)
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError("This is not a regular file.", where=path)
+            self._sizes[name] = status.st_size
+        return self._sizes[name]
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes; for the small parts of a file, as they are allocated in one go."""
+        self._check_range(name, offset, length)
+        data = bytearray(length)
+        self.read_into(name, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on.
+
+        Raises:
+            CheckpointError: the file ends before, or the system refuses.
+        """
+        self._check_range(name, offset, len(buffer))
+        handle = self._opened(name)
+        done = 0
+        while done < len(buffer):
+            try:
+                got = os.preadv(handle.fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise unreadable(self.path(name), error) from error
+            if not got:
+                raise CheckpointError(
+                    "The file became shorter while it was read.",
+                    expected=f"{len(buffer)} bytes at {offset}",
+                    got=f"{done} bytes",
+                    where=self.root / name,
+                )
+            done += got
+
+    def _check_range(self, name: str, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size(name):
+            raise CheckpointError(
+                "The file is shorter than the checkpoint says; it is cut off or its index is damaged.",
+                expected=f"bytes {offset} to {offset + length}",
+                got=f"{self.size(name)} bytes",
+                where=self.root / name,
+            )
+
+    def _opened(self, name: str) -> _Handle:
+        self.size(name)
+        return self._handle(name)
+
+    def _open(self, name: str) -> _Handle:
+        path = self.path(name)
+        try:
+            return _Handle(path)
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    def close(self) -> None:
+        """Let go of all open files; a later read opens them again."""
+        self._handle.cache_clear()
+
+
+def unreadable(path: object, error: OSError) -> CheckpointError:
+    """What the system said, as a CheckpointError."""
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError("The file does not exist.", where=path)
+    return CheckpointError(f"The file cannot be read: {error.strerror or error}.", where=path)

@@ -1,0 +1,234 @@
+"""Reading what torch.distributed.checkpoint writes: a folder with `.metadata` and files of many small archives.
+
+`.metadata` is a pickle of the class Metadata: for each key the shape, type and boxes of a tensor (or the word that it
+is an object), and for each box the file, offset and length of a torch.save archive that holds just that box.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torchshard.checkpoint.dtypes import DTYPES
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, Steps, TensorEntry, check_pieces
+from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.formats.nesting import nest
+from torchshard.checkpoint.pickles.inert import Global, Record, record
+from torchshard.checkpoint.pickles.torch_values import ALLOWED as TORCH_VALUES
+from torchshard.checkpoint.pickles.torch_values import read_values, sizes
+from torchshard.checkpoint.pickles.unpickle import load
+from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.zips import Archive
+from torchshard.errors import CheckpointError
+from torchshard.layout import Box
+
+METADATA = ".metadata"
+
+
+def _path(*parts: Any) -> str:
+    return "/".join([part for part in parts if isinstance(part, str)])
+
+
+def _nested(outer: Any, name: Any) -> Global:
+    # Before Python 3.11.4 an enumeration's member is pickled as getattr(class, "NAME").
+    if not isinstance(outer, Global) or outer.name != f"{_METADATA}._MEM_FORMAT_ENCODING" or not isinstance(name, str):
+        raise CheckpointError("The pickle takes an attribute of something.", got=printable(name))
+    return Global(f"{outer.name}.{printable(name)}")
+
+
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = (
+    *[
+        f"{_METADATA}.{name}"
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    ],
+    _STORAGE_INFO,
+)  # fmt: skip
+_PATHS = [
+    f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("Path", "PosixPath", "WindowsPath")
+]
+ALLOWED: Mapping[str, Global] = MappingProxyType(
+    {name: TORCH_VALUES[name] for name in TORCH_VALUES if not name.startswith("torch._utils.")}
+    | {name: record(name) for name in _RECORDS}
+    | {name: Global(name, _path) for name in _PATHS}
+    | {"builtins.getattr": Global("builtins.getattr", _nested)}
+)
+
+
+def read(path: Path) -> Index:
+    """The index of a checkpoint folder.
+
+    Raises:
+        CheckpointError: damaged, incomplete, or stored in a way that is not read; names file and field.
+    """
+    return _Reader(path).index()
+
+
+class _Reader:
+    """Goes through the metadata of one folder, checking every field that is used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = Files(folder)
+        self.where = f"{folder / METADATA}"
+        metadata = load(self.files.read(METADATA, 0, self.files.size(METADATA)), ALLOWED, self.where)
+        self.metadata = self.expect(metadata, Record, "metadata", f"{_METADATA}.Metadata")
+        self.stored = self.storage_infos()
+        self.used = {METADATA}
+
+    def expect(self, value: Any, kind: type, field: str, name: str | None = None, key: str | None = None) -> Any:
+        """The value of a field (of a key), if it is of the kind, and the record of the class, that it should be."""
+        if not isinstance(value, kind) or (name is not None and getattr(value, "name", None) != name):
+            raise CheckpointError(
+                f"The field {field} is not as torch writes it.",
+                expected=name or kind.__name__,
+                got=printable(value),
+                where=self.at(key),
+            )
+        return value
+
+    def at(self, key: str | None) -> str:
+        """The metadata file, and the key concerned, for errors."""
+        return self.where if key is None else f"{self.where}: {printable(key)}"
+
+    def storage_infos(self) -> dict[tuple[str, tuple[int, ...] | None], Record]:
+        """What is known of each stored archive, by key and offset of the box."""
+        stored = {}
+        for index, info in self.expect(self.metadata.field("storage_data"), dict, "storage_data").items():
+            index = self.expect(index, Record, "storage_data", f"{_METADATA}.MetadataIndex")
+            key = self.expect(index.field("fqn"), str, "fqn")
+            offset = index.field("offset")
+            stored[key, None if offset is None else sizes(offset, "offset", self.at(key))] = self.expect(
+                info,
+                Record,
+                f"storage_data of {printable(key)}",
+                _STORAGE_INFO,
+            )
+        return stored
+
+    def index(self) -> Index:
+        """Entries, nesting and files."""
+        described = self.expect(self.metadata.field("state_dict_metadata"), dict, "state_dict_metadata")
+        entries: dict[str, Entry] = {}
+        for key, description in described.items():
+            self.expect(key, str, "state_dict_metadata")
+            self.expect(description, Record, "state_dict_metadata", key=key)
+            if description.name == f"{_METADATA}.BytesStorageMetadata":
+                entries[key] = self.object_entry(key)
+            else:
+                self.expect(description, Record, "state_dict_metadata", f"{_METADATA}.TensorStorageMetadata", key)
+                entries[key] = self.tensor_entry(key, description)
+            entries[key].key = key
+        paths = self.paths(entries)
+        version = self.metadata.field("version")
+        return Index(
+            "dcp",
+            entries,
+            lambda: nest(entries, paths, self.where),
+            {name: self.files.size(name) for name in sorted(self.used)},
+            {"version": version} if isinstance(version, str) else {},
+        )
+
+    def paths(self, entries: dict[str, Entry]) -> dict[str, Steps]:
+        """Where each key was in the nested state dict; a key alone is its own place."""
+        mapping = self.metadata.field("planner_data")
+        mapping = {} if mapping is None else self.expect(mapping, dict, "planner_data")
+        paths: dict[str, Steps] = {}
+        for key in entries:
+            path = self.expect(mapping.get(key, (key,)), tuple, "planner_data", key=key)
+            for step in path:
+                self.expect(step, str if type(step) is str else int, "planner_data", key=key)
+            paths[key] = path
+        nest(entries, paths, self.where)  # says now if they contradict each other
+        return paths
+
+    def tensor_entry(self, key: str, description: Record) -> TensorEntry:
+        """A tensor, its boxes checked to make it up and to fit into their archives."""
+        where = self.at(key)
+        shape = sizes(description.field("size"), "size", where)
+        dtype = self.dtype(key, description)
+        pieces = []
+        boxes = set()
+        for chunk in self.expect(description.field("chunks"), list, "chunks", key=key):
+            chunk = self.expect(chunk, Record, "chunks", f"{_METADATA}.ChunkStorageMetadata", key)
+            box = Box(sizes(chunk.field("offsets"), "offsets", where), sizes(chunk.field("sizes"), "sizes", where))
+            if len(box.offset) != len(shape) or len(box.size) != len(shape):
+                raise CheckpointError("A box has another number of dims than its tensor.", got=box, where=where)
+            # Ranks that hold nothing say so with an empty box; ranks that hold the same share one archive.
+            if box.numel and box not in boxes:
+                boxes.add(box)
+                pieces.append(self.piece(key, box, dtype))
+        entry = TensorEntry(dtype, shape, tuple(pieces), self.files)
+        check_pieces(shape, entry.pieces, where)
+        return entry
+
+    def dtype(self, key: str, description: Record) -> str:
+        """The type's name; the other properties are not used since they say nothing about the bytes."""
+        name = f"properties of {printable(key)}"
+        properties = self.expect(description.field("properties"), Record, name, f"{_METADATA}.TensorProperties")
+        state = self.expect(properties.state, tuple, name)
+        dtype = self.expect(state[0] if state else None, Global, name).name.removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise CheckpointError("The type of a tensor is not read.", got=dtype, where=self.at(key))
+        return str(dtype)
+
+    def piece(self, key: str, box: Box, dtype: str) -> Piece:
+        """A box and the way to its archive, which must be long enough to hold it."""
+        file, offset, length = self.archive(key, box.offset)
+        needed = math.prod(box.size) * DTYPES[dtype].itemsize
+        if needed > length:
+            raise CheckpointError(
+                "A box is larger than the archive that holds it.",
+                expected=f"{needed} bytes",
+                got=f"{length} bytes",
+                where=self.at(key),
+            )
+        return Piece(box, partial(self.place, key, box.size, dtype, (file, offset, length)))
+
+    def archive(self, key: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
+        """File, offset and length of the archive of a box; the file is there and long enough."""
+        info = self.stored.get((key, offset))
+        if info is None:
+            raise CheckpointError("The metadata does not say where a box is stored.", got=offset, where=self.at(key))
+        if info.field("transform_descriptors"):
+            raise CheckpointError(
+                "An entry is stored transformed, which is not read.",
+                got=printable(info.field("transform_descriptors")),
+                where=self.at(key),
+                fix="Load it with torch.distributed.checkpoint and save it without extensions.",
+            )
+        file = self.expect(info.field("relative_path"), str, "relative_path", key=key)
+        at, length = sizes((info.field("offset"), info.field("length")), "place (offset, length)", self.at(key))
+        if at + length > self.files.size(file):
+            raise CheckpointError(
+                "A file is cut off.",
+                expected=f"{at + length} bytes at least",
+                got=f"{self.files.size(file)} bytes",
+                where=f"{self.files.root / file}: {printable(key)}",
+            )
+        self.used.add(file)
+        return file, at, length
+
+    def place(self, key: str, size: tuple[int, ...], dtype: str, at: tuple[str, int, int]) -> Place:
+        """Read the small archive of a box, which must hold just this box."""
+        archive = Archive(self.files, *at, key)
+        tensor = read_values(archive)
+        if not isinstance(tensor, TensorEntry) or tensor.shape != size or tensor.dtype != dtype:
+            held = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, TensorEntry) else printable(tensor)
+            raise CheckpointError(
+                "An archive holds something else than the metadata says.",
+                expected=f"{dtype} {size}",
+                got=held,
+                where=archive,
+            )
+        return tensor.pieces[0].place()
+
+    def object_entry(self, key: str) -> ObjectEntry:
+        """An object, unread."""
+        file, offset, length = self.archive(key, None)
+        return ObjectEntry(lambda: read_values(Archive(self.files, file, offset, length, key)), length)

@@ -1,0 +1,186 @@
+"""The safetensors format: reading and writing.
+
+Eight bytes of header length, a header in JSON (for each tensor its type, shape and byte range), then the tensors one
+after another without gaps. Only tensors, under flat names; no objects.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchshard.checkpoint.dtypes import DTYPES, FROM_SAFETENSORS
+from torchshard.checkpoint.entries import Entry, Extent, Index, Piece, Place, TensorEntry, leaves
+from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.formats.out import OutFile, Slot
+from torchshard.checkpoint.pickles.inert import RefusedGlobal
+from torchshard.checkpoint.pickles.torch_values import sizes
+from torchshard.checkpoint.text import printable
+from torchshard.errors import CheckpointError
+from torchshard.layout import contiguous_stride, whole
+
+HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
+_METADATA = "__metadata__"
+
+
+def read(path: Path) -> Index:
+    """The index of a file.
+
+    Raises:
+        CheckpointError: damaged, or a header that contradicts itself or the file; names the field.
+    """
+    files = Files(path.parent)
+    total = files.size(path.name)
+    length = int.from_bytes(files.read(path.name, 0, min(8, total)), "little")
+    if total < 8 or length > min(HEADER_LIMIT, total - 8):
+        raise CheckpointError(
+            "The safetensors header is longer than the file or the format allows.",
+            expected=f"at most {min(HEADER_LIMIT, max(0, total - 8))} bytes",
+            got=printable(length),
+            where=path,
+        )
+    header = _parse(files.read(path.name, 8, length), path)
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError("The safetensors metadata is not text.", where=f"{path}: {_METADATA}")
+    entries: dict[str, Entry] = {}
+    for key, fields in header.items():
+        entries[key] = _entry(files, path, key, fields, 8 + length)
+    _check_ranges(entries, path, 8 + length, total)
+    tree: dict[str, Entry] = dict(entries)
+    return Index("safetensors", entries, lambda: tree, {path.name: total}, metadata)
+
+
+def _parse(data: bytes, path: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return found
+
+    try:
+        header = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        why = printable(str(error))
+        raise CheckpointError("The safetensors header is damaged.", got=why, where=path) from error
+    if not isinstance(header, dict):
+        raise CheckpointError("The safetensors header is not an object.", got=printable(header), where=path)
+    return header
+
+
+def _entry(files: Files, path: Path, key: str, fields: Any, data_at: int) -> TensorEntry:
+    where = f"{path}: {printable(key)}"
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise CheckpointError("A tensor has no type, shape or byte range.", got=printable(fields), where=where)
+    code = fields["dtype"]
+    dtype = FROM_SAFETENSORS.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        raise CheckpointError("The type of a tensor is not read.", got=printable(code), where=where)
+    shape = sizes(fields["shape"], "shape", where)
+    span = sizes(fields["data_offsets"], "data_offsets", where)
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if len(span) != 2 or span[1] - span[0] != nbytes:
+        raise CheckpointError(
+            "The byte range of a tensor does not fit its shape.",
+            expected=f"{printable(nbytes)} bytes for {dtype} {shape}",
+            got=printable(span),
+            where=where,
+        )
+    place = Place(Extent(path.name, data_at + span[0], nbytes), data_at + span[0], contiguous_stride(shape))
+    pieces = (Piece(whole(shape), lambda: place),) if nbytes else ()
+    return TensorEntry(dtype, shape, pieces, files, key)
+
+
+def _check_ranges(entries: dict[str, Entry], path: Path, data_at: int, total: int) -> None:
+    """Check that the tensors follow one another without gap or overlap up to the end of the file."""
+    spans = [
+        (piece.place().extent, key)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorEntry)
+        for piece in entry.pieces
+    ]
+    end = data_at
+    for extent, key in sorted(spans, key=lambda span: span[0].offset):
+        if extent.offset != end:
+            raise CheckpointError(
+                "The byte ranges of the tensors overlap or leave a gap.",
+                expected=f"a start at {end - data_at}",
+                got=extent.offset - data_at,
+                where=f"{path}: {printable(key)}",
+            )
+        end += extent.nbytes
+    if end != total:
+        raise CheckpointError(
+            "The file is not as long as its header says.", expected=f"{end} bytes", got=f"{total} bytes", where=path
+        )
+
+
+def write(index: Index) -> OutFile:
+    """The file that holds the tensors of an index under their dotted names, those inside of objects too.
+
+    Wider types come first, so that each tensor is aligned to its type.
+
+    Raises:
+        CheckpointError: a type or a name that the format cannot hold; names the key.
+    """
+    tensors, left_out = _tensors(index)
+    order = sorted(tensors, key=lambda key: -tensors[key].itemsize)
+    head = _header(order, tensors)
+    at = len(head)
+    slots = []
+    for key in order:
+        slots.append(Slot(tensors[key], at))
+        at += tensors[key].nbytes
+    return OutFile(tuple(slots), at, False, lambda crcs: iter([(0, head)]), tuple(left_out))
+
+
+def _tensors(index: Index) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Tensors by name, and the names of what else there is."""
+    tensors: dict[str, TensorEntry] = {}
+    left_out = []
+    for key, entry in index.entries.items():
+        if isinstance(entry, TensorEntry):
+            found: list[tuple[str, object]] = [(key, entry)]
+        else:
+            try:
+                value = entry.value()
+            except RefusedGlobal as error:
+                left_out.append(f"{key} ({printable(error.name)})")
+                continue
+            found = [(".".join([key, *map(str, path)]), leaf) for path, leaf in leaves(value, key)]
+        for name, leaf in found:
+            if not isinstance(leaf, TensorEntry):
+                left_out.append(name)
+            elif name in tensors:
+                raise CheckpointError("Two tensors have the same dotted name.", got=printable(name))
+            else:
+                tensors[name] = leaf
+    return tensors, left_out
+
+
+def _header(order: Sequence[str], tensors: dict[str, TensorEntry]) -> bytes:
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}
+    at = 0
+    for key in order:
+        entry = tensors[key]
+        code = DTYPES[entry.dtype].safetensors
+        if code is None or key == _METADATA or not _is_text(key):
+            what = f"the type {entry.dtype}" if code is None else "this name"
+            raise CheckpointError(f"safetensors cannot hold {what}.", where=printable(key), fix="Convert to torch.")
+        header[key] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]}
+        at += entry.nbytes
+    body = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    body += b" " * (-len(body) % 8)
+    if len(body) > HEADER_LIMIT:
+        raise CheckpointError(
+            "The header would be longer than safetensors allows.", expected=f"{HEADER_LIMIT} bytes", got=len(body)
+        )
+    return len(body).to_bytes(8, "little") + body
+
+
+def _is_text(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

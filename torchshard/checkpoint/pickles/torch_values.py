@@ -1,0 +1,198 @@
+"""What torch.save puts into data.pkl: tensors over records of the archive, and plain data.
+
+The table ALLOWED is the whole of what is read. It is a little less than torch.load(weights_only=True) accepts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torchshard.checkpoint.dtypes import DTYPES, FROM_STORAGE
+from torchshard.checkpoint.entries import Piece, Place, TensorEntry
+from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Size, record
+from torchshard.checkpoint.pickles.unpickle import load
+from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.zips import Archive
+from torchshard.errors import CheckpointError
+from torchshard.layout import whole
+
+
+class Storage(NamedTuple):
+    """What a persistent id stands for: a record of the archive, seen as elements of a type (None: as bytes)."""
+
+    archive: Archive
+    member: str
+    dtype: str | None
+
+
+def read_values(archive: Archive) -> object:
+    """The object that was saved, with TensorEntries in the places of tensors."""
+    _check_byteorder(archive)
+    persistent = partial(_storage, archive)
+    return load(archive.read("data.pkl"), ALLOWED, archive, persistent=persistent, advice=_advice)
+
+
+def _check_byteorder(archive: Archive) -> None:
+    if "byteorder" in archive.members and (order := archive.read("byteorder")) != b"little":
+        raise CheckpointError("The archive is not little-endian.", got=printable(order), where=archive)
+
+
+def _storage(archive: Archive, pid: object) -> Storage:
+    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], Global):
+        raise CheckpointError("A tensor's storage is not described as torch does.", got=printable(pid), where=archive)
+    kind = pid[1].name.rpartition(".")[2]
+    if not isinstance(pid[2], str) or kind not in (*FROM_STORAGE, "UntypedStorage"):
+        raise CheckpointError("A tensor has a storage of an unknown kind.", got=printable(kind), where=archive)
+    return Storage(archive, f"data/{pid[2]}", FROM_STORAGE.get(kind))
+
+
+def sizes(value: object, what: str, where: object) -> tuple[int, ...]:
+    """A shape or a stride: a tuple of integers from 0 to 2**63.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    if type(value) is Size:  # was checked when it was made
+        return tuple(value)
+    if isinstance(value, (tuple, list)) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value):
+        return tuple(value)
+    raise CheckpointError(f"The {what} is not a list of sizes.", got=printable(value), where=where)
+
+
+def _tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, stride: Any) -> TensorEntry:
+    if not isinstance(storage, Storage) or dtype is None:
+        raise TypeError("a tensor without a storage or a type")
+    archive = storage.archive
+    shape, stride = sizes(shape, "shape", archive), sizes(stride, "stride", archive)
+    (offset,) = sizes((offset,), "offset", archive)
+    if len(shape) != len(stride):
+        raise CheckpointError("Shape and stride have different lengths.", got=f"{shape} and {stride}", where=archive)
+    empty = 0 in shape
+    reach = 0 if empty else offset + 1 + sum([(n - 1) * s for n, s in zip(shape, stride, strict=True)])
+    member = archive.members.get(storage.member)
+    nbytes = member.nbytes if member else 0
+    itemsize = DTYPES[dtype].itemsize
+    if (member is None and not empty) or reach * itemsize > nbytes:
+        raise CheckpointError(
+            f"A tensor reaches beyond its storage, the member {printable(storage.member)}.",
+            expected=f"{printable(reach * itemsize)} bytes",
+            got=f"{nbytes} bytes",
+            where=archive,
+        )
+
+    def find() -> Place:
+        extent = archive.extent(storage.member)
+        return Place(extent, extent.offset + offset * itemsize, stride)
+
+    return TensorEntry(dtype, shape, () if empty else (Piece(whole(shape), find),), archive.files)
+
+
+def _rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> TensorEntry:
+    _check_plain(rest[2:])
+    return _tensor(storage, getattr(storage, "dtype", None), offset, shape, stride)
+
+
+def _rebuild_v3(
+    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *rest: Any
+) -> TensorEntry:
+    _check_plain(rest)
+    name = dtype.name.removeprefix("torch.") if isinstance(dtype, Global) else None
+    return _tensor(storage, name if name in DTYPES else None, offset, shape, stride)
+
+
+def _check_plain(metadata: Sequence[object]) -> None:
+    if any(metadata):
+        raise CheckpointError(
+            "A conjugated or negated view of a tensor is not read.", fix="Save tensor.resolve_conj()."
+        )
+
+
+def _rebuild_parameter(tensor: Any, *_: Any) -> TensorEntry:
+    if not isinstance(tensor, TensorEntry):
+        raise TypeError("a parameter without a tensor")
+    return tensor
+
+
+def _encode(text: Any, encoding: Any = None) -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise TypeError("bytes that are not spelled in latin1")
+    return text.encode("latin1")
+
+
+def _bytes(*args: Any) -> bytes:
+    if args:
+        raise TypeError("bytes with arguments")
+    return b""
+
+
+def _bytearray(*args: Any) -> bytearray:
+    if not args:
+        return bytearray()
+    return bytearray(args[0] if len(args) == 1 and isinstance(args[0], bytes) else _encode(*args))
+
+
+def _set(items: Any = ()) -> set[Any]:
+    for item in items:
+        if not isinstance(item, (str, int, float, bytes, type(None))):
+            raise TypeError(f"a set holds {printable(item)}")
+    return set(items)
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise TypeError("a complex number that is not two floats")
+    return complex(real, imaginary)
+
+
+def _ordered(items: Any = ()) -> OrderedDict:
+    if type(items) not in (tuple, list) or items:
+        raise TypeError("an OrderedDict with arguments")
+    return OrderedDict()
+
+
+def _size(items: Any = ()) -> Size:
+    return Size(sizes(items, "torch.Size", None))
+
+
+def _layout(name: Any) -> str:
+    if name != "torch.strided":
+        raise CheckpointError("Tensors that are not dense are not read.", expected="torch.strided", got=printable(name))
+    return "torch.strided"
+
+
+def _table() -> dict[str, Global]:
+    functions: dict[str, Callable[..., object]] = {
+        "torch._utils._rebuild_tensor": _rebuild_v2,
+        "torch._utils._rebuild_tensor_v2": _rebuild_v2,
+        "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+        "torch._utils._rebuild_parameter": _rebuild_parameter,
+        "torch.serialization._get_layout": _layout,
+        "torch.Size": _size,
+        "collections.OrderedDict": _ordered,
+        "_codecs.encode": _encode,
+        "builtins.bytes": _bytes,
+        "builtins.bytearray": _bytearray,
+        "builtins.set": _set,
+        "builtins.complex": _complex,
+    }
+    table = {name: Global(name, make) for name, make in functions.items()}
+    table["torch.device"] = record("torch.device")
+    values = [f"torch.{name}" for name in (*DTYPES, *FROM_STORAGE)]
+    values.append("torch.storage.UntypedStorage")
+    return table | {name: Global(name) for name in values}
+
+
+ALLOWED: Mapping[str, Global] = MappingProxyType(_table())
+
+_SHARDED = (
+    "Each rank's file holds a part only: save with torch.distributed.checkpoint, or call full_tensor() before saving."
+)
+
+
+def _advice(name: str) -> str | None:
+    if name.startswith(("torch.distributed.", "torchshard.")) or name == "torch._tensor._rebuild_from_type_v2":
+        return _SHARDED
+    if name.startswith("torch."):
+        return None
+    return "Save plain data beside the tensors: numbers, text, bytes, lists, tuples, dicts and sets."

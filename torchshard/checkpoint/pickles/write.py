@@ -1,0 +1,194 @@
+"""Writing pickles that torch.load(weights_only=True) reads, without torch: protocol 2, plain data and tensors."""
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from torchshard.checkpoint.dtypes import DTYPES
+from torchshard.checkpoint.entries import NESTING, ObjectEntry, TensorEntry
+from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size
+from torchshard.checkpoint.text import printable
+from torchshard.errors import CheckpointError
+from torchshard.layout import contiguous_stride
+
+
+def dump(tree: object, number: Callable[[TensorEntry], int]) -> bytes:
+    """The pickle of a state dict.
+
+    Args:
+        tree: plain data, with TensorEntries and ObjectEntries anywhere inside.
+        number: gives a tensor the number of the record that will hold its elements, the last dim fastest.
+
+    Raises:
+        CheckpointError: something that is not plain data, or containers nested too deep.
+    """
+    writer = _Writer(number)
+    writer.put(tree)
+    return b"\x80\x02" + bytes(writer.out) + b"."
+
+
+class _Writer:
+    def __init__(self, number: Callable[[TensorEntry], int]) -> None:
+        self.out = bytearray()
+        self.number = number
+        self.texts: dict[str, int] = {}
+        self.globals: dict[tuple[str, str], int] = {}
+        self.objects: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that the id stays its own
+        self.slots = 0
+        self.depth = 0
+        self.key: object = None  # of a dict, last written; for errors
+        self.steps: dict[type, Callable[[Any], None]] = {
+            type(None): lambda value: self._raw(b"N"),
+            bool: lambda value: self._raw(b"\x88" if value else b"\x89"),
+            int: self._int,
+            float: lambda value: self._raw(b"G" + struct.pack(">d", value)),
+            str: self._text,
+            bytes: self._bytes,
+            bytearray: lambda value: self._call("__builtin__", "bytearray", (value.decode("latin1"), "latin1")),
+            complex: lambda value: self._call("__builtin__", "complex", (value.real, value.imag)),
+            tuple: self._items,
+            Size: lambda value: self._call("torch", "Size", (tuple(value),)),
+            set: lambda value: self._call("__builtin__", "set", (list(value),)),
+            list: self._list,
+            dict: self._dict,
+            OrderedDict: self._ordered,
+            Global: lambda value: self._global(*value.name.rsplit(".", 1)),
+            Record: self._record,
+            TensorEntry: self._tensor,
+        }
+
+    def put(self, value: object) -> None:
+        """Append the opcodes that make `value`, or that fetch it where it was made before."""
+        if isinstance(value, ObjectEntry):
+            value = value.value()
+        kind = type(value)
+        step = self.steps.get(kind)
+        if step is None:
+            raise CheckpointError("This is not plain data, and cannot be written.", got=printable(value), where=self.at)
+        small = kind in (type(None), bool, float, str) or (isinstance(value, int) and abs(value) < 2**63)
+        if not small and (found := self.objects.get(id(value))) is not None:
+            self._fetch(found[0])
+            return
+        self.depth += 1
+        if self.depth > NESTING + 10:
+            raise CheckpointError(
+                "Containers are nested too deep.", expected=f"at most {NESTING} levels", where=self.at
+            )
+        step(value)
+        self.depth -= 1
+        if not small:
+            self._remember(value)
+
+    @property
+    def at(self) -> str:
+        """About where the writer is, for errors."""
+        return f"at or below the key {printable(self.key)}"
+
+    def _raw(self, data: bytes) -> None:
+        self.out += data
+
+    def _remember(self, value: object) -> None:
+        if id(value) not in self.objects:
+            self.objects[id(value)] = (self.slots, value)
+            self._store()
+
+    def _store(self) -> None:
+        self.out += b"q" + bytes([self.slots]) if self.slots < 256 else b"r" + struct.pack("<I", self.slots)
+        self.slots += 1
+
+    def _fetch(self, slot: int) -> None:
+        self.out += b"h" + bytes([slot]) if slot < 256 else b"j" + struct.pack("<I", slot)
+
+    def _int(self, value: int) -> None:
+        if 0 <= value < 256:
+            self.out += b"K" + bytes([value])
+        elif -(2**31) <= value < 2**31:
+            self.out += b"J" + struct.pack("<i", value)
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            short = len(data) < 256
+            self.out += (b"\x8a" + bytes([len(data)]) if short else b"\x8b" + struct.pack("<I", len(data))) + data
+
+    def _text(self, value: str) -> None:
+        if value in self.texts:
+            self._fetch(self.texts[value])
+            return
+        data = value.encode("utf-8", "surrogatepass")
+        self.out += b"X" + struct.pack("<I", len(data)) + data
+        self.texts[value] = self.slots
+        self._store()
+
+    def _bytes(self, value: bytes) -> None:
+        self._call("_codecs", "encode", (value.decode("latin1"), "latin1"))
+
+    def _global(self, module: str, name: str) -> None:
+        slot = self.globals.get((module, name))
+        if slot is not None:
+            self._fetch(slot)
+            return
+        self.out += f"c{module}\n{name}\n".encode()
+        self.globals[module, name] = self.slots
+        self._store()
+
+    def _call(self, module: str, name: str, args: tuple[object, ...]) -> None:
+        self._global(module, name)
+        self._items(args)
+        self.out += b"R"
+
+    def _items(self, items: tuple[object, ...]) -> None:
+        self.out += b"("
+        for item in items:
+            self.put(item)
+        self.out += b"t"
+
+    def _list(self, value: list[object]) -> None:
+        self.out += b"]"
+        self._remember(value)  # before its items, which may refer back to it
+        self.out += b"("
+        for item in value:
+            self.put(item)
+        self.out += b"e"
+
+    def _dict(self, value: dict[object, object]) -> None:
+        self.out += b"}"
+        self._remember(value)
+        self._pairs(value)
+
+    def _pairs(self, value: dict[object, object]) -> None:
+        self.out += b"("
+        for key, item in value.items():
+            self.key = key
+            self.put(key)
+            self.put(item)
+        self.out += b"u"
+
+    def _ordered(self, value: OrderedDict) -> None:
+        self._call("collections", "OrderedDict", ())
+        self._remember(value)
+        self._pairs(value)
+        if value.attributes is not None:
+            self.put(value.attributes)
+            self.out += b"b"
+
+    def _record(self, value: Record) -> None:
+        if value.name != "torch.device" or value.state is not None:
+            raise CheckpointError("This is not plain data, and cannot be written.", got=value.name, where=self.at)
+        self._call("torch", "device", value.args)
+
+    def _tensor(self, entry: TensorEntry) -> None:
+        dtype = DTYPES[entry.dtype]
+        count = entry.nbytes // dtype.itemsize
+        stride = contiguous_stride(entry.shape)
+        self._global("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
+        self.out += b"(("
+        self.put("storage")
+        self._global(*(("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage")))
+        for item in (str(self.number(entry)), "cpu", count if dtype.storage else entry.nbytes):
+            self.put(item)
+        self.out += b"tQ"
+        for value in (0, entry.shape, stride, False):
+            self.put(value)
+        self._call("collections", "OrderedDict", ())
+        if not dtype.storage:
+            self._global("torch", dtype.name)
+        self.out += b"tR"

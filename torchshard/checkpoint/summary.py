@@ -1,0 +1,131 @@
+"""What a checkpoint holds, as rows, as a table and as plain data for JSON."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchshard.checkpoint import opening
+from torchshard.checkpoint.entries import TensorEntry
+from torchshard.checkpoint.text import format_size, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key.
+
+    Args:
+        key: flat name.
+        dtype: torch's name; None for an object.
+        shape: of the full tensor; None for an object.
+        cut: into how many intervals each dim is cut; None for an object.
+        pieces: how many boxes are stored.
+        nbytes: of the full tensor, or of the stored object.
+    """
+
+    key: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    cut: tuple[int, ...] | None
+    pieces: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What `inspect` found; `str()` is a table with totals.
+
+    Args:
+        path: what was looked at.
+        format: "dcp", "torch" or "safetensors".
+        rows: one for each key.
+        files: name and size of the files that belong to it.
+        metadata: what the format says about itself.
+    """
+
+    path: Path
+    format: str
+    rows: tuple[Row, ...]
+    files: dict[str, int]
+    metadata: dict[str, str]
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Counts and bytes over all rows and files."""
+        tensors = [row for row in self.rows if row.shape is not None]
+        return {
+            "tensors": len(tensors),
+            "objects": len(self.rows) - len(tensors),
+            "elements": sum([math.prod(row.shape or ()) for row in tensors]),
+            "tensor_bytes": sum([row.nbytes for row in tensors]),
+            "pieces": sum([row.pieces for row in tensors]),
+            "files": len(self.files),
+            "file_bytes": sum(self.files.values()),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data, ready for json."""
+        rows = [
+            {
+                "key": row.key,
+                "kind": "object" if row.shape is None else "tensor",
+                "dtype": row.dtype,
+                "shape": None if row.shape is None else list(row.shape),
+                "cut": None if row.cut is None else list(row.cut),
+                "pieces": row.pieces,
+                "bytes": row.nbytes,
+            }
+            for row in self.rows
+        ]
+        facts = {"path": str(self.path), "format": self.format, "metadata": self.metadata}
+        return {**facts, "entries": rows, "files": self.files, "totals": self.totals}
+
+    def __str__(self) -> str:
+        from tabulate import tabulate
+
+        rows = [
+            (
+                printable(row.key, 1000),
+                row.dtype or "object",
+                "" if row.shape is None else " x ".join(map(str, row.shape)) or "scalar",
+                _cut_text(row),
+                format_size(row.nbytes),
+            )
+            for row in self.rows
+        ]
+        table = tabulate(
+            rows, ["key", "dtype", "shape", "pieces", "size"], disable_numparse=True, stralign="left", tablefmt="simple"
+        )
+        t = self.totals
+        return (
+            f"{table}\n\n{self.format}: {t['tensors']} tensors of {t['elements']:,} elements and "
+            f"{format_size(t['tensor_bytes'])} in {t['pieces']} pieces, {t['objects']} objects, {t['files']} files of "
+            f"{format_size(t['file_bytes'])}"
+        )
+
+
+def _cut_text(row: Row) -> str:
+    """ "4 (2x2)" for a grid, "3" for pieces that are none, "" for objects."""
+    if row.cut is None:
+        return ""
+    grid = "x".join(map(str, row.cut))
+    return f"{row.pieces} ({grid})" if row.pieces > 1 and math.prod(row.cut) == row.pieces else str(row.pieces)
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """Look at a checkpoint: keys, types, shapes, pieces and sizes, without reading tensors.
+
+    Raises:
+        CheckpointError: as `open` does.
+    """
+    with opening.open(path) as checkpoint:
+        rows = []
+        for key, entry in checkpoint.items():
+            if isinstance(entry, TensorEntry):
+                rows.append(Row(key, entry.dtype, entry.shape, entry.cut, len(entry.pieces), entry.nbytes))
+            else:
+                rows.append(Row(key, None, None, None, 0, entry.nbytes))
+        return Inspection(
+            checkpoint.path, checkpoint.format, tuple(rows), checkpoint.index.files, dict(checkpoint.metadata)
+        )

@@ -1,0 +1,48 @@
+"""Sizes and untrusted names as text, and sizes back from text."""
+
+import re
+
+from torchshard.errors import CheckpointError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30}
+_UNITS |= {"t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "64MiB", "1.5 GiB", "500MB" or "1048576"; a single letter means the binary unit, as in "64M".
+
+    Raises:
+        CheckpointError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise CheckpointError("This is not a size.", expected="a number with a unit, such as 64MiB", got=repr(text))
+    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+
+
+def format_size(nbytes: int) -> str:
+    """Bytes for reading: "512 B", "1.5 KiB", "64.0 MiB"."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def printable(value: object, limit: int = 120) -> str:
+    """An untrusted value as text that is safe in a message or on a terminal: short, one line, no control characters."""
+    if isinstance(value, str):
+        text = value[:limit]
+        return text + ("..." if len(value) > limit else "") if text.isprintable() else ascii(text)
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, int):
+        return str(value) if abs(value) < 2**64 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (float, complex)):
+        return repr(value)
+    if isinstance(value, bytes):
+        return repr(value[:limit])
+    if isinstance(value, (tuple, list)) and all(type(v) in (int, str, bool) for v in value[:9]) and len(value) < 9:
+        return f"({', '.join(printable(v) for v in value)})"
+    return f"a {type(value).__name__}"

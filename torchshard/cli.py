@@ -1,0 +1,137 @@
+"""The command line: `torchshard COMMAND`, a thin shell over the functions of the same names.
+
+Exit codes: 0 all right; 2 something the user can mend, said in a sentence on stderr. Anything else is a bug.
+A command is a function below; what it needs is imported when it runs, so that asking for help costs nothing.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchshard.errors import TorchshardError
+
+app = typer.Typer(
+    name="torchshard",
+    help="Data parallel, sharded tensors and checkpoint conversion for torch.distributed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line. What the user can mend becomes a message on stderr and exit code 2."""
+    try:
+        app()
+    except TorchshardError as error:
+        typer.echo(f"torchshard: {error}", err=True)
+        sys.exit(2)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from torchshard import __version__
+
+        typer.echo(f"torchshard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of torchshard itself."""
+
+
+class Format(StrEnum):
+    """The formats that can be written."""
+
+    torch = "torch"
+    safetensors = "safetensors"
+
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint folder or file.", show_default=False)]
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder or file.", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show names, types, shapes, pieces and sizes of a checkpoint, without reading its tensors."""
+    from torchshard import checkpoint
+
+    found = checkpoint.inspect(path)
+    if json:
+        import json as encoder
+
+        typer.echo(encoder.dumps(found.as_dict(), indent=2))
+    else:
+        typer.echo(str(found))
+
+
+@app.command()
+def convert(
+    src: Source,
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="The file to write.", show_default=False)],
+    to: Annotated[Format, typer.Option("--to", help="What to write.", show_default=False)],
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for buffers.")] = "64MiB",
+    verify: Annotated[bool, typer.Option(help="Check stored checksums, and read the destination again.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing destination.")] = False,
+    fsync: Annotated[bool, typer.Option(help="Have the data on the disk before the destination appears.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
+) -> None:
+    """Write a checkpoint in another format, as a stream in bounded memory."""
+    from torchshard import checkpoint
+    from torchshard.checkpoint.text import parse_size
+
+    memory = parse_size(max_memory)
+    if dry_run:
+        typer.echo(f"{checkpoint.inspect(src)}\n")
+    with _warnings_on_stderr(), _bar(dst.name) as progress:
+        done = checkpoint.convert(
+            src,
+            dst,
+            to=to.value,
+            max_memory=memory,
+            verify=verify,
+            overwrite=overwrite,
+            fsync=fsync,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    typer.echo(str(done))
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on stderr; None where stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=name, unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
+
+
+@contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Python's warnings as plain sentences, once the work is done."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        typer.echo(f"torchshard: {warning.message}", err=True)
