@@ -32,7 +32,9 @@ class Decisions(expecttest.TestCase):
                 _, lifted = decide("mm.default", mesh, ((64, 32), [a]), ((32, 128), [b]))
                 ways = ", ".join(str(s.placements[0]) for s in lifted.operands)
                 rows.append(f"{a} x {b}: {ways} -> {lifted.results[0].placements[0]}")
-        self.assertExpectedInline("\n".join(rows), """\
+        self.assertExpectedInline(
+            "\n".join(rows),
+            """\
 R x R: R, R -> R
 R x S(0): R, S(1) -> S(1)
 R x S(1): R, S(1) -> S(1)
@@ -44,12 +46,16 @@ S(1) x S(0): S(1), S(0) -> P(sum)
 S(1) x S(1): R, S(1) -> S(1)
 P(sum) x R: P(sum), R -> P(sum)
 P(sum) x S(0): S(1), S(0) -> P(sum)
-P(sum) x S(1): R, S(1) -> S(1)""")
+P(sum) x S(1): R, S(1) -> S(1)""",
+        )
 
     def test_the_bias_of_a_sum_counts_once(self):
         mesh = Mesh((2,))
         _, lifted = decide("addmm.default", mesh, ((8,), [R]), ((4, 6), [Shard(1)]), ((6, 8), [Shard(0)]))
-        self.assertExpectedInline(str([str(s.placements[0]) for s in (*lifted.operands, *lifted.results)]), """['P(sum)', 'S(1)', 'S(0)', 'P(sum)']""")
+        self.assertExpectedInline(
+            str([str(s.placements[0]) for s in (*lifted.operands, *lifted.results)]),
+            """['P(sum)', 'S(1)', 'S(0)', 'P(sum)']""",
+        )
 
 
 placements = st.sampled_from([R, Shard(0), Shard(1), SUM, Partial("avg"), Partial("max")])

@@ -85,11 +85,14 @@ def test_modules_keep_their_ties_and_flags():
     found = run_ranks(2, modules)
     for kind, shape, all_placed, tied, grads, bias, again, caught, total, keys in found:
         assert (kind, shape) == ("Tensor", (6, 4))
-        assert all_placed and tied and keys
+        assert all_placed
+        assert tied
+        assert keys
         assert grads == (False, True)
         assert bias == "(Shard(dim=0),)"
         assert "already been called" in again
-        assert len(caught) == 1 and "deprecated" in caught[0]
+        assert len(caught) == 1
+        assert "deprecated" in caught[0]
         assert total == found[0][8]
 
 

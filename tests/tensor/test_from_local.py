@@ -120,7 +120,9 @@ class Sentences(expecttest.TestCase):
     def test_bad_input_gets_a_sentence(self):
         found = run_ranks(2, refusals)[0]
         shown = "\n".join(f"[{name}] {message}" for name, message in found.items())
-        self.assertExpectedInline(shown, """\
+        self.assertExpectedInline(
+            shown,
+            """\
 [placement] ShardingError: A placement of a kind that is not known here.
   expected: Shard(dim), Replicate() or Partial(op)
   got:      str: 'Shard(0)'
@@ -157,4 +159,5 @@ class Sentences(expecttest.TestCase):
 [factory] ShardingError: A factory does not make Partial tensors.
   expected: Shard(dim) or Replicate()
   got:      (0=2:P(sum))
-  fix:      DTensor.from_local(term, mesh, [Partial()])""")
+  fix:      DTensor.from_local(term, mesh, [Partial()])""",
+        )

@@ -114,9 +114,12 @@ def modes(rank, world):
 class Modes(expecttest.TestCase):
     def test_what_is_said(self):
         found = run_ranks(2, modes)[0]
-        assert found.pop("values") and found.pop("replicated")
+        assert found.pop("values")
+        assert found.pop("replicated")
         assert found.pop("silent") == 0
-        self.assertExpectedInline("\n".join(f"[{k}] {v}" for k, v in found.items()), """\
+        self.assertExpectedInline(
+            "\n".join(f"[{k}] {v}" for k, v in found.items()),
+            """\
 [said] (['torchshard: flip.default gathers its operands on every rank (no rule for these operands; said once)'], 1)
 [refused] flip.default has no sharded way to run: no rule for these operands.
   expected: a rule for these operands, as fallback('error') is on
@@ -128,7 +131,8 @@ class Modes(expecttest.TestCase):
   fix:      bring both to one: distribute_tensor(other.full_tensor(), mesh, placements)
 [mode] No such fallback.
   expected: 'replicate', 'error' or 'silent'
-  got:      'loud'""")
+  got:      'loud'""",
+        )
 
 
 def without_fast_paths(rank, world, group):

@@ -18,7 +18,7 @@ def shared(rank, world):
             t.t().mul_(2)
             t.unsqueeze(0).add_(1)
             t.transpose(0, 1).view(6, 4).neg_() if placement.is_replicate() or t is want else t.neg_()
-            a, b = t.chunk(2, 1 if placement == Shard(0) else 0) if not placement == Shard(1) else (t[:2], t[2:])
+            a, b = t.chunk(2, 1 if placement == Shard(0) else 0) if placement != Shard(1) else (t[:2], t[2:])
             a.zero_()
             b.mul_(3)
         found.append(torch.equal(x.full_tensor(), want))
@@ -59,7 +59,9 @@ def severed(rank, world):
 def test_a_view_that_was_moved_is_not_written_to_nor_read_when_stale():
     for *right, write, stale in run_ranks(2, severed):
         assert all(right)
-        assert write.startswith("UnsupportedOperatorError: add_.Tensor would write to a view without changing its base.")
+        assert write.startswith(
+            "UnsupportedOperatorError: add_.Tensor would write to a view without changing its base."
+        )
         assert stale.startswith("UnsupportedOperatorError: add.Tensor reads a view whose base was written to")
 
 
