@@ -110,6 +110,20 @@ def convert(
     typer.echo(str(done))
 
 
+@app.command()
+def demo(
+    data: Annotated[Path | None, typer.Option(metavar="PATH", help="Text to train on, a file or a folder.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.")] = Path("demo-output"),
+    ranks: Annotated[int, typer.Option(min=1, help="Processes to start.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 300,
+) -> None:
+    """Train a small GPT on real text data parallel, save, convert, reload, and compare at every turn."""
+    from torchshard.demo.launch import launch
+
+    if code := launch(data, out, ranks, steps):
+        raise typer.Exit(code)
+
+
 @contextmanager
 def _bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar on stderr; None where stderr is not a terminal."""
