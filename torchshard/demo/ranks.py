@@ -92,8 +92,8 @@ def _check_checkpoint(
     report: Report, trained: Trained, corpus: Corpus, settings: Settings, device: torch.device, out: Path
 ) -> None:
     """Save sharded, convert, load in plain torch, and run the same weights tensor-parallel."""
-    from torch.distributed.checkpoint.state_dict_saver import save
     from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     from torchshard import Shard, distribute_tensor, init_device_mesh
 

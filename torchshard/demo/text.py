@@ -32,7 +32,8 @@ class Corpus:
 
         counts = np.bincount(self.held_out, minlength=256)
         total = len(self.held_out)
-        return -sum([n / total * math.log2(n / total) for n in counts.tolist() if n])
+        shares: list[float] = [n / total for n in counts.tolist() if n]
+        return -sum([share * math.log2(share) for share in shares])
 
 
 def find_text(path: Path | None) -> Corpus:
