@@ -36,12 +36,12 @@ class Decisions(expecttest.TestCase):
             "\n".join(rows),
             """\
 R x R: R, R -> R
-R x S(0): R, S(1) -> S(1)
+R x S(0): S(1), S(0) -> P(sum)
 R x S(1): R, S(1) -> S(1)
 S(0) x R: S(0), R -> S(0)
 S(0) x S(0): S(0), R -> S(0)
 S(0) x S(1): R, S(1) -> S(1)
-S(1) x R: S(0), R -> S(0)
+S(1) x R: S(1), S(0) -> P(sum)
 S(1) x S(0): S(1), S(0) -> P(sum)
 S(1) x S(1): R, S(1) -> S(1)
 P(sum) x R: P(sum), R -> P(sum)

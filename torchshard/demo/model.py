@@ -87,12 +87,9 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# Where tensor parallelism cuts: 0 the outputs of a linear layer, 1 its inputs, and the rows of the vocabulary. What
-# is not named is replicated.
-CUTS = {
-    "query.weight": 0, "query.bias": 0, "key.weight": 0, "key.bias": 0, "value.weight": 0, "value.bias": 0,
-    "out.weight": 1, "up.weight": 0, "up.bias": 0, "down.weight": 1, "tokens.weight": 1, "head.weight": 0,
-}  # fmt: skip
+# Where tensor parallelism cuts the weight of a linear layer: 0 along its outputs (and the bias with them), 1 along its
+# inputs, so that its output is a sum over ranks. All other parameters are replicated.
+CUTS = {"query": 0, "key": 0, "value": 0, "out": 1, "up": 0, "down": 1, "head": 0}
 
 
 def tensor_parallel(model: GPT, mesh: Any, axis: int = 0) -> GPT:
@@ -105,16 +102,25 @@ def tensor_parallel(model: GPT, mesh: Any, axis: int = 0) -> GPT:
     """
     from torchshard import Replicate, Shard, distribute_module, distribute_tensor
 
-    def cut(_: str, module: nn.Module, mesh: Any) -> None:
+    def cut(path: str, module: nn.Module, mesh: Any) -> None:
+        dim = CUTS.get(path.rpartition(".")[2])
+        if dim is None:
+            return
         for name, parameter in module.named_parameters(recurse=False):
-            dim = CUTS.get(f"{names[module]}.{name}")
-            if dim is not None:
+            if parameter.ndim > dim:
                 placements: list[Any] = [Replicate()] * mesh.ndim
                 placements[axis] = Shard(dim)
                 made = distribute_tensor(parameter.detach(), mesh, placements)
                 module.register_parameter(name, nn.Parameter(made))
+        if dim == 1:
+            module.register_forward_hook(lambda _, inputs, output: summed(output))
 
-    names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
+    def summed(x: Any) -> Any:
+        """All-reduce over the ranks of the axis."""
+        placements = list(x.placements)
+        placements[axis] = Replicate()
+        return x.redistribute(placements=placements)
+
     return distribute_module(model, mesh, cut)  # type: ignore[return-value]
 
 

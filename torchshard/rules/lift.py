@@ -1,7 +1,8 @@
 """From a rule to a decision: each axis of the mesh on its own, the cheapest way to run the operator there.
 
 On one axis an operator can run with everything whole; with one factor split between the ranks, wherever it occurs; or
-on Partial terms, where it is linear in them. The price of a way is what it costs to bring the operands there. Axes are
+on Partial terms, where it is linear in them. The price of a way is what it costs to bring the operands there; a way
+without communication is always taken; beyond that, what a Partial result will cost to reduce counts too. Axes are
 decided one after another, so the work grows with their number, not exponentially; what an axis splits is smaller for
 the next. All numbers are those of the largest pieces: every rank decides the same.
 """
@@ -62,14 +63,15 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     pieces: dict[str, list[int]] = {f: [n] for f, n in bound.sizes.items()}
     chosen: list[_Way] = []
     for axis, parts in enumerate(mesh.shape):
-        best, least = None, math.inf
+        best, least = None, (True, math.inf)
         for way in ways:
             if not _possible(way, parts, pieces, chosen):
                 continue
             price = _price(way, axis, parts, layouts, nbytes, fixed, options.like)
-            price += _pending(way, layouts, axis, parts, result_bytes)
-            if price < least:
-                best, least = way, price
+            # What runs where it lies is taken: users place tensors to have it so.
+            rank = price >= _LAUNCH, price + _pending(way, layouts, axis, parts, result_bytes)
+            if rank < least:
+                best, least = way, rank
         if best is None:
             return None
         chosen.append(best)
