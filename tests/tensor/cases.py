@@ -90,6 +90,7 @@ POINTWISE = [
     case("maximum", torch.maximum, (5, 4), (5, 4)),
     case("minimum", torch.minimum, (5, 4), (4,)),
     case("atan2", torch.atan2, (5, 4), (5, 4)),
+    case("hypot", torch.hypot, (5, 4), (5, 4)),
     case("fmod", lambda a, b: torch.fmod(a, b * b + 1), (5, 4), (5, 4)),
     case("remainder", lambda a, b: torch.remainder(a, b * b + 1), (5, 4), (5, 4)),
     case("where", lambda a, b: torch.where(a > 0, a, b), (5, 4), (5, 4)),
