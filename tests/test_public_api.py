@@ -70,7 +70,7 @@ ones(*size, **options)
 rand(*size, **options)
 randn(*size, **options)
 zeros(*size, **options)""",
-    )  # noqa: E501
+    )
 
 
 def test_every_public_name_is_listed_once_everywhere():
