@@ -96,8 +96,8 @@ def compared() -> list[Comparison]:
         found = []
         for grad in (False, True):
             mine, theirs = cases(ours, mesh, grad), cases(upstream, mesh, grad)
-            for name in mine:
-                found.append(interleaved(f"{name}{', grad' if grad else ''}", mine[name], theirs[name]))
+            label = ", grad" if grad else ""
+            found += [interleaved(f"{name}{label}", mine[name], theirs[name]) for name in mine]
         for name, make in (
             ("AdamW foreach, 50 parameters", optimizer),
             ("encoder layer, forward and backward", transformer_layer),

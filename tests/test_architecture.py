@@ -26,9 +26,8 @@ LONGEST = 350  # lines; _torch.py is a list of separate functions and has no lim
 TOLERATED = {
     "_version": "of a tensor: explained in torch's notes on autograd, and there is no other name for it",
     "_distribute_module_applied": "of a module: a mark shared with torch's distribute_module, so that only one runs",
-    "_replace": "of a named tuple: public by Python's documentation",
-    "_asdict": "of a named tuple: public by Python's documentation",
-    "_fields": "of a named tuple: public by Python's documentation",
+    "_ddp_params_and_buffers_to_ignore": "of a module: a mark that users of torch's wrapper leave",
+    "_in_backward_optimizers": "of a parameter: a mark that torch leaves",
 }
 
 
