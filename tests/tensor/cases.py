@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 aten = torch.ops.aten
 
@@ -69,6 +70,12 @@ def _inferred(function):
     return run
 
 
+def _by_matrix_products(q, k, v):
+    """Attention as torch composes it where there is no fused kernel."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 POINTWISE = [
     case("add", lambda a, b: a + b, (5, 4), (5, 4)),
     case("add broadcast", lambda a, b: a + b, (5, 4), (4,)),
@@ -90,6 +97,7 @@ POINTWISE = [
     case("maximum", torch.maximum, (5, 4), (5, 4)),
     case("minimum", torch.minimum, (5, 4), (4,)),
     case("atan2", torch.atan2, (5, 4), (5, 4)),
+    case("hypot", torch.hypot, (5, 4), (5, 4)),
     case("fmod", lambda a, b: torch.fmod(a, b * b + 1), (5, 4), (5, 4)),
     case("remainder", lambda a, b: torch.remainder(a, b * b + 1), (5, 4), (5, 4)),
     case("where", lambda a, b: torch.where(a > 0, a, b), (5, 4), (5, 4)),
@@ -276,6 +284,8 @@ VIEWS = [
 NETWORKS = [
     case("softmax", lambda a: torch.softmax(a, 1), (5, 4)),
     case("softmax rows", lambda a: torch.softmax(a, 0), (5, 4)),
+    case("softmax of masked rows", _aten("_safe_softmax.default", 1), (5, 4)),
+    case("attention of matrix products", _by_matrix_products, (2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
     case("log_softmax", lambda a: F.log_softmax(a, -1), (5, 7)),
     case("layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), (5, 3, 6), (6,), (6,)),
     case("layer_norm weight", lambda x, w: F.layer_norm(x, (6,), w), (5, 3, 6), (6,)),

@@ -12,7 +12,7 @@ _LINES = table("""
 """)
 
 
-def _softmax(x: Layout, dim: int, *_: Any) -> str:
+def _softmax(x: Layout, dim: int, *_: Any, **__: Any) -> str:
     names = " ".join(letters(x.ndim, dims_of(dim, x.ndim)))  # a row is normalised together
     return f"{names} -> {names}"
 
@@ -88,7 +88,7 @@ def _attention_backward(
 
 RULES = {
     **_LINES,
-    **named("_softmax _log_softmax", Rule(_softmax)),
+    **named("_softmax _log_softmax _safe_softmax", Rule(_softmax)),
     **named("_softmax_backward_data _log_softmax_backward_data", Rule(_softmax_backward)),
     **named("native_layer_norm", Rule(_layer_norm)),
     **named("native_layer_norm_backward", Rule(_layer_norm_backward)),

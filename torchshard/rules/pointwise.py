@@ -24,7 +24,7 @@ _LINES = table("""
     eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar | ... -> ...           |
     isnan isinf isfinite logical_not bitwise_not signbit        | ... -> ...           |
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor | ..., ... -> ...      |
-    logical_and logical_or logical_xor maximum minimum atan2 fmod.Tensor remainder.Tensor | ..., ... -> ... |
+    logical_and logical_or logical_xor maximum minimum atan2 hypot fmod.Tensor remainder.Tensor | ..., ... -> ... |
     bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor     | ..., ... -> ...      |
     pow.Tensor_Tensor fill_.Tensor                              | ..., ... -> ...      |
     threshold_backward gelu_backward silu_backward              | ..., ... -> ...      | lin=0

@@ -1,0 +1,132 @@
+"""README and docs are true: every block runs, every link leads somewhere.
+
+    ```python    a script of its own, run in a fresh interpreter
+    ```console   `$ torchshard ...` and `$ python ...` are run; of others it is checked that what they name exists
+    ```text      anything else, not run
+
+The blocks of a page run one after another in one empty directory, so that a page can be followed from its top.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+LIMIT = 120  # seconds for one block or command
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+
+
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """Line, language and text of each fenced block."""
+    text = page.read_text()
+    return [(text.count("\n", 0, m.start()) + 1, m[1], m[2]) for m in _FENCE.finditer(text)]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", page.read_text()))
+
+
+def run(arguments: list[str], folder: Path, where: str) -> None:
+    """Run a command; on failure its output is the message."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{where} ended with {done.returncode}:\n{done.stdout}"
+
+
+def run_command(line: str, folder: Path, where: str) -> None:
+    """One `$` line of a console block: run it, or check that what it names exists."""
+    program, *arguments = shlex.split(line, comments=True)
+    if program == "torchshard":
+        run([sys.executable, "-m", "torchshard", *arguments], folder, where)
+    elif program == "python":
+        run([sys.executable, *arguments], folder, where)
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {a for a in arguments if "=" not in a} <= set(targets), f"{where}: no such target"
+    elif program == "torchrun":
+        assert script_exists(arguments, folder), f"{where}: neither a module nor a file that the page made"
+    else:
+        assert program in ("pip", "git", "cd"), f"{where}: {program} is neither run nor checked"
+
+
+def script_exists(arguments: list[str], folder: Path) -> bool:
+    """Whether torchrun's arguments name a module (-m) or a file."""
+    if "-m" in arguments:
+        return find_spec(arguments[arguments.index("-m") + 1]) is not None
+    return any((folder / a).exists() for a in arguments if a.endswith(".py"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_blocks_run(page, tmp_path):
+    for line, language, text in blocks(page):
+        where = f"{page.relative_to(ROOT)}:{line}"
+        if language == "python":
+            script = tmp_path / f"line_{line}.py"
+            script.write_text(text)
+            run([sys.executable, script.name], tmp_path, where)
+        elif language == "console":
+            for command in [row[2:] for row in text.splitlines() if row.startswith("$ ")]:
+                run_command(command, tmp_path, f"{where} $ {command}")
+        else:
+            assert language == "text", f"{where}: a block of python, console or text, not {language!r}"
+
+
+def slugs(page: Path) -> set[str]:
+    """What headings are called in links (GitHub's way)."""
+    headings = _HEADING.findall(_FENCE.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in headings}
+
+
+def links(page: Path) -> list[tuple[str, Path, str]]:
+    """Each link to a place in the repository: as written, the file, the heading."""
+    found = []
+    for link in _LINK.findall(prose(page)):
+        if not re.match(r"[a-z]+:", link):
+            path, _, heading = link.partition("#")
+            found.append((link, (page.parent / path).resolve() if path else page, heading))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page):
+    for link, target, heading in links(page):
+        assert target.exists(), f"{link}: there is no {target.relative_to(ROOT)}"
+        assert not heading or heading in slugs(target), f"{link}: no such heading"
+
+
+def test_every_page_is_found_from_the_readme():
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page not in reached and page.suffix == ".md" and page.exists():
+            reached.add(page)
+            ahead += [target for _, target, _ in links(page)]
+    assert set(PAGES) <= reached
+
+
+def test_contributing_fits_on_one_screen():
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 60
+
+
+def test_a_block_that_fails_is_found(tmp_path):
+    with pytest.raises(AssertionError, match="ended with 1"):
+        run([sys.executable, "-c", "raise SystemExit(1)"], tmp_path, "a block")
+    for line in ("make nothing", "torchrun train.py", "rm -rf /"):
+        with pytest.raises(AssertionError):
+            run_command(line, tmp_path, line)

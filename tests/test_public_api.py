@@ -1,0 +1,85 @@
+"""The names and signatures that users rely on, written down: a change of them is seen in review.
+
+EXPECTTEST_ACCEPT=1 refreshes the list.
+"""
+
+import inspect
+
+import pytest
+from expecttest import assert_expected_inline
+
+import torchshard
+
+
+def signature(function) -> str:
+    """Names, kinds and defaults of the parameters; types are mypy's business."""
+    parameters = inspect.signature(function).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+def described(name: str) -> list[str]:
+    value = getattr(torchshard, name)
+    home = value.__module__
+    if home.split(".")[0] != "torchshard":
+        return [f"{name}: torch's own"]
+    if not inspect.isclass(value):
+        return [name + signature(value)]
+    lines = [f"class {name}({', '.join(base.__name__ for base in value.__bases__)})"]
+    if "__init__" in vars(value):
+        lines.append("    __init__" + signature(value.__init__))
+    for member, what in sorted(vars(value).items()):
+        if member.startswith("_"):
+            continue
+        function = getattr(what, "__func__", what)
+        if inspect.isfunction(function):
+            lines.append(f"    {member}{signature(function)}")
+        elif isinstance(what, property):
+            lines.append(f"    {member}: property")
+    return lines
+
+
+def test_names_and_signatures():
+    text = "\n".join(line for name in sorted(torchshard.__all__) for line in described(name))
+    assert_expected_inline(
+        text,
+        """\
+class DTensor(Tensor)
+    device_mesh: property
+    from_local(local_tensor, device_mesh=None, placements=None, *, run_check=False, shape=None, stride=None, grad_placements=None)
+    full_tensor(self, *, grad_placements=None)
+    placements: property
+    redistribute(self, device_mesh=None, placements=None, *, async_op=False, forward_dtype=None, backward_dtype=None)
+    to_local(self, *, grad_placements=None)
+DeviceMesh: torch's own
+Partial: torch's own
+Placement: torch's own
+Replicate: torch's own
+Shard: torch's own
+distribute_module(module, device_mesh=None, partition_fn=None, input_fn=None, output_fn=None)
+distribute_tensor(tensor, device_mesh=None, placements=None, *, src_data_rank=0)
+empty(*size, **options)
+fallback(mode)
+full(size, fill_value, **options)
+implicit_replication()
+init_device_mesh: torch's own
+layout_of(x)
+linspace(start, end, steps, **options)
+logspace(start, end, steps, base=10.0, **options)
+ones(*size, **options)
+rand(*size, **options)
+randn(*size, **options)
+zeros(*size, **options)""",
+    )
+
+
+def test_every_public_name_is_listed_once_everywhere():
+    names = torchshard.__all__
+    assert len(set(names)) == len(names)
+    assert set(names) <= set(dir(torchshard))
+    assert set(names) == set(torchshard._HOME)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'torchshard' has no attribute 'nothing'"):
+        _ = torchshard.nothing
