@@ -115,7 +115,7 @@ def demo(
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="Text to train on, a file or a folder.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.")] = Path("demo-output"),
     ranks: Annotated[int, typer.Option(min=1, help="Processes to start.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 300,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 250,
 ) -> None:
     """Train a small GPT on real text data parallel, save, convert, reload, and compare at every turn."""
     from torchshard.demo.launch import launch

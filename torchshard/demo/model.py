@@ -17,7 +17,7 @@ class Config:
         context: longest sequence, in bytes.
     """
 
-    layers: int = 4
+    layers: int = 2
     width: int = 128
     heads: int = 4
     context: int = 128
@@ -70,9 +70,8 @@ class GPT(nn.Module):
         self.tokens, self.positions = nn.Embedding(c.vocabulary, c.width), nn.Embedding(c.context, c.width)
         self.blocks = nn.ModuleList([Block(c) for _ in range(c.layers)])
         self.norm, self.head = nn.LayerNorm(c.width), nn.Linear(c.width, c.vocabulary, bias=False)
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the byte after each byte."""

@@ -52,7 +52,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchshard.demo.ranks", description=__doc__)
     parser.add_argument("--data", type=Path, help="file or folder of text; default: Python's standard library")
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder to write to")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--batch", type=int, default=16, help="sequences a rank")
     defaults = Config()
     for name in ("layers", "width", "heads", "context"):

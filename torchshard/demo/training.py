@@ -23,7 +23,7 @@ class Settings:
     config: Config
     steps: int
     batch: int = 16
-    rate: float = 3e-3
+    rate: float = 5e-3
     warmup: int = 20
 
 
@@ -70,7 +70,7 @@ def train(corpus: Corpus, settings: Settings, device: torch.device) -> Trained:
     model = GPT(settings.config).to(device)
     wrapper = DistributedDataParallel(model, bucket_cap_mb=1)
     compiled = torch.compile(wrapper, backend="torchshard")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings))
     trained, batches = Trained(model, wrapper, compiled), Batches(corpus.train, settings, device)
     with tqdm(total=settings.steps, desc="training", unit="step", disable=dist.get_rank() != 0) as bar:
