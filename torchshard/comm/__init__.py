@@ -1,0 +1,1 @@
+"""Talking: agreement between ranks, and waiting that can tell why it waits."""
