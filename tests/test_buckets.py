@@ -80,10 +80,13 @@ def test_sizes_as_text():
 def test_plan_as_text():
     ready = [Gradient(i, f"layer{i}.weight", 3 * MiB, ("float32", "cpu")) for i in range(6)]
     ready.insert(2, Gradient(9, "scale", 8, ("float64", "cpu")))
-    assert_expected_inline(plan_table(plan_buckets(ready, BucketPolicy(cap=12 * MiB))), """\
+    assert_expected_inline(
+        plan_table(plan_buckets(ready, BucketPolicy(cap=12 * MiB))),
+        """\
 bucket    parameters                          bytes     kind
 --------  ----------------------------------  --------  -----------
 0         layer0.weight                       3.0 MiB   float32 cpu
 1         scale                               8 B       float64 cpu
 2         layer1.weight .. layer4.weight (4)  12.0 MiB  float32 cpu
-3         layer5.weight                       3.0 MiB   float32 cpu""")
+3         layer5.weight                       3.0 MiB   float32 cpu""",
+    )

@@ -7,10 +7,12 @@ name was seen. A name is looked for when it is first used; where it is missing, 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _find(path: str) -> Any:
@@ -58,11 +60,6 @@ def queue_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback (2.11-2.15); nothing public tells that a backward has ended.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
-
-
-def inside_backward() -> bool:
-    """Whether this thread runs a backward now (torch._C._current_graph_task_id, 2.11-2.15)."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def will_run(node: Any) -> bool:
@@ -132,3 +129,48 @@ def device_index(device: Any) -> int:
     from torch._utils import _get_device_index
 
     return _get_device_index(device, True)
+
+
+# ------------------------------------------------------------------------------------------------ distributed tensors
+
+
+def is_submesh(mesh: Any) -> bool:
+    """Whether a device mesh was cut out of a larger one (DeviceMesh._get_root_mesh, 2.11-2.15)."""
+    root = getattr(mesh, "_get_root_mesh", None)
+    return bool(root is not None and root() != mesh)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether this is torch's DTensor, without importing torch.distributed.tensor for plain ones."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+# ------------------------------------------------------------------------------------------------ dynamo
+
+
+def skip_frame(function: _Function) -> _Function:
+    """Have Dynamo leave this frame alone, and go on with those that it calls.
+
+    What torch.compiler.disable(recursive=False) says, but without a wrapper and without importing torch._dynamo,
+    which takes more than a second (torch._C._dynamo.eval_frame.set_code_exec_strategy, 2.11-2.15).
+    """
+    return _never_trace(function, below=False)
+
+
+def untraced(function: _Function) -> _Function:
+    """Have Dynamo leave this function alone, and all that it calls: torch.compiler.disable without its cost."""
+    return _never_trace(function, below=True)
+
+
+def _never_trace(function: _Function, below: bool) -> _Function:
+    frames = _find("_C._dynamo.eval_frame")
+    if not hasattr(frames, "_FrameExecStrategy"):
+        return cast(_Function, torch.compiler.disable(function, recursive=below))
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip if below else default))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

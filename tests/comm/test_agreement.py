@@ -39,7 +39,9 @@ def _same_plans(rank, world):
 def _keys(agreement):
     dist.barrier()
     store = agreement._store
-    return [f"{k}/{name}" for k in range(4) for name in ("first", "text", "count", "left") if store.check([f"{k}/{name}"])]
+    return [
+        f"{k}/{name}" for k in range(4) for name in ("first", "text", "count", "left") if store.check([f"{k}/{name}"])
+    ]
 
 
 def test_a_known_plan_is_not_compared_again_and_leaves_no_keys():

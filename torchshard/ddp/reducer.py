@@ -1,0 +1,326 @@
+"""Averages gradients over a process group while backward runs: the one owner of a wrapper's buckets.
+
+Each parameter has a hook that autograd calls when its gradient is complete. Gradients collect in flat buckets; a full
+bucket is all-reduced at once, in the buckets' order, so that all ranks issue the same collectives whatever the order
+in which their gradients come. When the backward is over, what is under way is waited for.
+
+The first backward uses one bucket for each dtype and device, launched at its end: a collective that the user calls
+inside of backward can then not fall between ours in an order of its own. After it, the buckets are laid out in the
+order in which gradients arrived on rank 0.
+"""
+
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torchshard import _torch
+from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_buckets, plan_table
+from torchshard.comm.agreement import Agreement
+from torchshard.comm.waiting import wait_for
+from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.passes import ForwardPass, watch
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_ONE_BUCKET = BucketPolicy(cap=1 << 62, first=1 << 62)
+
+
+class _Mode(enum.Enum):
+    """What the hooks do now."""
+
+    IDLE = enum.auto()  # no backward of ours runs
+    LOCAL = enum.auto()  # a backward that belongs to no_sync runs
+    SYNC = enum.auto()  # a backward runs whose gradients are reduced
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened so far, in gradients of parameters; for tests and the curious.
+
+    Attributes:
+        backwards: backwards that were reduced.
+        by_hook: gradients reduced after a hook reported them.
+        in_graph: gradients reduced by a compiled graph while it ran.
+        late: gradients that came through a hook though a graph was expected to reduce them.
+    """
+
+    backwards: int = 0
+    by_hook: int = 0
+    in_graph: int = 0
+    late: int = 0
+
+
+class Reducer:
+    """Reduces the gradients of some parameters, for one wrapper.
+
+    Args:
+        named: the parameters with their names; those that require a gradient.
+        group: the ranks to average over.
+        policy: sizes of buckets, once the ready order is known.
+        views_stay: make each `.grad` a view of its bucket for good.
+        find_unused: parameters may have no gradient in a backward; on other ranks they may have one.
+        verified: the caller knows that parameters and settings are the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        group: dist.ProcessGroup,
+        policy: BucketPolicy,
+        *,
+        views_stay: bool = False,
+        find_unused: bool = False,
+        verified: bool = False,
+    ) -> None:
+        self.names, self.params = [n for n, _ in named], [p for _, p in named]
+        self.group, self.policy, self.find_unused = group, policy, find_unused
+        self.device = self.params[0].device
+        self.scale = 1.0 / group.size()
+        self.counters = Counters()
+        self._views_stay, self._verified = views_stay, verified
+        self._leaves = [torch.autograd.graph.get_gradient_edge(p).node for p in self.params]
+        self._agreement = Agreement(group, self.device)
+        self._issued = 0  # collectives for buckets
+        self._mode = _Mode.IDLE
+        self._end_of_backward: Callable[[], object] = lambda: None
+        self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
+        self._reached: list[ForwardPass] = []  # by the backward that runs
+        self._armed = False  # by a forward whose outputs may hide tensors
+        self._existing: set[int] = set()
+        self._touched: set[int] = set()  # had a gradient under no_sync
+        self._arrived: list[int] | None = []  # of the first backward
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._lay_out(range(len(named) - 1, -1, -1), _ONE_BUCKET)
+
+    # ---------------------------------------------------------------------------------------------- forward
+
+    def before_forward(self, sync: bool) -> None:
+        """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
+        self._forget_failed()
+        if sync and (missing := self._missing()) and any(len(b.pending) < len(b.members) for b in self._buckets):
+            raise RuntimeError(_unfinished_text(self.group.rank(), missing, self.names))
+
+    def after_forward(self, output: object, sync: bool) -> None:
+        """To be called after it, with what it returned; sync: whether its gradients are to be reduced."""
+        forward = ForwardPass(sync)
+        certain = watch(output, forward, self._begin)
+        if sync:
+            self._forwards.add(forward)
+            self._armed = self._armed or not certain
+
+    # ---------------------------------------------------------------------------------------------- backward
+
+    @_torch.untraced
+    def _begin(self, forward: ForwardPass) -> None:
+        """A backward has reached an output of this forward."""
+        self._forget_failed()
+        if forward.sync and self._mode is not _Mode.SYNC and any(map(_torch.will_run, self._leaves)):
+            self._enter(_Mode.SYNC)
+        elif not forward.sync and self._mode is _Mode.IDLE:
+            self._enter(_Mode.LOCAL)
+        if forward.sync:
+            self._reached.append(forward)
+
+    def _enter(self, mode: _Mode) -> None:
+        self._mode = mode
+        end = functools.partial(self._end)  # the engine drops it if the backward fails
+        self._end_of_backward = weakref.ref(end)
+        _torch.queue_callback(end)
+        if mode is _Mode.SYNC:
+            self._agreement.restart()
+            if not self._views_stay:
+                grads = map(_get_grad, self.params)
+                self._existing.clear()
+                self._existing.update(i for i, grad in enumerate(grads) if grad is not None)
+
+    @_torch.untraced
+    def _outside(self, index: int) -> bool:
+        """A gradient has arrived while none is reduced. Whether that has to begin now."""
+        if self._mode is _Mode.LOCAL:
+            self._touched.add(index)
+            return False
+        if self._armed or self._forwards:
+            self._enter(_Mode.SYNC)
+            return True
+        return False
+
+    def _hook(self, bucket: FlatBucket, index: int) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when the gradient of one parameter is complete."""
+        reducer, pending, take = self, bucket.pending, bucket.take
+        large, arrived = index in bucket.large, self._arrived
+
+        @_torch.skip_frame
+        def gradient_arrived(param: torch.Tensor) -> None:
+            if reducer._mode is not _Mode.SYNC and not reducer._outside(index):
+                return
+            try:
+                pending.remove(index)
+            except KeyError:
+                raise RuntimeError(_twice_text(index, reducer.names[index])) from None
+            if arrived is not None:
+                arrived.append(index)
+            if large:
+                take(param, index)  # type: ignore[arg-type]
+            if not pending:
+                reducer._complete(bucket)
+
+        return gradient_arrived
+
+    @_torch.untraced
+    def _complete(self, full: FlatBucket) -> None:
+        """This bucket has all its gradients. Launch those that are complete, in order, up to the first that is not."""
+        full.close()
+        for bucket in self._buckets:
+            if bucket.pending:
+                return
+            if bucket.work is None:
+                self._launch(bucket)
+
+    def _launch(self, bucket: FlatBucket) -> None:
+        if bucket is self._buckets[0]:
+            self._agreement.confirm(self._plan_text, self._issued)
+        bucket.launch(self.group)
+        self._issued += 1
+
+    @_torch.untraced
+    def _end(self) -> None:
+        """The engine calls this when a backward is over."""
+        mode, self._mode = self._mode, _Mode.IDLE
+        if mode is not _Mode.SYNC:
+            return
+        if self._missing() and not self.find_unused:
+            self._wait()  # the rest may come in another backward; if it does not, the next forward says so
+            return
+        for bucket in self._buckets:
+            if bucket.pending:
+                bucket.close()
+            if bucket.work is None:
+                self._launch(bucket)
+        used = self._used_somewhere() if self.find_unused else range(len(self.params))
+        self._wait()
+        self.counters.backwards += 1
+        for bucket in self._buckets:
+            self.counters.by_hook += len(bucket.members) - len(bucket.absent)
+            bucket.finish(used)
+        self._reset()
+        self._touched.clear()
+        self._armed = False
+        for forward in self._reached:
+            self._forwards.discard(forward)
+        self._reached.clear()
+        if self._arrived is not None:
+            self._learn()
+
+    def _used_somewhere(self) -> set[int]:
+        """Parameters that got a gradient on some rank since the last reduction."""
+        absent = {i for b in self._buckets for i in b.absent} - self._touched
+        flags = torch.ones(len(self.params), dtype=torch.int32)
+        flags[list(absent)] = 0
+        flags = flags.to(self.device)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._wait_for([work])
+        return {i for i, flag in enumerate(flags.tolist()) if flag}
+
+    def _wait(self) -> None:
+        self._wait_for(b.work for b in self._buckets if b.work is not None)
+
+    def _wait_for(self, works: Iterable[dist.Work]) -> None:
+        wait_for(works, self._agreement, self._issued, self.device)
+
+    def _missing(self) -> list[int]:
+        """Parameters whose gradients have not arrived since the last reduction."""
+        return sorted(i for b in self._buckets for i in b.pending)
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _forget_failed(self) -> None:
+        """If the last backward ended in an exception, start afresh."""
+        if self._mode is _Mode.IDLE or self._end_of_backward() is not None:
+            return
+        self._mode = _Mode.IDLE
+        self._wait()
+        self._reset()
+        self._reached.clear()
+        if self._arrived:
+            self._arrived.clear()
+
+    # ---------------------------------------------------------------------------------------------- layout
+
+    @property
+    def plan(self) -> tuple[PlannedBucket, ...]:
+        """The buckets as they are laid out now; `str(reducer)` shows them as a table."""
+        return self._plan
+
+    def __str__(self) -> str:
+        return plan_table(self._plan)
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were found."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _learn(self) -> None:
+        """Lay the buckets out in rank 0's order of arrival; what did not arrive comes last."""
+        assert self._arrived is not None, "the order is learned once"
+        missing = set(range(len(self.params))) - set(self._arrived)
+        order = torch.tensor([*self._arrived, *sorted(missing, reverse=True)], dtype=torch.int32, device=self.device)
+        self._arrived = None
+        dist.broadcast(order, group=self.group, group_src=0)
+        self._lay_out(order.tolist(), self.policy)
+
+    def _lay_out(self, order: Iterable[int], policy: BucketPolicy) -> None:
+        self._plan = plan_buckets((self._gradient(i) for i in order), policy)
+        self._plan_text = _plan_text(self._plan, self.params)
+        if self._verified:
+            self._agreement.adopt(self._plan_text)
+        self._buckets = [
+            FlatBucket(
+                {g.index: self.params[g.index] for g in b.gradients}, self.scale, self._views_stay, self._existing
+            )
+            for b in self._plan
+        ]
+        self.remove_hooks()
+        for bucket in self._buckets:
+            for i, p in bucket.members.items():
+                self._handles.append(p.register_post_accumulate_grad_hook(self._hook(bucket, i)))
+
+    def _gradient(self, index: int) -> Gradient:
+        p = self.params[index]
+        kind = (str(p.dtype).removeprefix("torch."), str(p.device))
+        return Gradient(index, self.names[index], p.numel() * p.element_size(), kind)
+
+
+def _plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter]) -> str:
+    """The plan, a line for each bucket and each gradient, for comparison between ranks."""
+    lines = []
+    for number, bucket in enumerate(plan):
+        lines.append(f"bucket {number}: {bucket.kind}")
+        lines += [f"{g.name} {list(params[g.index].shape)}" for g in bucket.gradients]
+    return "\n".join(lines)
+
+
+def _unfinished_text(rank: int, missing: Sequence[int], names: Sequence[str]) -> str:
+    return (
+        "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
+        "that your module has parameters that were not used in producing loss. If they are unused on purpose, pass "
+        "find_unused_parameters=True to DistributedDataParallel; if all should be used, make sure that the loss "
+        "depends on every output of forward.\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
+        f"Their names: {', '.join(names[i] for i in missing)}"
+    )
+
+
+def _twice_text(index: int, name: str) -> str:
+    return (
+        "Expected to mark a variable ready only once. A parameter got a gradient twice in one reduction: it is used "
+        "outside of the wrapper's forward, or in several reentrant checkpoints (use_reentrant=False mends that), or "
+        "backward ran twice for one forward. "
+        f"Parameter at index {index} with name {name} has been marked as ready twice."
+    )
