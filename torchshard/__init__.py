@@ -8,10 +8,46 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    pass
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-_HOME: dict[str, str] = {}
-__all__ = sorted(_HOME)
+    from torchshard.tensor.distribute import distribute_module, distribute_tensor
+    from torchshard.tensor.dtensor import DTensor, layout_of
+    from torchshard.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
+    from torchshard.tensor.modes import fallback, implicit_replication
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "fallback",
+    "full",
+    "implicit_replication",
+    "init_device_mesh",
+    "layout_of",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
+]
+
+_HOMES = {
+    "torch.distributed.device_mesh": "DeviceMesh init_device_mesh",
+    "torch.distributed.tensor": "Partial Placement Replicate Shard",
+    "torchshard.tensor.distribute": "distribute_module distribute_tensor",
+    "torchshard.tensor.dtensor": "DTensor layout_of",
+    "torchshard.tensor.factories": "empty full linspace logspace ones rand randn zeros",
+    "torchshard.tensor.modes": "fallback implicit_replication",
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

@@ -1,1 +1,1 @@
-"""Talking: agreement between ranks, and waiting that can tell why it waits."""
+"""Talking between ranks: collectives, agreement, and waiting that can tell why it waits."""

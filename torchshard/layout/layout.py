@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torchshard.errors import ShardingError
 from torchshard.layout import grid
 from torchshard.layout.boxes import Box
-from torchshard.layout.placements import Partial, Placement, Placements, R, Replicate, Shard, without_partial
+from torchshard.layout.placements import Partial, Placement, Placements, R, Shard, without_partial
 from torchshard.layout.reductions import may_mix
 
 Order = tuple[tuple[int, tuple[int, ...]], ...]
@@ -31,7 +31,18 @@ class Mesh:
     Meshes are compared by identity: whoever makes them keeps one for each that it knows.
     """
 
-    __slots__ = ("__weakref__", "_shardings", "coordinate", "names", "ndim", "ranks", "shape", "size", "transitions")
+    __slots__ = (
+        "__weakref__",
+        "_index",
+        "_shardings",
+        "coordinate",
+        "names",
+        "ndim",
+        "ranks",
+        "shape",
+        "size",
+        "transitions",
+    )
     layout_type: "ClassVar[type[Layout]]"
 
     def __init__(
@@ -50,6 +61,7 @@ class Mesh:
                 "A mesh needs at least one rank on each axis, a name for each axis and a rank for each place.",
                 got=f"shape {self.shape}, names {self.names}, {len(self.ranks)} ranks",
             )
+        self._index: dict[int, int] | None = None
         self._shardings: dict[tuple[Placements, Order], Sharding] = {}
         self.transitions: dict[Any, Any] = {}  # see transitions.py
 
@@ -85,6 +97,19 @@ class Mesh:
         for n, k in zip(self.shape, coordinate, strict=True):
             at = at * n + k
         return at
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
+        """The place of a global rank; None where it has none."""
+        if self._index is None:
+            self._index = {rank: at for at, rank in enumerate(self.ranks)}
+        at = self._index.get(rank)
+        if at is None:
+            return None
+        place = []
+        for n in reversed(self.shape):
+            at, k = divmod(at, n)
+            place.append(k)
+        return tuple(reversed(place))
 
     def __repr__(self) -> str:
         return f"({', '.join(f'{name}={n}' for name, n in zip(self.names, self.shape, strict=True))})"
@@ -274,6 +299,3 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(n, 1)
     return tuple(reversed(stride))
-
-
-__all__ = ["Layout", "Mesh", "Order", "Replicate", "Sharding", "contiguous_stride"]

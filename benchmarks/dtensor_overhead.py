@@ -1,0 +1,115 @@
+"""CPU time of one operator on small DTensors that need no communication: ours and torch's, in turns.
+
+    python -m benchmarks.dtensor_overhead
+
+A fake group of 64 ranks as an 8x8 mesh; tensors so small that the time is overhead. One thread.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.harness import Comparison, geometric_mean, interleaved, table
+
+R, S = Replicate(), Shard
+
+
+def cases(api, mesh, grad):
+    """Name -> what to run, with one library."""
+
+    def make(shape, placements, requires_grad=grad):
+        x = api.distribute_tensor(torch.randn(*shape), mesh, placements)
+        return x.detach().requires_grad_(requires_grad)
+
+    a, b = make((16, 16), [S(0), S(1)]), make((16, 16), [S(0), S(1)])
+    x, k = make((16, 16), [S(0), R]), make((16, 16), [R, S(1)])
+    h = make((8, 4, 16), [S(0), R])
+    w, bias = make((32, 16), [R, S(0)]), make((32,), [R, S(0)])
+    w2, bias2 = make((16, 32), [R, S(1)]), make((16,), [R, R])
+    ln_w, ln_b = make((16,), [R, R]), make((16,), [R, R])
+    embedding, index = make((32, 16), [R, R]), api.distribute_tensor(torch.randint(0, 32, (8, 4)), mesh, [S(0), R])
+
+    def block():
+        y = F.linear(F.relu(F.linear(h, w, bias)), w2, bias2)
+        if grad:
+            y.sum().backward()
+        return y
+
+    return {
+        "add": lambda: a + b,
+        "x + 1.0": lambda: a + 1.0,
+        "mm": lambda: x @ k,
+        "relu": lambda: torch.relu(a),
+        "view": lambda: h.view(32, 16),
+        "transpose": lambda: h.transpose(1, 2),
+        "softmax": lambda: torch.softmax(x, -1),
+        "layer_norm": lambda: F.layer_norm(x, (16,), ln_w, ln_b),
+        "linear 3-D": lambda: F.linear(h, w, bias),
+        "split": lambda: h.split(8, -1),
+        "embedding": lambda: F.embedding(index, embedding),
+        "MLP block, forward and backward" if grad else "MLP block": block,
+    }
+
+
+def optimizer(api, mesh):
+    """An AdamW step, foreach, over 50 parameters."""
+    shapes = [((16, 16), [S(0), R]), ((16,), [R, R])] * 25
+    parameters = [
+        torch.nn.Parameter(api.distribute_tensor(torch.randn(*shape), mesh, placements)) for shape, placements in shapes
+    ]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    return torch.optim.AdamW(parameters, foreach=True).step
+
+
+def transformer_layer(api, mesh):
+    """Forward and backward of an encoder layer, batch sharded, weights replicated.
+
+    Attention is composed of matrix products: torch's class has no rule for the backward of the fused one on a CPU.
+    """
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    api.distribute_module(layer, mesh)
+    x = api.distribute_tensor(torch.randn(8, 4, 16), mesh, [S(0), R])
+
+    def run():
+        with sdpa_kernel(SDPBackend.MATH):
+            layer(x).sum().backward()
+
+    return run
+
+
+def compared() -> list[Comparison]:
+    """All cases."""
+    import torch.distributed.tensor as upstream
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import torchshard as ours
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    try:
+        mesh = init_device_mesh("cpu", (8, 8))
+        found = []
+        for grad in (False, True):
+            mine, theirs = cases(ours, mesh, grad), cases(upstream, mesh, grad)
+            for name in mine:
+                found.append(interleaved(f"{name}{', grad' if grad else ''}", mine[name], theirs[name]))
+        for name, make in (("AdamW foreach, 50 parameters", optimizer), ("encoder layer, forward and backward", transformer_layer)):
+            found.append(interleaved(name, make(ours, mesh), make(upstream, mesh)))
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> str:
+    """The table, and the geometric mean of the ratios."""
+    found = compared()
+    return f"{table(found)}\n\ngeometric mean of the ratios: {geometric_mean(found):.3f}"
+
+
+if __name__ == "__main__":
+    print(main())

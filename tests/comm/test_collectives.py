@@ -1,0 +1,155 @@
+import math
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from torchshard.comm import collectives as C
+from torchshard.comm.group import Group
+from torchshard.comm.reducing import prepare
+from torchshard.errors import UnsupportedOperatorError
+from torchshard.layout.pieces import piece
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+]  # fmt: skip
+SIZES = [0, 1, 2, 3, 4, 5, 7]
+
+
+def _group(rank, world):
+    import torch.distributed as dist
+
+    return Group(dist.group.WORLD.group_name, world, rank)
+
+
+def _lengths(n, world):
+    return [piece(n, world, k)[1] for k in range(world)]
+
+
+def _full(shape, dtype):
+    return (torch.arange(math.prod(shape)) % 5).reshape(shape).to(dtype)
+
+
+def _moves(rank, world):
+    group = _group(rank, world)
+    done = 0
+    for dtype in DTYPES:
+        for n in SIZES:
+            for dim, other in ((0, 1), (1, 0), (2, 1)):
+                shape = [3, 4, 2]
+                shape[dim] = n
+                full, lengths = _full(shape, dtype), _lengths(n, world)
+                parts = full.split(lengths, dim)
+                _same(C.all_gather(parts[rank].clone(), dim, lengths, group), full)
+                # From pieces of `dim` to pieces of `other`.
+                cut = _lengths(shape[other], world)
+                _same(C.all_to_all(parts[rank].clone(), other, dim, cut, lengths, group), full.split(cut, other)[rank])
+                _same(C.broadcast(full if rank == world - 1 else torch.zeros_like(full), world - 1, group), full)
+                done += 1
+    return done
+
+
+def _same(got, want):
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    assert got.is_contiguous()
+    assert torch.equal(
+        got.view(torch.uint8) if got.itemsize == 1 else got,
+        want.contiguous().view(torch.uint8) if got.itemsize == 1 else want,
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_pieces_of_every_length_and_type_are_gathered_exchanged_and_broadcast(world):
+    assert run_ranks(world, _moves) == [len(DTYPES) * len(SIZES) * 3] * world
+
+
+def _reduces(rank, world):
+    group = _group(rank, world)
+    for op, dtypes, by in [
+        ("sum", [torch.float32, torch.bfloat16, torch.int16, torch.int64, torch.complex64], lambda t: t.sum(0)),
+        ("avg", [torch.float32, torch.float64], lambda t: t.mean(0)),
+        ("max", [torch.float32, torch.float16, torch.int32, torch.bool], lambda t: t.amax(0)),
+        ("min", [torch.float32, torch.int16, torch.bool], lambda t: t.amin(0)),
+        ("product", [torch.float32, torch.int64], lambda t: t.prod(0)),
+        (
+            "band",
+            [torch.int32, torch.bool],
+            lambda t: _fold(t, torch.bitwise_and),
+        ),
+        ("bor", [torch.int32, torch.bool], lambda t: _fold(t, torch.bitwise_or)),
+        ("bxor", [torch.int32], lambda t: _fold(t, torch.bitwise_xor)),
+        ("norm(2.0)", [torch.float32], lambda t: torch.linalg.vector_norm(t, 2, 0)),
+        ("norm(inf)", [torch.float32], lambda t: torch.linalg.vector_norm(t, math.inf, 0)),
+    ]:
+        for dtype in dtypes:
+            for n in SIZES:
+                for dim in (0, 1):
+                    shape = [3, 4]
+                    shape[dim] = n
+                    terms = torch.stack([(_full(shape, torch.int64) * (k + 1) % 5).to(dtype) for k in range(world)])
+                    want = by(terms).to(dtype)
+                    torch.testing.assert_close(C.all_reduce(terms[rank], op, group), want)
+                    lengths = _lengths(n, world)
+                    torch.testing.assert_close(
+                        C.reduce_scatter(terms[rank], op, dim, lengths, group), want.split(lengths, dim)[rank]
+                    )
+    return True
+
+
+def _fold(terms, by):
+    total = terms[0]
+    for t in terms[1:]:
+        total = by(total, t)
+    return total
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_reductions(world):
+    assert all(run_ranks(world, _reduces))
+
+
+def _nan(rank, world):
+    group = _group(rank, world)
+    found = []
+    for where in range(world):
+        x = torch.tensor([1.0, 2.0, float(rank), -math.inf])
+        if rank == where:
+            x[1] = math.nan
+        found.append((C.all_reduce(x, "max", group), C.all_reduce(x, "min", group)))
+    return [[t.tolist() for t in pair] for pair in found]
+
+
+def test_a_nan_of_any_rank_survives_max_and_min():
+    for answer in run_ranks(2, _nan):
+        for largest, smallest in answer:
+            assert math.isnan(largest[1])
+            assert math.isnan(smallest[1])
+            assert (largest[2], smallest[2], largest[3]) == (1.0, 0.0, -math.inf)
+
+
+def _seats(rank, world):
+    import torch.distributed as dist
+
+    # A line that runs through the ranks backwards.
+    group = Group(dist.group.WORLD.group_name, world, world - 1 - rank, tuple(reversed(range(world))))
+    full, lengths = torch.arange(7.0), _lengths(7, world)
+    mine = full.split(lengths)[group.position]
+    assert torch.equal(C.all_gather(mine, 0, lengths, group), full)
+    assert torch.equal(C.reduce_scatter(full, "sum", 0, lengths, group), mine * world)
+    table = torch.arange(12.0).view(4, 3)
+    rows, columns = _lengths(4, world), _lengths(3, world)
+    got = C.all_to_all(table.split(rows)[group.position], 1, 0, columns, rows, group)
+    assert torch.equal(got, table.split(columns, 1)[group.position])
+    return True
+
+
+def test_a_line_need_not_follow_the_ranks_of_its_group():
+    assert all(run_ranks(3, _seats))
+
+
+@pytest.mark.parametrize(("dtype", "op"), [(torch.int64, "avg"), (torch.complex64, "max"), (torch.bool, "sum")])
+def test_reductions_without_a_meaning_are_refused(dtype, op):
+    with pytest.raises(UnsupportedOperatorError, match="cannot be reduced"):
+        prepare(torch.zeros(2, dtype=dtype), op, 2)

@@ -1,0 +1,294 @@
+"""Operators to be proved against eager torch: name, function of the operands, their shapes, and what is special.
+
+Sizes 5 and 7 are uneven on two and on three ranks; size 1 and 3 leave ranks of a 2x2 mesh empty.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Case:
+    """One function of some tensors.
+
+    integers: operands that hold small non-negative integers below this bound (and have no gradient).
+    positive: operands are made positive.
+    grad: whether there is a backward.
+    booleans: operands that are masks.
+    partial: whether operands may also be Partial.
+    """
+
+    name: str
+    run: Any
+    shapes: tuple[tuple[int, ...], ...]
+    integers: dict[int, int] | None = None
+    positive: bool = False
+    grad: bool = True
+    booleans: tuple[int, ...] = ()
+    partial: bool = True
+    exact_layout: bool = False
+
+
+def case(name, run, *shapes, **more):
+    return Case(name, run, shapes, **more)
+
+
+def _unary(names, **more):
+    return [case(n, getattr(torch, n, None) or getattr(F, n), (5, 4), **more) for n in names.split()]
+
+
+def _in_place(op, *others):
+    """An in-place operator on a copy of the first operand."""
+
+    def run(a, *rest):
+        x = a * 1
+        getattr(x, op)(*rest, *others)
+        return x
+
+    return run
+
+
+def _aten(name, *args, **kwargs):
+    packet, overload = name.split(".")
+    op = getattr(getattr(aten, packet), overload)
+    return lambda *ts: op(*ts, *args, **kwargs)
+
+
+POINTWISE = [
+    case("add", lambda a, b: a + b, (5, 4), (5, 4)),
+    case("add broadcast", lambda a, b: a + b, (5, 4), (4,)),
+    case("add broadcast 2", lambda a, b: a + b, (5, 1, 3), (4, 1)),
+    case("add alpha", lambda a, b: torch.add(a, b, alpha=2), (5, 4), (5, 4)),
+    case("add number", lambda a: a + 1.5, (5, 4)),
+    case("add scalar tensor", lambda a: a + torch.tensor(1.5), (5, 4)),
+    case("sub", lambda a, b: a - b, (7, 3), (7, 1)),
+    case("rsub", lambda a: 2 - a, (5, 4)),
+    case("mul", lambda a, b: a * b, (5, 4), (5, 4)),
+    case("mul number", lambda a: a * -2, (5, 4)),
+    case("div", lambda a, b: a / (b * b + 1), (5, 4), (5, 4)),
+    case("div number", lambda a: a / 3, (5, 4)),
+    case("neg", lambda a: -a, (5, 4)),
+    case("clone", lambda a: a.clone(), (5, 4)),
+    case("pow", lambda a: a**3, (5, 4)),
+    case("pow tensor", lambda a, b: a**b, (5, 4), (5, 4), positive=True),
+    case("pow base", lambda a: 2**a, (5, 4)),
+    case("maximum", torch.maximum, (5, 4), (5, 4)),
+    case("minimum", torch.minimum, (5, 4), (4,)),
+    case("atan2", torch.atan2, (5, 4), (5, 4)),
+    case("fmod", lambda a, b: torch.fmod(a, b * b + 1), (5, 4), (5, 4)),
+    case("remainder", lambda a, b: torch.remainder(a, b * b + 1), (5, 4), (5, 4)),
+    case("where", lambda a, b: torch.where(a > 0, a, b), (5, 4), (5, 4)),
+    case("where number", lambda a: torch.where(a > 0, a, 0.0), (5, 4)),
+    case("addcmul", lambda a, b, c: torch.addcmul(a, b, c, value=0.5), (5, 4), (5, 4), (4,)),
+    case("addcdiv", lambda a, b, c: torch.addcdiv(a, b, c * c + 1, value=0.5), (5, 4), (5, 4), (5, 4)),
+    case("lerp", lambda a, b, c: torch.lerp(a, b, c), (5, 4), (5, 4), (5, 4)),
+    case("lerp number", lambda a, b: torch.lerp(a, b, 0.3), (5, 4), (5, 4)),
+    case("clamp", lambda a: a.clamp(-0.5, 0.5), (5, 4)),
+    case("clamp_min", lambda a: a.clamp_min(0.1), (5, 4)),
+    case("clamp_max", lambda a: a.clamp_max(0.1), (5, 4)),
+    case("clamp tensors", lambda a, b: torch.clamp(a, b, b + 1), (5, 4), (5, 4)),
+    case("masked_fill", lambda a, m: a.masked_fill(m, 2.0), (5, 4), (5, 4), booleans=(1,)),
+    case("masked_fill tensor", lambda a, m, v: a.masked_fill(m, v), (5, 4), (4,), (), booleans=(1,)),
+    case("leaky_relu", lambda a: F.leaky_relu(a, 0.1), (5, 4)),
+    case("hardtanh", F.hardtanh, (5, 4)),
+    case("gelu tanh", lambda a: F.gelu(a, approximate="tanh"), (5, 4)),
+    *_unary("relu exp sigmoid tanh atan asinh sinh sin cos tan erf erfc expm1 abs square reciprocal sign"),
+    *_unary("gelu silu mish elu softplus hardswish hardsigmoid selu nan_to_num positive cosh"),
+    *_unary("sqrt rsqrt log log2 log10 log1p", positive=True),
+    *_unary("ceil floor round trunc sgn", grad=False),
+    *_unary("isnan isinf isfinite logical_not signbit", grad=False),
+    case("asin acos", lambda a: torch.asin(a / 9) + torch.acos(a / 9), (5, 4)),
+    case("comparisons", lambda a, b: (a > b) | (a >= b) & (a < b) ^ (a <= b), (5, 4), (5, 4), grad=False),
+    case("equalities", lambda a, b: torch.logical_or(torch.logical_and(a == b, a != b), torch.logical_xor(a > b, b > a)), (5, 4), (5, 4), grad=False),
+    case("comparisons with numbers", lambda a: (a == 0) | (a != 1) & (a < 2) | (a <= 0.1) | (a > 3) | (a >= 0.2), (5, 4), grad=False),
+    case("bitwise", lambda a, b: (a & b) | (a ^ b) + ~a, (5, 4), (5, 4), integers={0: 9, 1: 9}, grad=False),
+    case("to double", lambda a: a.double(), (5, 4)),
+    case("to half", lambda a: (a * 1.001).half().float(), (5, 4)),
+    case("to int", lambda a: (a * 3).to(torch.int32), (5, 4), grad=False),
+    case("add dtypes", lambda a, b: a + b, (5, 4), (5, 4), integers={1: 9}),
+]  # fmt: skip
+
+IN_PLACE = [
+    case("add_", _in_place("add_"), (5, 4), (5, 4)),
+    case("add_ broadcast", _in_place("add_"), (5, 4), (4,)),
+    case("add_ number", _in_place("add_", 2.0), (5, 4)),
+    case("sub_", _in_place("sub_"), (5, 4), (5, 4)),
+    case("mul_", _in_place("mul_"), (5, 4), (5, 4)),
+    case("mul_ number", _in_place("mul_", -2.0), (5, 4)),
+    case("div_", lambda a, b: _in_place("div_")(a, b * b + 1), (5, 4), (5, 4)),
+    case("div_ number", _in_place("div_", 3.0), (5, 4)),
+    case("neg_", _in_place("neg_"), (5, 4)),
+    case("zero_", _in_place("zero_"), (5, 4)),
+    case("fill_", _in_place("fill_", 3.0), (5, 4)),
+    case("relu_", _in_place("relu_"), (5, 4)),
+    case("exp_", _in_place("exp_"), (5, 4)),
+    case("sqrt_", _in_place("sqrt_"), (5, 4), positive=True),
+    case("rsqrt_", _in_place("rsqrt_"), (5, 4), positive=True),
+    case("sigmoid_ tanh_", lambda a: _in_place("tanh_")(_in_place("sigmoid_")(a)), (5, 4)),
+    case("log_", _in_place("log_"), (5, 4), positive=True),
+    case("reciprocal_", _in_place("reciprocal_"), (5, 4), positive=True),
+    case("pow_", _in_place("pow_", 2), (5, 4)),
+    case("clamp_", _in_place("clamp_", -0.3, 0.3), (5, 4)),
+    case("clamp_min_ clamp_max_", lambda a: _in_place("clamp_max_", 0.3)(_in_place("clamp_min_", -0.3)(a)), (5, 4)),
+    case("gelu_ silu_", lambda a: F.silu(aten.gelu_(a * 1), inplace=True), (5, 4), grad=False),
+    case("addcmul_", lambda a, b, c: (a * 1).addcmul_(b, c, value=0.5), (5, 4), (5, 4), (5, 4)),
+    case("addcdiv_", lambda a, b, c: (a * 1).addcdiv_(b, c * c + 1, value=0.5), (5, 4), (5, 4), (5, 4)),
+    case("lerp_", lambda a, b, c: (a * 1).lerp_(b, c), (5, 4), (5, 4), (5, 4)),
+    case("lerp_ number", lambda a, b: (a * 1).lerp_(b, 0.3), (5, 4), (5, 4)),
+    case("masked_fill_", lambda a, m: (a * 1).masked_fill_(m, 2.0), (5, 4), (5, 4), booleans=(1,)),
+    case("masked_fill_ tensor", lambda a, m, v: (a * 1).masked_fill_(m, v), (5, 4), (5, 4), (), booleans=(1,)),
+    case("copy_", lambda a, b: (a * 1).copy_(b), (5, 4), (5, 4)),
+    case("copy_ broadcast", lambda a, b: (a * 1).copy_(b), (5, 4), (4,)),
+    case("copy_ to int", lambda a, b: (a * 3).int().copy_(b * 3), (5, 4), (5, 4), grad=False),
+    case("fill_ tensor", lambda a, b: (a * 1).fill_(b), (5, 4), ()),
+]  # fmt: skip
+
+MATRICES = [
+    case("mm", lambda a, b: a @ b, (5, 7), (7, 3)),
+    case("mm even", lambda a, b: a @ b, (8, 4), (4, 12)),
+    case("mm transposed", lambda a, b: a @ b.t(), (5, 7), (3, 7)),
+    case("bmm", torch.bmm, (3, 5, 7), (3, 7, 2)),
+    case("matmul", lambda a, b: a @ b, (3, 5, 7), (7, 2)),
+    case("matmul 4-D", lambda a, b: a @ b, (2, 3, 5, 7), (2, 3, 7, 2)),
+    case("mv", torch.mv, (5, 7), (7,)),
+    case("dot", torch.dot, (7,), (7,)),
+    case("addmm", torch.addmm, (3,), (5, 7), (7, 3)),
+    case("addmm scaled", lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2), (5, 3), (5, 7), (7, 3)),
+    case("baddbmm", torch.baddbmm, (3, 5, 2), (3, 5, 7), (3, 7, 2)),
+    case("linear", F.linear, (5, 3, 7), (6, 7), (6,)),
+    case("linear no bias", F.linear, (5, 3, 7), (6, 7)),
+    case("linear 2-D", F.linear, (5, 7), (6, 7), (6,)),
+    case("linear vector", F.linear, (7,), (6, 7), (6,)),
+    case("einsum", lambda a, b: torch.einsum("bik,bjk->bij", a, b), (2, 5, 4), (2, 3, 4)),
+]
+
+REDUCTIONS = [
+    case("sum", lambda a: a.sum(), (5, 4)),
+    case("sum dim", lambda a: a.sum(0), (5, 4)),
+    case("sum keep", lambda a: a.sum(1, True), (5, 4)),
+    case("sum dims", lambda a: a.sum((0, -1)), (5, 4, 3)),
+    case("sum of bools", lambda m: m.sum(0), (5, 4), booleans=(0,), grad=False),
+    case("mean", lambda a: a.mean(), (5, 4)),
+    case("mean dim", lambda a: a.mean(0), (5, 4)),
+    case("mean keep", lambda a: a.mean((0, 1), True), (5, 4, 3)),
+    case("mean of one row", lambda a: a.mean(0), (1, 4)),
+    case("mean dtype", lambda a: a.mean(0, dtype=torch.float64), (5, 4)),
+    case("amax", lambda a: a.amax(0), (5, 4)),
+    case("amin", lambda a: a.amin((0, 1), True), (5, 4)),
+    case("amax of one row", lambda a: a.amax(0), (1, 4)),
+    case("max", lambda a: a.max(), (5, 4)),
+    case("min", lambda a: a.min(), (5, 4)),
+    case("max dim", lambda a: a.max(1)[0], (5, 4)),
+    case("min dim", lambda a: a.min(0, True)[0], (5, 4)),
+    case("prod", lambda a: a.prod(), (5, 4), grad=False),
+    case("any", lambda m: m.any(), (5, 4), booleans=(0,), grad=False),
+    case("any dim", lambda m: m.any(0), (5, 4), booleans=(0,), grad=False),
+    case("any dims", lambda m: torch.any(m, (0, 1)), (5, 4), booleans=(0,), grad=False),
+    case("all", lambda m: m.all(), (5, 4), booleans=(0,), grad=False),
+    case("all dim", lambda m: m.all(1, True), (5, 4), booleans=(0,), grad=False),
+    case("all dims", lambda m: torch.all(m, (0, 1)), (5, 4), booleans=(0,), grad=False),
+    case("norm", lambda a: torch.linalg.vector_norm(a), (5, 4)),
+    case("norm 1", lambda a: torch.linalg.vector_norm(a, 1, 0), (5, 4)),
+    case("norm inf", lambda a: torch.linalg.vector_norm(a, float("inf"), 1), (5, 4)),
+    case("norm inf of one row", lambda a: torch.linalg.vector_norm(a, float("inf"), 0), (1, 4)),
+    case("norm 3", lambda a: torch.linalg.vector_norm(a, 3, (0, 1), True), (5, 4)),
+    case("norm 0", lambda a: torch.linalg.vector_norm(a, 0, 0), (5, 4), grad=False),
+    case("cumsum", lambda a: a.cumsum(0), (5, 4)),
+    case("cumprod", lambda a: a.cumprod(1), (5, 4), grad=False),
+    case("logcumsumexp", lambda a: a.logcumsumexp(0), (5, 4), grad=False),
+    case("sort", lambda a: a.sort(0)[0], (5, 4), grad=False),
+    case("argmax", lambda a: a.argmax(0), (5, 4), grad=False),
+    case("argmax of all", lambda a: a.argmax(), (5, 4), grad=False),
+    case("argmin", lambda a: a.argmin(1, True), (5, 4), grad=False),
+    case("topk", lambda a: a.topk(2, 0)[0], (5, 4), grad=False),
+    case("tril triu", lambda a: a.tril() + a.triu(1) * 2, (3, 5, 4)),
+    case("var", lambda a: a.var(0), (5, 4)),
+    case("logsumexp", lambda a: a.logsumexp(1), (5, 4)),
+]
+
+VIEWS = [
+    case("view flat", lambda a: a.view(20), (5, 4)),
+    case("view split", lambda a: a.view(2, 2, 3, 2), (4, 6)),
+    case("view regroup", lambda a: a.view(6, 4), (4, 6)),
+    case("view -1", lambda a: a.view(-1, 4), (2, 3, 4)),
+    case("view merge", lambda a: a.view(8, 3), (2, 4, 3)),
+    case("view ones", lambda a: a.view(5, 1, 4), (5, 4)),
+    case("view no elements", lambda a: a.view(4, 0), (0, 4)),
+    case("view scalar", lambda a: a.view(()), (1, 1)),
+    case("reshape transposed", lambda a: a.t().reshape(20), (5, 4)),
+    case("flatten", lambda a: a.flatten(1), (5, 2, 3)),
+    case("flatten leading", lambda a: a.flatten(0, 1), (4, 3, 2)),
+    case("unflatten", lambda a: a.unflatten(0, (4, 2)), (8, 3)),
+    case("heads", lambda a: a.view(3, 5, 4, 2).transpose(1, 2), (3, 5, 8)),
+    case("heads back", lambda a: a.transpose(1, 2).reshape(3, 5, 8), (3, 4, 5, 2)),
+    case("transpose", lambda a: a.transpose(0, 2), (5, 4, 3)),
+    case("permute", lambda a: a.permute(2, 0, 1), (5, 4, 3)),
+    case("t", lambda a: a.t(), (5, 4)),
+    case("t of a vector", lambda a: a.t(), (5,)),
+    case("expand", lambda a: a.expand(3, 5, 4), (5, 1)),
+    case("expand -1", lambda a: a.expand(-1, 4), (5, 1)),
+    case("unsqueeze", lambda a: a.unsqueeze(1), (5, 4)),
+    case("unsqueeze last", lambda a: a.unsqueeze(-1), (5, 4)),
+    case("squeeze", lambda a: a.squeeze(1), (5, 1, 4)),
+    case("squeeze all", lambda a: a.squeeze(), (1, 5, 1)),
+    case("squeeze dims", lambda a: a.squeeze((0, 2)), (1, 5, 1)),
+    case("slice", lambda a: a[1:4], (5, 4)),
+    case("slice columns", lambda a: a[:, 1:3], (5, 4)),
+    case("slice everything", lambda a: a[:, :], (5, 4)),
+    case("slice step", lambda a: a[::2], (5, 4)),
+    case("select", lambda a: a[2], (5, 4)),
+    case("select last", lambda a: a[:, -1], (5, 4)),
+    case("split", lambda a: torch.cat(a.split(2, 1)[::-1], 1), (5, 6)),
+    case("split uneven", lambda a: a.split([2, 3])[1], (5, 4)),
+    case("one of a split", lambda a: a.split(2, 1)[0], (5, 6)),
+    case("chunk", lambda a: a.chunk(2, 0)[0], (5, 4)),
+    case("unbind", lambda a: torch.stack(a.unbind(1)), (5, 3)),
+    case("cat", lambda a, b: torch.cat([a, b]), (5, 4), (3, 4)),
+    case("cat columns", lambda a, b: torch.cat([a, b], 1), (5, 4), (5, 3)),
+    case("stack", lambda a, b: torch.stack([a, b], 1), (5, 4), (5, 4)),
+    case("zeros_like", lambda a: torch.zeros_like(a) + torch.ones_like(a) + torch.full_like(a, 2.0), (5, 4), grad=False),
+    case("new", lambda a: a.new_zeros(5, 4) + a.new_ones(5, 4) + a.new_full((5, 4), 2.0), (5, 4), grad=False),
+    case("new of another shape", lambda a: a.new_zeros(3) + a.new_ones(3), (5, 4), grad=False),
+    case("slice_backward", _aten("slice_backward.default", [7, 4], 0, 1, 6, 1), (5, 4)),
+    case("select_backward", _aten("select_backward.default", [5, 3, 4], 1, 2), (5, 4)),
+]  # fmt: skip
+
+NETWORKS = [
+    case("softmax", lambda a: torch.softmax(a, 1), (5, 4)),
+    case("softmax rows", lambda a: torch.softmax(a, 0), (5, 4)),
+    case("log_softmax", lambda a: F.log_softmax(a, -1), (5, 7)),
+    case("layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), (5, 3, 6), (6,), (6,)),
+    case("layer_norm weight", lambda x, w: F.layer_norm(x, (6,), w), (5, 3, 6), (6,)),
+    case("layer_norm bare", lambda x: F.layer_norm(x, (3, 6)), (5, 3, 6)),
+    case("embedding", lambda w, i: F.embedding(i, w), (7, 4), (3, 5), integers={1: 7}),
+    case("embedding padding", lambda w, i: F.embedding(i, w, padding_idx=2), (7, 4), (5,), integers={1: 7}),
+    case("embedding by frequency", lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), (4, 3), (3, 5), integers={1: 4}),
+    case("nll mean", lambda x, t: F.nll_loss(x, t), (5, 4), (5,), integers={1: 4}),
+    case("nll sum", lambda x, t: F.nll_loss(x, t, reduction="sum"), (5, 4), (5,), integers={1: 4}),
+    case("nll none", lambda x, t: F.nll_loss(x, t, reduction="none"), (5, 4), (5,), integers={1: 4}),
+    case("nll ignore", lambda x, t: F.nll_loss(x, t, ignore_index=1), (5, 4), (5,), integers={1: 4}),
+    case("nll weight", lambda x, t, w: F.nll_loss(x, t, w.detach() ** 2), (5, 4), (5,), (4,), integers={1: 4}),
+    case("nll one row", lambda x, t: F.nll_loss(x, t), (4,), (), integers={1: 4}),
+    case("cross_entropy", lambda x, t: F.cross_entropy(x, t), (7, 4), (7,), integers={1: 4}),
+    case("cross_entropy smooth", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), (7, 4), (7,), integers={1: 4}),
+    case("mse", F.mse_loss, (5, 4), (5, 4)),
+    case("attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
+    case("attention causal", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (3, 2, 5, 8), (3, 2, 5, 8), (3, 2, 5, 8)),
+    case("attention mask", lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m), (2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8), (5, 6), booleans=(3,)),
+    case("mlp", lambda x, w, v: F.linear(F.gelu(F.linear(x, w)), v), (5, 7), (6, 7), (7, 6)),
+    case("dropout off", lambda a: F.dropout(a, 0.0), (5, 4)),
+]  # fmt: skip
+
+GROUPS = {
+    "pointwise": POINTWISE,
+    "in_place": IN_PLACE,
+    "matrices": MATRICES,
+    "reductions": REDUCTIONS,
+    "views": VIEWS,
+    "networks": NETWORKS,
+}

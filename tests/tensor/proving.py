@@ -1,0 +1,122 @@
+"""Proof of operators: every case, in every placement of its operands that is drawn, equals eager torch on full tensors."""
+
+import itertools
+import random
+import warnings
+
+import torch
+
+from tests.tensor.cases import GROUPS
+
+
+def operands(case, seed=0):
+    """Full plain tensors for a case."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for k, shape in enumerate(case.shapes):
+        if case.integers and k in case.integers:
+            made.append(torch.randint(0, case.integers[k], shape, generator=g))
+        elif k in case.booleans:
+            made.append(torch.rand(shape, generator=g) > 0.4)
+        else:
+            t = torch.randn(shape, generator=g)
+            made.append(t.abs() + 0.1 if case.positive else t)
+    return made
+
+
+def placements_of(tensor, case):
+    """What one axis may do to an operand."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    kinds = [Replicate(), *[Shard(d) for d in range(tensor.ndim)]]
+    if case.partial and tensor.is_floating_point():
+        kinds += [Partial("sum"), Partial("avg"), Partial("max")]
+    return kinds
+
+
+def trials(case, tensors, axes, limit, seed):
+    """Placements for all operands: all combinations where they are few, a sample of them otherwise."""
+    per_operand = [list(itertools.product(placements_of(t, case), repeat=axes)) for t in tensors]
+    per_operand = [[ps for ps in options if _mixes(ps)] for options in per_operand]
+    count = 1
+    for options in per_operand:
+        count *= len(options)
+    if count <= limit:
+        return list(itertools.product(*per_operand))
+    draw = random.Random(seed)
+    return [tuple(draw.choice(options) for options in per_operand) for _ in range(limit)]
+
+
+def _mixes(placements):
+    ops = {p.reduce_op for p in placements if p.is_partial()}
+    return len(ops) <= 1 or ops == {"sum", "avg"}
+
+
+def place(tensor, mesh, placements):
+    """A leaf DTensor; Partial terms are made of different values on each rank."""
+    from torchshard.tensor.distribute import distribute_tensor
+
+    return distribute_tensor(tensor.detach().clone(), mesh, placements).requires_grad_(tensor.requires_grad)
+
+
+def prove(case, mesh, limit, seed=0):
+    """Compare; returns (number of comparisons, list of complaints)."""
+    from torch.distributed.tensor import Replicate
+
+    from torchshard.tensor.dtensor import DTensor
+
+    full = operands(case)
+    whole = [Replicate()] * mesh.ndim
+    done, bad = 0, []
+    for trial in trials(case, full, mesh.ndim, limit, seed):
+        label = f"{case.name} {trial}"
+        plain = [t.clone().requires_grad_(case.grad and t.is_floating_point()) for t in full]
+        placed = [place(t, mesh, list(p)) for t, p in zip(plain, trial, strict=True)]
+        try:
+            want, got = case.run(*plain), case.run(*placed)
+            if not isinstance(got, DTensor):
+                raise AssertionError(f"the result is a {type(got).__name__}")
+            same(got, want)
+            if case.grad:
+                g = torch.randn(want.shape, dtype=want.dtype)
+                want.backward(g)
+                (got * place(g, mesh, whole)).sum().backward()
+                for k, (p, t) in enumerate(zip(placed, plain, strict=True)):
+                    if t.requires_grad:
+                        assert (p.grad is None) == (t.grad is None), f"gradient {k} is {p.grad}, not {t.grad}"
+                        if t.grad is not None:
+                            same(p.grad, t.grad, f"gradient of operand {k}: ")
+            done += 1
+        except Exception as error:
+            bad.append(f"{label}: {type(error).__name__} {str(error)[:400]}")
+    return done, bad
+
+
+def same(got, want, what=""):
+    """The DTensor has the metadata and the values of the plain tensor."""
+    assert got.shape == want.shape, f"{what}shape {tuple(got.shape)} for {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{what}dtype {got.dtype} for {want.dtype}"
+    layout = got._spec
+    assert tuple(got._local_tensor.shape) == tuple(layout.local_shape), f"{what}local shape against {layout}"
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if want.dtype in (torch.float16, torch.bfloat16) else {}
+    torch.testing.assert_close(got.full_tensor(), want, msg=lambda m: f"{what}{layout}: {m}", **tolerance)
+
+
+def prove_group(rank, world, mesh_shape, group, limit):
+    """On every rank: prove all cases of a group. Returns (comparisons, complaints, operators with a rule that ran)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", mesh_shape)
+    done, bad = 0, []
+    for case in GROUPS[group]:
+        n, complaints = prove(case, mesh, limit)
+        done += n
+        bad += complaints
+    return done, bad, used_rules()
+
+
+def used_rules():
+    from torchshard.rules import registry
+
+    return sorted(registry.found)

@@ -1,0 +1,169 @@
+"""Collectives on plain tensors with pieces of unequal size, traceable by torch.compile.
+
+Each takes the lengths of all pieces, which every rank knows by arithmetic, so that nothing but data is exchanged.
+Pieces that are short travel padded where the collective wants equal ones. Results are contiguous.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchshard._torch import functional_collectives
+from torchshard.comm.group import Group
+from torchshard.comm.reducing import prepare
+
+_c10d = functional_collectives()
+
+# What every transport takes as it is; other types travel as one of these of the same width (complex: as pairs).
+_CARRIED = {torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8}
+_SAME_WIDTH = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+def all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
+    """The pieces of all ranks, joined along `dim`.
+
+    Args:
+        x: this rank's piece; contiguous or not.
+        dim: along which the pieces follow one another.
+        lengths: length of every piece along `dim`, in the order of the line.
+        group: who takes part.
+    """
+    if x.dtype not in _CARRIED:
+        return _uncarried(all_gather(_carried(x), dim, lengths, group), x.dtype)
+    longest = max(lengths)
+    piece = _padded(x, dim, longest).contiguous()
+    got = _wait(_c10d.all_gather_into_tensor(piece, group.size, group.name))
+    if group.seats is None and dim == 0 and min(lengths) == longest:
+        return got
+    pieces = got.view(group.size, *piece.shape)
+    seats = group.seats or range(group.size)
+    return torch.cat([pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
+
+
+def all_to_all(x: Tensor, split: int, join: int, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """Cut `x` along dim `split`, give each rank its block, and join what comes along dim `join`.
+
+    Args:
+        x: this rank's part.
+        split: dim that is cut.
+        join: dim along which blocks are joined.
+        sent: length along `split` of the block for each rank.
+        received: length along `join` of the block from each rank.
+        group: who takes part.
+    """
+    blocks = x.split(list(sent), split)
+    mine = list(blocks[group.position].shape)
+    shapes = [(*mine[:join], n, *mine[join + 1 :]) for n in received]
+    return torch.cat(exchange(blocks, shapes, group), join)
+
+
+def exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
+    """Give each rank a block, and take one of the given shape from each; blocks may be empty.
+
+    Args:
+        blocks: one for each rank, in the order of the line, of one dtype.
+        shapes: of what each rank gives to this one.
+        group: who takes part.
+    """
+    dtype = blocks[0].dtype
+    if dtype not in _CARRIED:
+        pairs = (2,) if dtype.is_complex else ()
+        got = exchange([_carried(b) for b in blocks], [(*shape, *pairs) for shape in shapes], group)
+        return [_uncarried(piece, dtype) for piece in got]
+    seats = group.seats or range(group.size)
+    by_seat = sorted(range(group.size), key=seats.__getitem__)
+    given = [blocks[place].numel() for place in by_seat]
+    taken = [_numel(shapes[place]) for place in by_seat]
+    packed = torch.cat([blocks[place].reshape(-1) for place in by_seat])
+    pieces = _wait(_c10d.all_to_all_single(packed, taken, given, group.name)).split(taken)
+    return [pieces[seat].view(*shape) for seat, shape in zip(seats, shapes, strict=True)]
+
+
+def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
+    """The reduction of all ranks' terms, on every rank; `op` is a name of layout/reductions.py."""
+    terms, finish = prepare(x, op, group.size)
+    return finish([_wait(_c10d.all_reduce(term.contiguous(), name, group.name)) for term, name in terms])
+
+
+def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
+    """This rank's piece along `dim` of the reduction of all ranks' terms.
+
+    Args:
+        x: this rank's term.
+        op: a name of layout/reductions.py.
+        dim: along which the result is split.
+        lengths: of the pieces, in the order of the line.
+        group: who takes part.
+    """
+    terms, finish = prepare(x, op, group.size)
+    return finish([_reduce_scatter(term, name, dim, lengths, group) for term, name in terms])
+
+
+def _reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
+    longest, mine = max(lengths), lengths[group.position]
+    if dim == 0 and min(lengths) == longest and group.seats is None:
+        return _wait(_c10d.reduce_scatter_tensor(x.contiguous(), name, group.size, group.name))
+    # The collective splits the first dim: the pieces have to lie one after another in it.
+    pieces = [_padded(piece, dim, longest) for piece in x.split(list(lengths), dim)]
+    if group.seats is not None:
+        pieces = [pieces[place] for place in sorted(range(group.size), key=group.seats.__getitem__)]
+    shape = pieces[0].shape
+    packed = torch.cat([piece.reshape(-1) for piece in pieces])
+    got = _wait(_c10d.reduce_scatter_tensor(packed, name, group.size, group.name)).view(shape)
+    return got if mine == longest else got.narrow(dim, 0, mine).contiguous()
+
+
+def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Group) -> Tensor:
+    """This rank's piece along `dim` of what the rank at place `source` of the line has.
+
+    Args:
+        x: the whole, which counts on one rank only; of the same shape and dtype on all.
+        dim: along which it is cut.
+        lengths: of the pieces, in the order of the line.
+        source: whose values count.
+        group: who takes part.
+    """
+    shape, nothing = list(x.shape), x.new_empty(0)
+    shape[dim] = lengths[group.position]
+    blocks: Sequence[Tensor] = x.split(list(lengths), dim) if group.position == source else [nothing] * group.size
+    shapes = [shape if place == source else [0] for place in range(group.size)]
+    return exchange(blocks, shapes, group)[source]
+
+
+def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
+    """The tensor of the rank at place `source` of the line, on every rank."""
+    if x.dtype not in _CARRIED:
+        return _uncarried(broadcast(_carried(x), source, group), x.dtype)
+    seat = group.seats[source] if group.seats else source
+    return _wait(_c10d.broadcast(x.contiguous(), seat, group.name))
+
+
+def _wait(x: Tensor) -> Tensor:
+    waited: Tensor = _c10d.wait_tensor(x)
+    return waited
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for n in shape:
+        numel *= n
+    return numel
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - x.shape[dim]
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _carried(x: Tensor) -> Tensor:
+    """The same bits in a type that travels; complex numbers get a last dim of 2."""
+    return torch.view_as_real(x.contiguous()) if x.is_complex() else x.contiguous().view(_SAME_WIDTH[x.itemsize])
+
+
+def _uncarried(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.view_as_complex(x) if dtype.is_complex else x.view(dtype)

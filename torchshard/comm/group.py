@@ -1,0 +1,20 @@
+"""A process group as this package sees it: a name that collectives take, a size, and who sits where."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of one line (or block) of a mesh.
+
+    Attributes:
+        name: of the process group, as collectives take it.
+        size: number of ranks.
+        position: this rank's place along the line of the mesh.
+        seats: place along the line -> rank within the process group; None where they are the same.
+    """
+
+    name: str
+    size: int
+    position: int
+    seats: tuple[int, ...] | None = None

@@ -1,0 +1,81 @@
+"""How each reduction is said with the few that transports know, so that its value is the one that eager torch has.
+
+Where a transport's own would differ, it is not used as it is: gloo's max and min lose a NaN that another rank holds, no
+transport averages integers, knows norms, or takes 16-bit integers or booleans in every operation.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchshard.errors import UnsupportedOperatorError
+from torchshard.layout.reductions import parse_norm
+
+Terms = list[tuple[Tensor, str]]
+Finish = Callable[[Sequence[Tensor]], Tensor]
+
+_WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8}
+_OF_BOOLS = {"band": "min", "bor": "max", "max": "max", "min": "min", "product": "min"}
+
+
+def prepare(x: Tensor, op: str, ranks: int) -> tuple[Terms, Finish]:
+    """What to reduce, each tensor with the transport's name of the operation, and what makes the value of the results.
+
+    Args:
+        x: this rank's term.
+        op: a name of layout/reductions.py.
+        ranks: number of terms.
+
+    Raises:
+        UnsupportedOperatorError: the reduction has no meaning for the dtype.
+    """
+    wider = _WIDER.get(x.dtype, torch.float32 if x.dtype.itemsize == 1 and x.is_floating_point() else None)
+    if wider is not None:
+        return _widened(x, op, ranks, wider)
+    if (order := parse_norm(op)) is not None:
+        return _norm(x, order, ranks)
+    if op == "avg":
+        if not (x.is_floating_point() or x.is_complex()):
+            raise _no_meaning(x, op)
+        return [(x, "sum")], lambda got: got[0] / ranks
+    if x.is_complex() and op != "sum":
+        raise _no_meaning(x, op)
+    if op in ("max", "min") and x.is_floating_point():
+        return _extreme(x, op)
+    return [(x, op)], lambda got: got[0]
+
+
+def _widened(x: Tensor, op: str, ranks: int, wider: torch.dtype) -> tuple[Terms, Finish]:
+    if x.dtype is torch.bool:
+        if op not in _OF_BOOLS:
+            raise _no_meaning(x, op)
+        op = _OF_BOOLS[op]
+    terms, finish = prepare(x.to(wider), op, ranks)
+    return terms, lambda got: finish(got).to(x.dtype)
+
+
+def _extreme(x: Tensor, op: str) -> tuple[Terms, Finish]:
+    """Max or min in which a NaN of any rank survives: NaNs are counted beside the values."""
+    is_nan = x.isnan()
+    values = x.masked_fill(is_nan, -math.inf if op == "max" else math.inf)
+    return [(values, op), (is_nan.to(x.dtype), "max")], lambda got: got[0].masked_fill(got[1] > 0, math.nan)
+
+
+def _norm(x: Tensor, order: float, ranks: int) -> tuple[Terms, Finish]:
+    size = x.abs()
+    if math.isinf(order):
+        return prepare(size, "max" if order > 0 else "min", ranks)
+    if order == 0:
+        return [(size, "sum")], lambda got: got[0]
+    return [(size**order, "sum")], lambda got: got[0] ** (1 / order)
+
+
+def _no_meaning(x: Tensor, op: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"A Partial({op!r}) of {x.dtype} cannot be reduced.",
+        expected="a dtype for which the reduction has a meaning and an exact result",
+        got=x.dtype,
+        fix="convert the tensor to another dtype first, for example x.to(torch.float32)",
+    )

@@ -1,0 +1,78 @@
+"""Who copies which box from whom, where a tensor changes its sharding without a regular collective.
+
+The answer for one rank costs what it returns, so that it can be asked on meshes of any size. Nothing is copied twice to
+one rank, and a rank that has a part itself takes it from itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchshard.layout.boxes import Box
+from torchshard.layout.grid import Coordinate, holders
+from torchshard.layout.layout import Sharding
+from torchshard.layout.placements import Shard
+
+Part = tuple[Coordinate, Box]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies within one mesh, from `source` to `target`: two shardings of it with the same Partial axes.
+
+    Where the source replicates (or is Partial) along an axis, a rank takes from ranks of its own coordinate there; so
+    the load spreads, and every copy stays between ranks that differ only on axes which the change concerns.
+    """
+
+    source: Sharding
+    target: Sharding
+    shape: tuple[int, ...]
+
+    def receives(self, coordinate: Coordinate) -> list[Part]:
+        """What the rank at `coordinate` takes: from which coordinate, and which box."""
+        box = self.target.box(self.shape, coordinate)
+        return list(holders(self.shape, self.source.splits, self.source.mesh.shape, box, self._fixed(coordinate)))
+
+    def sends(self, coordinate: Coordinate) -> list[Part]:
+        """What the rank at `coordinate` gives: to which coordinate, and which box."""
+        box = self.source.box(self.shape, coordinate)
+        return list(holders(self.shape, self.target.splits, self.target.mesh.shape, box, self._fixed(coordinate)))
+
+    def _fixed(self, coordinate: Coordinate) -> Mapping[int, int]:
+        return {a: coordinate[a] for a, p in enumerate(self.source.placements) if type(p) is not Shard}
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Copies between two meshes, which may share ranks; neither sharding is Partial.
+
+    A rank that is in both meshes and holds a part itself takes it from itself; the others are spread over the replicas
+    by their place in the target mesh.
+    """
+
+    source: Sharding
+    target: Sharding
+    shape: tuple[int, ...]
+
+    def receives(self, coordinate: Coordinate) -> list[Part]:
+        """What the rank at `coordinate` of the target mesh takes: from which coordinate of the source, which box."""
+        box = self.target.box(self.shape, coordinate)
+        first_replica = {a: 0 for a, p in enumerate(self.source.placements) if type(p) is not Shard}
+        pieces = holders(self.shape, self.source.splits, self.source.mesh.shape, box, first_replica)
+        return [(self._chosen(coordinate, at), part) for at, part in pieces]
+
+    def sends(self, coordinate: Coordinate) -> list[Part]:
+        """What the rank at `coordinate` of the source mesh gives: to which coordinate of the target, which box."""
+        box = self.source.box(self.shape, coordinate)
+        asked = holders(self.shape, self.target.splits, self.target.mesh.shape, box, {})
+        return [(to, part) for to, part in asked if self._chosen(to, coordinate) == coordinate]
+
+    def _chosen(self, to: Coordinate, at: Coordinate) -> Coordinate:
+        """Of the replicas of the piece at `at`, the coordinate from which the target rank at `to` takes it."""
+        free = [a for a, p in enumerate(self.source.placements) if type(p) is not Shard]
+        own = self.source.mesh.coordinate_of(self.target.mesh.ranks[self.target.mesh.linear(to)])
+        if own is not None and all(own[a] == k for a, k in enumerate(at) if a not in free):
+            return own
+        chosen, turn = list(at), self.target.mesh.linear(to)
+        for a in reversed(free):
+            turn, chosen[a] = divmod(turn, self.source.mesh.shape[a])
+        return tuple(chosen)

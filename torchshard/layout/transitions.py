@@ -1,0 +1,345 @@
+"""How one sharding becomes another: the cheapest sequence of collectives, with the bytes and memory of each.
+
+A shortest path (Dijkstra). Nodes are shardings; edges are the collectives below, on one axis unless said otherwise.
+p is the size of the axis, m the bytes of the largest part involved; every number is that of the largest part, never of
+one rank, because all ranks must find the same path.
+
+    all_gather      Shard -> Replicate      one or more axes, last in their dim's order  receives (p - 1) m
+    slice           Replicate -> Shard      appended last to the order; says nothing     0
+    all_to_all      Shard(a) -> Shard(b)    last in a's order, appended last to b's      (p - 1) m of the blocks
+    all_reduce      Partial -> Replicate    several axes at once where it is cheaper     2 (p - 1) m of the p pieces
+    reduce_scatter  Partial -> Shard        appended last to the order                   (p - 1) m of the p pieces
+    exchange        any -> any with equal Partial axes, over all axes concerned          what a rank lacks
+    mask            Replicate -> Partial    keeps the value on coordinate 0, or on all   0
+
+The byte counts of gather, scatter and reduction are those of ring algorithms, which no algorithm beats. An exchange
+counts as two launches: its blocks are irregular and have to be packed and unpacked, so a regular collective is better.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchshard.errors import ShardingError
+from torchshard.layout.boxes import Box
+from torchshard.layout.copies import Copies
+from torchshard.layout.cost import DEFAULT_LINK, Link, slowest
+from torchshard.layout.grid import box_at
+from torchshard.layout.layout import Mesh, Sharding
+from torchshard.layout.pieces import largest_piece
+from torchshard.layout.placements import Partial, R, Shard
+from torchshard.layout.reductions import may_mix, reduction
+
+Kind = Literal["all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "exchange", "mask"]
+
+MAX_CACHED = 4096  # transitions kept a mesh; when full, all are dropped (they are cheap to find again)
+_MANY = 64  # above so many ranks, what an exchange moves is bounded instead of counted
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective.
+
+    Attributes:
+        kind: which.
+        axes: the axes of the mesh over which it runs.
+        before: the sharding that it starts from.
+        after: the sharding that it leads to.
+        nbytes: bytes that a rank receives at most.
+        rounds: messages that follow one another on a ring.
+        peak: bytes that a rank holds at most while it runs: its input, its output and what is on the wire.
+    """
+
+    kind: Kind
+    axes: tuple[int, ...]
+    before: Sharding
+    after: Sharding
+    nbytes: int
+    rounds: int
+    peak: int
+
+    def seconds(self, links: Sequence[Link]) -> float:
+        """Time by the cost model, with one link an axis."""
+        launches = 2 if self.kind == "exchange" else 1 if self.rounds else 0
+        return slowest([links[a] for a in self.axes]).seconds(launches, self.rounds, self.nbytes)
+
+    def copies(self, shape: tuple[int, ...]) -> Copies:
+        """Who gives what to whom, for an exchange."""
+        assert self.kind == "exchange", f"copies of {self.kind}"
+        return Copies(self.before, self.after, shape)
+
+    def __repr__(self) -> str:
+        over = " x ".join(self.before.mesh.names[a] for a in self.axes)
+        return f"{self.kind}({over}) {self.before.placements} -> {self.after.placements}, {self.nbytes} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The steps from one sharding to another, for a tensor of one shape and item size."""
+
+    source: Sharding
+    target: Sharding
+    shape: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a rank receives at most, in all steps together."""
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that a rank holds at most at any time; 0 where nothing is to be done."""
+        return max((step.peak for step in self.steps), default=0)
+
+    def seconds(self, links: Sequence[Link]) -> float:
+        """Time by the cost model, with one link an axis."""
+        return sum(step.seconds(links) for step in self.steps)
+
+
+def transition(
+    source: Sharding,
+    target: Sharding,
+    shape: tuple[int, ...],
+    itemsize: int,
+    *,
+    links: tuple[Link, ...] | None = None,
+    limit: int | None = None,
+) -> Transition:
+    """The cheapest way from `source` to `target`, two shardings of one mesh.
+
+    Args:
+        source: what the tensor is.
+        target: what it shall be.
+        shape: its global shape.
+        itemsize: bytes of one element.
+        links: cost constants, one an axis.
+        limit: bytes that a rank may hold at most while it happens.
+
+    Returns:
+        The steps; none where source is target. The same on every rank.
+
+    Raises:
+        ShardingError: a reduction that cannot be undone (Replicate to Partial product), or no way within `limit`.
+    """
+    mesh = source.mesh
+    assert target.mesh is mesh, "between two meshes: see Crossing"
+    key = source, target, shape, itemsize, links, limit
+    try:
+        found = mesh.transitions.get(key)
+    except TypeError:  # symbolic sizes
+        return Transition(source, target, shape, _search(source, target, shape, itemsize, links, limit))
+    if found is None:
+        if len(mesh.transitions) >= MAX_CACHED:
+            mesh.transitions.clear()
+        found = Transition(source, target, shape, _search(source, target, shape, itemsize, links, limit))
+        mesh.transitions[key] = found
+    return found
+
+
+def _search(
+    source: Sharding,
+    target: Sharding,
+    shape: tuple[int, ...],
+    itemsize: int,
+    links: tuple[Link, ...] | None,
+    limit: int | None,
+) -> tuple[Step, ...]:
+    if source is target:
+        return ()
+    links = links or (DEFAULT_LINK,) * source.mesh.ndim
+    sizes = _Sizes(source.mesh, shape, itemsize, {})
+    axes = _axes_concerned(source, target)
+    counter = itertools.count()
+    queue: list[tuple[float, int, int, Sharding, tuple[Step, ...]]] = [(0.0, 0, next(counter), source, ())]
+    settled: set[Sharding] = set()
+    over_limit: list[int] = []
+    bound = math.inf  # of the best whole path so far: no dearer beginning is followed
+    least = min(link.seconds(1, 1, 0) for link in links)
+    while queue:
+        cost, length, _, here, path = heapq.heappop(queue)
+        if here is target:
+            return path
+        if here in settled:
+            continue
+        settled.add(here)
+        for step in _edges(here, target, axes, sizes, _only_reduced(source, here)):
+            if step.after in settled:
+                continue
+            if limit is not None and step.peak > limit:
+                over_limit.append(step.peak)
+                continue
+            total = cost + step.seconds(links)
+            if step.after is target:
+                bound = min(bound, total)
+            if total + (0.0 if _only_local(step.after, target) else least) <= bound:
+                heapq.heappush(queue, (total, length + 1, next(counter), step.after, (*path, step)))
+    if over_limit:
+        raise ShardingError(
+            f"No way from {source} to {target} stays within the memory limit.",
+            expected=f"at most {limit} bytes a rank, for shape {shape}",
+            got=f"the next collective would need {min(over_limit)} bytes",
+            fix=f"limit={min(over_limit)}, or go through an intermediate layout of your choice",
+        )
+    raise ShardingError(
+        f"There is no way from {source} to {target}.",
+        expected="a target that is Partial only where the source is, or in sum, avg, max or min",
+        got=f"placements {target.placements}",
+        fix="redistribute to Replicate() or Shard(dim) instead",
+    )
+
+
+def _axes_concerned(source: Sharding, target: Sharding) -> tuple[int, ...]:
+    """Axes whose placement differs, or which split a dim whose order differs: no other is ever touched."""
+    axes = {a for a in range(source.mesh.ndim) if source.placements[a] is not target.placements[a]}
+    for dim in {*source.splits, *target.splits}:
+        before, after = source.splits.get(dim, ()), target.splits.get(dim, ())
+        if before != after:
+            axes.update(before, after)
+    return tuple(sorted(axes))
+
+
+def _only_local(here: Sharding, target: Sharding) -> bool:
+    """Whether slices and masks may be all that is left to do (False: some communication is for certain)."""
+    return all(now is wanted or now is R for now, wanted in zip(here.placements, target.placements, strict=True))
+
+
+def _only_reduced(source: Sharding, here: Sharding) -> bool:
+    """Whether nothing has happened yet but reductions."""
+    return all(
+        now is before or isinstance(before, Partial)
+        for now, before in zip(here.placements, source.placements, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of the largest parts of one tensor."""
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    itemsize: int
+    known: dict[Sharding, int]
+
+    def part(self, sharding: Sharding) -> int:
+        nbytes = self.known.get(sharding)
+        if nbytes is None:
+            nbytes = self.known[sharding] = math.prod(sharding.largest(self.shape)) * self.itemsize
+        return nbytes
+
+    def group(self, axes: Sequence[int]) -> int:
+        return math.prod([self.mesh.shape[a] for a in axes])
+
+
+def _edges(
+    here: Sharding, target: Sharding, axes: tuple[int, ...], sizes: _Sizes, may_exchange: bool
+) -> Iterator[Step]:
+    """What may follow: each axis goes from what it is to Replicate, or straight to what it shall be."""
+    part = sizes.part(here)
+    if may_exchange:  # it does all at once: never of use after a step that it would contain
+        exchanged = _exchanged(here, target)
+        if exchanged is not here:
+            yield _exchange(here, exchanged, part, sizes)
+    for axis in axes:
+        now, wanted = here.placements[axis], target.placements[axis]
+        if isinstance(now, Shard):
+            order = here.splits[now.dim]
+            yield _all_gather(here, order[order.index(axis) :], part, sizes)
+            if isinstance(wanted, Shard) and wanted is not now and order[-1] == axis:
+                yield _all_to_all(here, axis, wanted.dim, part, sizes)
+        elif isinstance(now, Partial):
+            yield _all_reduce(here, (axis,), part, sizes)
+            if isinstance(wanted, Shard):
+                yield _reduce_scatter(here, axis, wanted.dim, part, sizes)
+        elif isinstance(wanted, Shard):
+            after = here.replace(axis, wanted)
+            yield Step("slice", (axis,), here, after, 0, 0, part + sizes.part(after))
+        elif isinstance(wanted, Partial) and reduction(wanted.op).mask and _mixes(here, wanted):
+            yield Step("mask", (axis,), here, here.replace(axis, wanted), 0, 0, 2 * part)
+    yield from _fused_reductions(here, axes, part, sizes)
+
+
+def _all_gather(here: Sharding, axes: tuple[int, ...], part: int, sizes: _Sizes) -> Step:
+    p, after = sizes.group(axes), here
+    for axis in axes:
+        after = after.replace(axis, R)
+    return Step("all_gather", axes, here, after, (p - 1) * part, p - 1, (p + 1) * part + sizes.part(after))
+
+
+def _all_to_all(here: Sharding, axis: int, dim: int, part: int, sizes: _Sizes) -> Step:
+    p, after = sizes.mesh.shape[axis], here.replace(axis, Shard(dim))
+    local = here.largest(sizes.shape)
+    block = part // local[dim] * largest_piece(local[dim], [p]) if local[dim] else 0
+    return Step("all_to_all", (axis,), here, after, (p - 1) * block, p - 1, part + 2 * p * block + sizes.part(after))
+
+
+def _reduce_scatter(here: Sharding, axis: int, dim: int, part: int, sizes: _Sizes) -> Step:
+    p, after = sizes.mesh.shape[axis], here.replace(axis, Shard(dim))
+    piece = sizes.part(after)
+    return Step("reduce_scatter", (axis,), here, after, (p - 1) * piece, p - 1, part + (p + 1) * piece)
+
+
+def _all_reduce(here: Sharding, axes: tuple[int, ...], part: int, sizes: _Sizes) -> Step:
+    p, after = sizes.group(axes), here
+    for axis in axes:
+        after = after.replace(axis, R)
+    piece = -(-part // (p * sizes.itemsize)) * sizes.itemsize
+    return Step("all_reduce", axes, here, after, 2 * (p - 1) * piece, 2 * (p - 1), 2 * part)
+
+
+def _fused_reductions(here: Sharding, concerned: Sequence[int], part: int, sizes: _Sizes) -> Iterator[Step]:
+    """One all-reduce for all axes that reduce alike: two after another would carry the whole tensor twice."""
+    alike: dict[Partial, list[int]] = {}
+    for axis in concerned:
+        if isinstance(now := here.placements[axis], Partial):
+            alike.setdefault(now, []).append(axis)
+    for axes in alike.values():
+        if len(axes) > 1:
+            yield _all_reduce(here, tuple(axes), part, sizes)
+
+
+def _mixes(here: Sharding, wanted: Partial) -> bool:
+    return all(may_mix(wanted.op, p.op) for p in here.placements if isinstance(p, Partial))
+
+
+def _exchanged(here: Sharding, target: Sharding) -> Sharding:
+    """The sharding nearest to the target that has the Partial axes of `here`."""
+    placements, kept = [], {}
+    for now, wanted in zip(here.placements, target.placements, strict=True):
+        placements.append(now if isinstance(now, Partial) else R if isinstance(wanted, Partial) else wanted)
+    for dim, axes in target.splits.items():
+        kept[dim] = tuple([a for a in axes if isinstance(placements[a], Shard)])
+    return here.mesh.sharding(placements, {dim: axes for dim, axes in kept.items() if axes})
+
+
+def _exchange(here: Sharding, after: Sharding, part: int, sizes: _Sizes) -> Step:
+    dims = [d for d in {*here.splits, *after.splits} if here.splits.get(d) != after.splits.get(d)]
+    axes = tuple(sorted({a for d in dims for a in (*here.splits.get(d, ()), *after.splits.get(d, ()))}))
+    lacks = _most_lacked(here, after, axes, sizes)
+    peak = 2 * part + lacks + 2 * sizes.part(after)
+    return Step("exchange", axes, here, after, lacks, sizes.group(axes) - 1, peak)
+
+
+def _most_lacked(here: Sharding, after: Sharding, axes: Sequence[int], sizes: _Sizes) -> int:
+    """The most bytes that a rank does not hold yet; all it will hold where there are too many ranks to ask each."""
+    if sizes.group(axes) > _MANY:
+        return sizes.part(after)
+    mesh, most = sizes.mesh, 0
+    coordinate = [0] * mesh.ndim  # elsewhere 0, where parts are largest
+    for place in itertools.product(*[range(mesh.shape[a]) for a in axes]):
+        for a, k in zip(axes, place, strict=True):
+            coordinate[a] = k
+        wanted = box_at(sizes.shape, after.splits, mesh.shape, coordinate)
+        held = wanted.meet(box_at(sizes.shape, here.splits, mesh.shape, coordinate))
+        most = max(most, wanted.numel - (held.numel if held else 0))
+    return most * sizes.itemsize
+
+
+def lacked(source: Sharding, target: Sharding, shape: Sequence[int], coordinate: Sequence[int]) -> int:
+    """Elements that the rank at `coordinate` will hold and does not hold yet: no path can move less."""
+    wanted: Box = target.box(shape, coordinate)
+    held = wanted.meet(source.box(shape, coordinate))
+    return wanted.numel - (held.numel if held else 0)

@@ -1,0 +1,92 @@
+"""A line of notation meets actual shapes: "..." spread out, broadcast dims marked, and the length of every factor."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchshard.rules.notation import DOTS, Dim, Operand, Signature
+
+ONE: Dim = ("1",)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A signature for tensors of certain shapes.
+
+    Attributes:
+        operands: dims of each operand, one for each dim of its shape.
+        results: dims of each result.
+        sizes: length of every factor that the operands or the rule tell.
+    """
+
+    operands: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    sizes: Mapping[str, int]
+
+    def result_shape(self, which: int, local: Sequence[int]) -> tuple[int, ...]:
+        """Global shape of a result: from the factors, and from its local shape for dims that no factor tells."""
+        if which >= len(self.results):
+            return tuple(local)
+        return tuple([self._length(dim, n) for dim, n in zip(self.results[which], local, strict=True)])
+
+    def known_shape(self, which: int) -> tuple[int, ...]:
+        """Global shape of a result; a factor of which nothing is known counts as 1."""
+        return tuple([self._length(dim, 1) for dim in self.results[which]])
+
+    def _length(self, dim: Dim, local: int) -> int:
+        sizes = [self._size(f) for f in dim]
+        return local if None in sizes else math.prod([n for n in sizes if n is not None])
+
+    def _size(self, factor: str) -> int | None:
+        return 1 if factor == "1" else self.sizes.get(factor)
+
+
+def bind(signature: Signature, shapes: Sequence[Sequence[int]], given: Mapping[str, int]) -> Bound | None:
+    """Match a signature with the shapes of the operands.
+
+    Args:
+        signature: may have more operands than there are shapes: optional ones at the end.
+        shapes: of the operands.
+        given: lengths of factors that the operands do not show.
+
+    Returns:
+        None where the shapes contradict the signature, or each other: the operator itself will say why.
+    """
+    operands = signature.operands[: len(shapes)]
+    if len(operands) < len(shapes):
+        return None
+    dots = [len(shape) - len(dims) + 1 for dims, shape in zip(operands, shapes, strict=True) if DOTS in dims]
+    if any(n < 0 for n in dots):
+        return None
+    spread = [_spread(dims, len(shape) - len(dims) + 1) for dims, shape in zip(operands, shapes, strict=True)]
+    if any(len(dims) != len(shape) for dims, shape in zip(spread, shapes, strict=True)):
+        return None
+    sizes = dict(given)
+    for dims, shape in zip(spread, shapes, strict=True):
+        for dim, n in zip(dims, shape, strict=True):
+            if len(dim) == 1 and dim != ONE and dim[0] not in given and sizes.get(dim[0], 1) == 1:
+                sizes[dim[0]] = n
+    marked = []
+    for dims, shape in zip(spread, shapes, strict=True):
+        marked.append(tuple([_broadcast(dim, n, sizes) for dim, n in zip(dims, shape, strict=True)]))
+        if any(_contradicts(dim, n, sizes) for dim, n in zip(marked[-1], shape, strict=True)):
+            return None
+    results = [_spread(dims, max(dots, default=0)) for dims in signature.results]
+    return Bound(tuple(marked), tuple(results), sizes)
+
+
+def _spread(dims: Operand, count: int) -> Operand:
+    """`...` as `count` factors, named from the right so that they align."""
+    if DOTS not in dims:
+        return dims
+    at = dims.index(DOTS)
+    return (*dims[:at], *[(f".{r}",) for r in reversed(range(count))], *dims[at + 1 :])
+
+
+def _broadcast(dim: Dim, n: int, sizes: Mapping[str, int]) -> Dim:
+    return ONE if len(dim) == 1 and n == 1 and sizes.get(dim[0], 1) != 1 else dim
+
+
+def _contradicts(dim: Dim, n: int, sizes: Mapping[str, int]) -> bool:
+    known = [1 if f == "1" else sizes.get(f) for f in dim]
+    return None not in known and math.prod([k for k in known if k is not None]) != n

@@ -1,0 +1,243 @@
+"""From a rule to a decision: each axis of the mesh on its own, the cheapest way to run the operator there.
+
+On one axis an operator can run with everything whole; with one factor split between the ranks, wherever it occurs; or
+on Partial terms, where it is linear in them. The price of a way is what it costs to bring the operands there. Axes are
+decided one after another, so the work grows with their number, not exponentially; what an axis splits is smaller for
+the next. All numbers are those of the largest pieces: every rank decides the same.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchshard.layout.layout import Layout, Mesh, Sharding
+from torchshard.layout.pieces import piece
+from torchshard.layout.placements import Partial, Placement, Placements, R, Shard
+from torchshard.layout.reductions import may_mix, reduction
+from torchshard.rules.bind import Bound
+from torchshard.rules.notation import Operand, is_whole
+from torchshard.rules.rule import Options
+
+_LAUNCH = 20_000.0  # bytes that a link carries in the time that starting a collective takes
+_COPY = 1.0  # a slice: next to nothing, but not nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """How to run an operator: the sharding that each operand must have, and that each result will have."""
+
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way to run on one axis."""
+
+    operands: Placements
+    results: Placements
+    factor: str | None = None
+    even: bool = False  # every rank must hold an equal piece of the factor
+    full: bool = False  # no rank may hold an empty piece of it
+
+
+def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mapping[int, int | None]) -> Lifted | None:
+    """Decide how to run.
+
+    Args:
+        bound: the rule for these shapes.
+        options: what else is true of the operator.
+        layouts: of the operands, all on one mesh.
+        fixed: operands that cannot be moved; to each the result that it becomes (an operand written in place), or None.
+
+    Returns:
+        None where the operands that cannot be moved leave no way.
+    """
+    mesh = layouts[0].mesh
+    ways = list(_ways(bound, options, layouts))
+    nbytes = [float(layout.largest_nbytes()) for layout in layouts]
+    result_bytes = [
+        float(math.prod(bound.known_shape(k)) * layouts[0].dtype.itemsize) for k in range(len(bound.results))
+    ]
+    pieces: dict[str, list[int]] = {f: [n] for f, n in bound.sizes.items()}
+    chosen: list[_Way] = []
+    for axis, parts in enumerate(mesh.shape):
+        best, least = None, math.inf
+        for way in ways:
+            if not _possible(way, parts, pieces, chosen):
+                continue
+            price = _price(way, axis, parts, layouts, nbytes, fixed, options.like)
+            price += _pending(way, layouts, axis, parts, result_bytes)
+            if price < least:
+                best, least = way, price
+        if best is None:
+            return None
+        chosen.append(best)
+        if best.factor is not None:
+            pieces[best.factor] = [piece(n, parts, k)[1] for n in pieces[best.factor] for k in (0, parts - 1)]
+    return _assembled(mesh, bound, chosen, layouts, fixed, options.like)
+
+
+def _ways(bound: Bound, options: Options, layouts: Sequence[Layout]) -> Iterator[_Way]:
+    count, results = len(bound.operands), len(bound.results)
+    yield _Way((R,) * count, (R,) * results)
+    factors = dict.fromkeys(f for dims in bound.operands for dim in dims for f in dim if not is_whole(f))
+    for factor in factors:
+        way = _split(bound, options, factor)
+        if way is not None:
+            yield way
+    kinds = dict.fromkeys(p for layout in layouts for p in layout.placements if isinstance(p, Partial))
+    for partial in kinds:
+        for group in _passing(partial, options):
+            if max(group) < count:
+                operands = tuple([partial if k in group else R for k in range(count)])
+                yield _Way(operands, (partial,) * results)
+
+
+def _split(bound: Bound, options: Options, factor: str) -> _Way | None:
+    """The way that splits one factor; None where some operand or result does not allow it."""
+    partial = options.reduces.get("..." if factor[0] == "." else factor)
+    reduced = not any(factor in dim for dims in bound.results for dim in dims)
+    even = False
+    operands: list[Placement] = []
+    results: list[Placement] = []
+    for side, placements in ((bound.operands, operands), (bound.results, results)):
+        for k, dims in enumerate(side):
+            at = [d for d, dim in enumerate(dims) if factor in dim]
+            if len(at) > 1 or (at and dims[at[0]][0] != factor):
+                return None
+            if at:
+                even = even or len(dims[at[0]]) > 1
+                placements.append(Shard(at[0]))
+            elif side is bound.operands:
+                placements.append(partial if reduced and partial and k in options.plus else R)
+            elif partial is None:
+                return None
+            else:
+                placements.append(partial)
+    # Terms of an average count alike only where pieces are equal; max and min of nothing do not exist.
+    lossy = partial is not None and any(p is partial for p in results)
+    even = even or (lossy and partial is not None and partial.op == "avg")
+    full = options.full or (lossy and partial is not None and partial.op in ("max", "min"))
+    return _Way(tuple(operands), tuple(results), factor, even, full)
+
+
+def _passing(partial: Partial, options: Options) -> tuple[tuple[int, ...], ...]:
+    """Groups of operands that may be Partial in this way while the others are whole."""
+    if options.moves:
+        return ((0,),)
+    if partial.op in ("sum", "avg"):
+        return options.linear
+    return ((0,),) if options.mono and partial.op in ("max", "min") else ()
+
+
+def _possible(way: _Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Sequence[_Way]) -> bool:
+    if way.factor is not None:
+        lengths = pieces[way.factor]
+        if way.even and any(n % parts for n in lengths):
+            return False
+        if way.full and any(piece(n, parts, parts - 1)[1] == 0 for n in lengths):
+            return False
+    for before in chosen:
+        for one, other in zip(before.results + before.operands, way.results + way.operands, strict=True):
+            if isinstance(one, Partial) and isinstance(other, Partial) and not may_mix(one.op, other.op):
+                return False
+    return True
+
+
+def _price(
+    way: _Way,
+    axis: int,
+    parts: int,
+    layouts: Sequence[Layout],
+    nbytes: Sequence[float],
+    fixed: Mapping[int, int | None],
+    like: bool,
+) -> float:
+    """What it costs to bring the operands there."""
+    price = 0.0
+    for k, layout in enumerate(layouts):
+        now, wanted = layout.placements[axis], way.operands[k]
+        if like and isinstance(now, Partial):
+            now = R
+        if k in fixed:
+            becomes = fixed[k]
+            if now is not wanted or (becomes is not None and way.results[becomes] is not now):
+                return math.inf
+        elif now is not wanted:
+            price += _move(now, wanted, nbytes[k], parts)
+    return price
+
+
+def _move(now: Placement, wanted: Placement, nbytes: float, parts: int) -> float:
+    if isinstance(wanted, Partial):
+        return 2 * _COPY if now is R and reduction(wanted.op).mask else math.inf
+    if now is R:
+        return _COPY
+    share = nbytes * (parts - 1) / parts
+    if isinstance(now, Partial):
+        return _LAUNCH + share * (1 if isinstance(wanted, Shard) else 2)
+    return _LAUNCH + (share if isinstance(wanted, Shard) else nbytes * (parts - 1))
+
+
+def _pending(way: _Way, layouts: Sequence[Layout], axis: int, parts: int, result_bytes: Sequence[float]) -> float:
+    """What a new Partial result will cost when it is reduced (scattered, at best)."""
+    if any(isinstance(layout.placements[axis], Partial) for layout in layouts):
+        return 0.0
+    return sum(
+        [n * (parts - 1) / parts for p, n in zip(way.results, result_bytes, strict=True) if isinstance(p, Partial)]
+    )
+
+
+def _assembled(
+    mesh: Mesh,
+    bound: Bound,
+    chosen: Sequence[_Way],
+    layouts: Sequence[Layout],
+    fixed: Mapping[int, int | None],
+    like: bool,
+) -> Lifted | None:
+    orders = _orders(bound, chosen, layouts, fixed)
+    operands, results = [], []
+    for k, layout in enumerate(layouts):
+        placements = [way.operands[k] for way in chosen]
+        if like:  # nothing is read, so nothing need be reduced
+            placements = [
+                p if isinstance(p, Partial) else w for p, w in zip(layout.placements, placements, strict=True)
+            ]
+        operands.append(mesh.sharding(placements, _by_dim(bound.operands[k], placements, orders)))
+        if k in fixed and operands[-1] is not layout.sharding:
+            return None  # the same placements in another order
+    for k, dims in enumerate(bound.results):
+        placements = [way.results[k] for way in chosen]
+        results.append(mesh.sharding(placements, _by_dim(dims, placements, orders)))
+    if any(becomes is not None and results[becomes] is not layouts[k].sharding for k, becomes in fixed.items()):
+        return None
+    return Lifted(tuple(operands), tuple(results))
+
+
+def _orders(
+    bound: Bound, chosen: Sequence[_Way], layouts: Sequence[Layout], fixed: Mapping[int, int | None]
+) -> dict[str, tuple[int, ...]]:
+    """Factor -> its axes, the first to split first: as an operand has them, above all one that cannot move."""
+    axes: dict[str, tuple[int, ...]] = {}
+    for axis, way in enumerate(chosen):
+        if way.factor is not None:
+            axes[way.factor] = (*axes.get(way.factor, ()), axis)
+    ranked = sorted(range(len(layouts)), key=lambda k: (k not in fixed, -layouts[k].largest_nbytes()))
+    for factor, split in axes.items():
+        if len(split) > 1:
+            for k in ranked:
+                dim = next((d for d, factors in enumerate(bound.operands[k]) if factor in factors), None)
+                have = layouts[k].sharding.splits.get(dim, ()) if dim is not None else ()
+                if sorted(have) == list(split):
+                    axes[factor] = have
+                    break
+    return axes
+
+
+def _by_dim(
+    dims: Operand, placements: Sequence[Placement], orders: Mapping[str, tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
+    split = {p.dim for p in placements if isinstance(p, Shard)}
+    return {dim: orders[dims[dim][0]] for dim in split}

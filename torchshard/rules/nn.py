@@ -1,0 +1,101 @@
+"""What neural networks are made of: softmax, normalisation, embedding, losses, attention."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchshard.layout.layout import Layout
+from torchshard.rules.reducing import dims_of, letters
+from torchshard.rules.rule import Made, Rule, named, options, reduces, table
+
+_LINES = table("""
+    embedding        | V d, ... -> ... d     | lin=0
+    _fused_sdp_choice | b h S E, b h T E, b h T F -> | like full red=b:sum,h:sum   # a number, the same on every rank
+""")
+
+
+def _softmax(x: Layout, dim: int, *_: Any) -> str:
+    names = " ".join(letters(x.ndim, dims_of(dim, x.ndim)))  # a row is normalised together
+    return f"{names} -> {names}"
+
+
+def _softmax_backward(grad: Layout, output: Layout, dim: int, *_: Any) -> str:
+    names = " ".join(letters(grad.ndim, dims_of(dim, grad.ndim)))
+    return f"{names}, {names} -> {names}"
+
+
+def _layer_norm(
+    x: Layout, shape: Sequence[int], weight: Layout | None = None, bias: Layout | None = None, *_: Any
+) -> str:
+    rows, normed, stats = _normalised(x, shape)
+    weights = [normed] * ((weight is not None) + (bias is not None))
+    return f"{', '.join([rows, *weights])} -> {rows}, {stats}, {stats}"
+
+
+def _layer_norm_backward(grad: Layout, x: Layout, shape: Sequence[int], mean: Layout, rstd: Layout, *rest: Any) -> Made:
+    rows, normed, stats = _normalised(x, shape)
+    weights = [normed] * (len([w for w in rest[:2] if w is not None]))
+    line = f"{', '.join([rows, rows, stats, stats, *weights])} -> {rows}, {normed}, {normed}"
+    lead = letters(x.ndim)[: x.ndim - len(shape)]
+    return Made(line, options={"reduces": reduces(dict.fromkeys(lead, "sum"))})
+
+
+def _normalised(x: Layout, shape: Sequence[int]) -> tuple[str, str, str]:
+    """Notation of the rows, of what is normalised together, and of one statistic a row."""
+    lead = x.ndim - len(shape)
+    names = letters(x.ndim, range(lead, x.ndim))
+    return " ".join(names), " ".join(names[lead:]), " ".join(names[:lead] + ["1"] * len(shape))
+
+
+def _embedding_backward(grad: Layout, indices: Layout, rows: int, padding: int, by_frequency: bool) -> Made:
+    # Scaled by how often an index occurs in the whole batch, so the batch must be whole.
+    batch = letters(indices.ndim, range(indices.ndim) if by_frequency else ())
+    line = f"{' '.join([*batch, 'w'])}, {' '.join(batch)} -> V w"
+    return Made(line, {"V": rows}, {"reduces": reduces({} if by_frequency else dict.fromkeys(batch, "sum"))})
+
+
+_NONE, _MEAN = 0, 1  # reductions of losses, as ATen numbers them
+
+
+def _nll_loss(x: Layout, target: Layout, weight: Layout | None, reduction: int, ignore: int) -> Made:
+    """Loss and total weight. The mean needs the whole batch here; tensor/handlers makes it of sums instead."""
+    n = "" if x.ndim == 1 else "N" if reduction == _MEAN else "n"
+    line = f"{n} C, {n}{', C' if weight is not None else ''} -> {n if reduction == _NONE else ''}, "
+    return Made(line, options={"reduces": reduces({"n": "sum"})})
+
+
+def _nll_loss_backward(
+    grad: Layout, x: Layout, target: Layout, weight: Layout | None, reduction: int, ignore: int, total: Layout
+) -> str:
+    n = "" if x.ndim == 1 else "n"
+    return f"{n if grad.ndim else ''}, {n} C, {n}{', C' if weight is not None else ''}, -> {n} C"
+
+
+def _attention(
+    q: Layout, k: Layout, v: Layout, dropout: float = 0.0, causal: bool = False, *,
+    attn_mask: Layout | None = None, scale: float | None = None,
+) -> str:  # fmt: skip
+    mask = f", {' '.join('bhST'[4 - attn_mask.ndim :])}" if attn_mask is not None else ""
+    return f"b h S E, b h T E, b h T F{mask} -> b h S F, b h S"
+
+
+def _attention_backward(
+    grad: Layout, q: Layout, k: Layout, v: Layout, out: Layout, logsumexp: Layout, dropout: float, causal: bool, *,
+    attn_mask: Layout | None = None, scale: float | None = None,
+) -> str:  # fmt: skip
+    mask = f", {' '.join('bhST'[4 - attn_mask.ndim :])}" if attn_mask is not None else ""
+    operands = f"b h S F, b h S E, b h T E, b h T F, b h S F, b h S{mask}"
+    return f"{operands} -> b h S E, b h T E, b h T F"
+
+
+RULES = {
+    **_LINES,
+    **named("_softmax _log_softmax", Rule(_softmax)),
+    **named("_softmax_backward_data _log_softmax_backward_data", Rule(_softmax_backward)),
+    **named("native_layer_norm", Rule(_layer_norm)),
+    **named("native_layer_norm_backward", Rule(_layer_norm_backward)),
+    **named("embedding_dense_backward", Rule(_embedding_backward, options("lin=0"))),
+    **named("nll_loss_forward", Rule(_nll_loss)),
+    **named("nll_loss_backward", Rule(_nll_loss_backward, options("lin=0"))),
+    **named("_scaled_dot_product_flash_attention_for_cpu", Rule(_attention, options("full"))),
+    **named("_scaled_dot_product_flash_attention_for_cpu_backward", Rule(_attention_backward, options("full"))),
+}

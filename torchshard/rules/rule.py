@@ -1,0 +1,140 @@
+"""A rule: a line of notation, and what else is true of the operator. Tables of rules are text, one row each.
+
+    names                 | notation             | options        # comment
+    mm                    | i k, k j -> i j      | lin=0,1 red=k:sum
+
+Names are those of ATen without the namespace; `.default` is understood. Options:
+
+    lin=0+1,0      the results are linear in operands 0 and 1 together, and in operand 0 alone: Partial sums and
+                   averages of these may pass through, while all other operands are whole
+    moves          only moves elements of operand 0: Partials of every kind pass through
+    mono           rises with operand 0: Partial max and min pass through
+    red=k:sum      splitting factor k, which no result has, leaves this Partial ("...": any broadcast factor)
+    plus=0         operand 0 is added to that sum, so it must count once: it becomes Partial too
+    like           only shape, stride and dtype of the operands are read
+    full           no rank may hold an empty piece: the kernel would fail or has no identity
+    reads=a,b      number arguments whose value, not only type, decides the rule
+
+Where the shape of the arguments decides, a rule is a function instead: it takes the operator's arguments, with a Layout
+(which has `shape` and `ndim`) for each tensor, and returns a line, or a Made with what the line cannot say.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from torchshard.errors import ShardingError
+from torchshard.layout.placements import Partial
+from torchshard.rules.notation import parse
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the options column says; see the head of this file."""
+
+    linear: tuple[tuple[int, ...], ...] = ()
+    moves: bool = False
+    mono: bool = False
+    reduces: Mapping[str, Partial] = field(default_factory=dict)
+    plus: tuple[int, ...] = ()
+    like: bool = False
+    full: bool = False
+    reads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a rule function returns where a line is not enough.
+
+    Attributes:
+        line: the notation.
+        sizes: lengths of factors that occur in results only, or only in groups.
+        options: changes to the row's options.
+        local_size: position of an argument that is the size of the result, to be replaced by its local size.
+        local_stride: position of an argument that is the stride of the result, likewise.
+        local: what to call on local tensors instead of the operator.
+    """
+
+    line: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    local_size: int | None = None
+    local_stride: int | None = None
+    local: Callable[..., Any] | None = None
+
+
+Builder = Callable[..., "str | Made"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row: a line or a function that makes it, and options."""
+
+    how: str | Builder
+    options: Options = field(default_factory=Options)
+
+    def made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Made, Options]:
+        """The line and options for these arguments (layouts in place of tensors)."""
+        made = self.how if isinstance(self.how, str) else self.how(*args, **kwargs)
+        if isinstance(made, str):
+            made = Made(made)
+        return made, replace(self.options, **made.options) if made.options else self.options
+
+
+def table(text: str) -> dict[str, Rule]:
+    """Read rows; each name becomes a key with its overload.
+
+    Raises:
+        ShardingError: names the row and the column.
+    """
+    rules: dict[str, Rule] = {}
+    for row in text.splitlines():
+        row = row.split("#")[0].strip()
+        if not row:
+            continue
+        cells = [cell.strip() for cell in row.split("|")]
+        if len(cells) != 3:
+            raise ShardingError("A row of rules has three cells.", expected="names | notation | options", got=row)
+        names, line, words = cells
+        parse(line)
+        rules.update(named(names, Rule(line, options(words))))
+    return rules
+
+
+def named(names: str, rule: Rule) -> dict[str, Rule]:
+    """The same rule under several names, separated by spaces."""
+    return {name if "." in name else name + ".default": rule for name in names.split()}
+
+
+def options(words: str) -> Options:
+    """Read the options column.
+
+    Raises:
+        ShardingError: names the word that is no option.
+    """
+    found: dict[str, Any] = {}
+    for word in words.split():
+        name, _, value = word.partition("=")
+        if name in ("moves", "mono", "like", "full") and not value:
+            found[name] = True
+        elif name == "lin" and value:
+            found["linear"] = tuple([tuple(map(int, group.split("+"))) for group in value.split(",")])
+        elif name == "plus" and value:
+            found["plus"] = tuple(map(int, value.split(",")))
+        elif name == "reads" and value:
+            found["reads"] = tuple(value.split(","))
+        elif name == "red" and value:
+            found["reduces"] = reduces({f: op for f, _, op in (pair.partition(":") for pair in value.split(","))})
+        else:
+            raise ShardingError(
+                "A rule has an option that does not exist.",
+                expected="lin=, moves, mono, red=, plus=, like, full or reads=",
+                got=repr(word),
+            )
+    return Options(**found)
+
+
+def reduces(ops: Mapping[str, str]) -> Mapping[str, Partial]:
+    """Factor -> Partial, from factor -> name of the reduction."""
+    return MappingProxyType({factor: Partial(op) for factor, op in ops.items()})

@@ -1,0 +1,1 @@
+"""DTensor: tensors whose pieces live on the ranks of a mesh."""

@@ -1,0 +1,225 @@
+"""Where gradients cross: between local tensors and DTensors, and between layouts.
+
+The gradient of a tensor that is Partial along an axis is replicated there: each term of a sum gets the whole gradient.
+(A term of an average gets its share of it; terms of max, min or a product get what depends on values that only the
+other ranks have, which is refused.)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from torchshard.comm import collectives
+from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.layout.layout import Sharding
+from torchshard.layout.placements import Partial, R
+from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride, from_torch, layout_for
+from torchshard.tensor.mesh import BoundMesh, bind
+from torchshard.tensor.redistribute import moved, redistribute_local
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: DTensor, target: Sharding, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
+    ) -> DTensor:
+        source = x._spec
+        ctx.source, ctx.backward_dtype = source, backward_dtype
+        local = x._local_tensor
+        if forward_dtype is not None and forward_dtype is not source.dtype:
+            local = local.to(forward_dtype)
+            source = layout_for(source.sharding, source.shape, source.stride, forward_dtype)
+        layout = source.to(target)
+        return wrap(redistribute_local(local, source, layout), moved(source, layout))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        # Through DTensor operators, so that it can be differentiated again.
+        source: TensorLayout = ctx.source
+        sent = _as_dtype(grad, ctx.backward_dtype or source.dtype)
+        back = redistribute(sent, source.sharding.without_partial())
+        return _as_dtype(back, source.dtype), None, None, None
+
+
+def _as_dtype(x: DTensor, dtype: torch.dtype) -> DTensor:
+    converted = x.to(dtype)
+    assert isinstance(converted, DTensor), "a conversion of a DTensor gave a plain tensor"
+    return converted
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, placements: Sequence[TorchPlacement] | None) -> Tensor:
+        ctx.layout, ctx.placements = x._spec, placements
+        local = x._local_tensor
+        return local.view_as(local)  # its own tensor: history must not land on the part itself
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        layout: TensorLayout = ctx.layout
+        sharding = layout.sharding.without_partial()
+        if ctx.placements is not None:
+            sharding = from_torch(ctx.placements, layout.mesh, layout.shape)
+        stride = dense_stride(layout.shape, grad.stride()) if grad.ndim == layout.ndim else layout.stride
+        target = layout_for(sharding, layout.shape, stride, grad.dtype)
+        check_part(grad, target)
+        return _FromLocal.apply(grad, target, None), None
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None) -> DTensor:
+        ctx.layout, ctx.grad_sharding = layout, grad_sharding
+        return wrap(local.view_as(local), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        sharding: Sharding = ctx.layout.sharding
+        target = ctx.grad_sharding or sharding.without_partial()
+        local = redistribute(grad, target).to_local()
+        return _of_terms(local, sharding), None, None
+
+
+def _of_terms(grad: Tensor, sharding: Sharding) -> Tensor:
+    """The gradient of this rank's terms, from that of their reduction."""
+    for axis in sharding.partial:
+        placement = sharding.placements[axis]
+        assert isinstance(placement, Partial), f"axis {axis} of {sharding} is not Partial"
+        if placement.op == "avg":
+            grad = grad / sharding.mesh.shape[axis]
+        elif placement.op != "sum":
+            raise UnsupportedOperatorError(
+                f"No gradient passes from a Partial({placement.op!r}) DTensor to the local tensor that it was made of.",
+                expected="Shard, Replicate, Partial('sum') or Partial('avg') where gradients are wanted",
+                got=sharding,
+                fix="reduce before from_local, or detach the local tensor",
+            )
+    return grad
+
+
+def redistribute(
+    x: DTensor,
+    target: Sharding,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """See DTensor.redistribute; returns `x` itself where nothing changes."""
+    source = x._spec
+    same_dtypes = forward_dtype in (None, source.dtype) and backward_dtype in (None, source.dtype)
+    if source.sharding is target and same_dtypes:
+        return x
+    return _Redistribute.apply(x, target, forward_dtype, backward_dtype)  # type: ignore[no-any-return]
+
+
+def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:
+    """See DTensor.to_local."""
+    if not torch.is_grad_enabled():
+        return x._local_tensor
+    return _ToLocal.apply(x, grad_placements)  # type: ignore[no-any-return]
+
+
+@torch.compiler.allow_in_graph  # its tensor work traces well, its arithmetic on layouts is not to be traced
+def from_local(
+    local: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[TorchPlacement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[TorchPlacement] | None,
+) -> DTensor:
+    """See DTensor.from_local."""
+    if isinstance(local, DTensor):
+        raise RuntimeError("from_local takes a plain torch.Tensor, and this is a DTensor; use redistribute")
+    if (shape is None) != (stride is None):
+        raise RuntimeError(f"from_local takes shape and stride together; got shape={shape}, stride={stride}")
+    mesh = bind(device_mesh)
+    if local.device.type != device_mesh.device_type and not local.is_meta:
+        local = local.to(device_mesh.device_type)
+    given = [Replicate()] * mesh.ndim if placements is None else placements
+    sharding = from_torch(given, mesh, _even_shape(local, given, mesh) if shape is None else shape)
+    if mesh.coordinate is None:
+        local = local.new_empty(0)
+        shape, stride = shape or (0,) * len(local.shape), stride or (1,) * len(local.shape)
+    if run_check:
+        layout = _asked_layout(local, sharding, shape, stride)
+        local = _first_replica(local, sharding)
+    elif shape is not None and stride is not None:
+        layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
+        check_part(local, layout)
+    else:
+        layout = _even_layout(local, sharding, _even_shape(local, given, mesh))
+    grad_sharding = None if grad_placements is None else from_torch(grad_placements, mesh, layout.shape)
+    return _FromLocal.apply(local, layout, grad_sharding)  # type: ignore[no-any-return]
+
+
+def _even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: BoundMesh) -> list[int]:
+    """The global shape if all parts are as large as this one."""
+    shape = list(local.shape)
+    for parts, placement in zip(mesh.shape, placements, strict=False):
+        dim = getattr(placement, "dim", None)
+        if isinstance(dim, int) and -local.ndim <= dim < local.ndim:
+            shape[dim] *= parts
+    return shape
+
+
+def _even_layout(local: Tensor, sharding: Sharding, shape: Sequence[int]) -> TensorLayout:
+    layout = layout_for(sharding, tuple(shape), dense_stride(shape, local.stride()), local.dtype)
+    unsure = sharding.splits and sharding.mesh.size > 1
+    return layout.marked(ASSUMED) if unsure else layout
+
+
+def _asked_layout(
+    local: Tensor, sharding: Sharding, shape: Sequence[int] | None, stride: Sequence[int] | None
+) -> TensorLayout:
+    """The layout that the sizes of all ranks' parts make up; every rank finds the same, or raises the same."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
+    group = mesh.group(tuple(range(mesh.ndim)))
+    mine = torch.tensor([list(local.shape)], device=local.device)
+    held = [tuple(row) for row in collectives.all_gather(mine, 0, [1] * group.size, group).tolist()]
+    if shape is None or stride is None:
+        shape = list(local.shape)
+        for dim, axes in sharding.splits.items():
+            line = [c for c in mesh.coordinates() if all(k == 0 for a, k in enumerate(c) if a not in axes)]
+            shape[dim] = sum(held[mesh.linear(c)][dim] for c in line)
+        stride = dense_stride(shape, local.stride())
+    layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
+    for rank, size, box in zip(mesh.ranks, held, layout.boxes(), strict=True):
+        if size != box.size:
+            raise ShardingError(
+                "The local tensors are not the pieces of one tensor.",
+                expected=f"rank {rank} to hold {box.size} of the shape {layout.shape}, as torch.chunk cuts",
+                got=f"{size}; all ranks: {held}",
+                where=f"from_local, {sharding}",
+                fix="use distribute_tensor, or cut into pieces of ceil(n / parts) with a short tail",
+            )
+    return layout
+
+
+def _first_replica(local: Tensor, sharding: Sharding) -> Tensor:
+    """The values of the first rank along each replicated axis."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
+    for axis, placement in enumerate(sharding.placements):
+        if placement is R:
+            local = collectives.broadcast(local, 0, mesh.group((axis,)))
+    return local
+
+
+def check_part(local: Tensor, layout: TensorLayout) -> None:
+    """Raise ShardingError unless `local` has the shape of this rank's part."""
+    if tuple(local.shape) != tuple(layout.local_shape):
+        raise ShardingError(
+            "A local tensor does not have the shape of this rank's part.",
+            expected=f"{tuple(layout.local_shape)}, the part of {layout.shape} at {layout.mesh.coordinate}",
+            got=tuple(local.shape),
+            where=layout.sharding,
+            fix="pass the piece that torch.chunk would give this rank",
+        )

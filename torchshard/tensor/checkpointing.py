@@ -1,0 +1,55 @@
+"""How torch.distributed.checkpoint saves and loads a DTensor: its checkpointable protocol, with torch's metadata.
+
+A tensor is written by every rank that holds a part (the planner drops replicas), as chunks named by their offsets. An
+empty part lies at the end of the tensor along the dims where it is empty, as torch has it.
+"""
+
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from torchshard.errors import ShardingError
+from torchshard.tensor.dtensor import DTensor
+
+
+def write_items(x: DTensor, name: str) -> list[WriteItem]:
+    """What this rank writes of `x`; nothing on a rank outside of the mesh."""
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=chunk, properties=TensorProperties.create_from_tensor(x._local_tensor), size=x.size()
+            ),
+        )
+        for chunk in chunks(x)
+    ]
+
+
+def chunks(x: DTensor) -> list[ChunkStorageMetadata]:
+    """Offsets and sizes of what this rank holds; nothing on a rank outside of the mesh.
+
+    Raises:
+        ShardingError: `x` is Partial: no rank holds its values.
+    """
+    import torch
+
+    layout = x._spec
+    if layout.sharding.partial:
+        raise ShardingError(
+            "A Partial tensor cannot be saved or loaded: no rank holds its values.",
+            expected="Shard(dim) or Replicate() on every axis",
+            got=layout,
+            fix="x.redistribute(placements=[Replicate()] * mesh.ndim)",
+        )
+    if layout.box is None:
+        return []
+    offset = [o if n else whole for o, n, whole in zip(*layout.box, layout.shape, strict=True)]
+    return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(layout.box.size))]
+
+
+def shard(x: DTensor, index: MetadataIndex) -> Tensor:
+    """The local tensor that an index names; there is one."""
+    chunks(x)
+    return x.to_local()

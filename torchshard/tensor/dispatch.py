@@ -1,0 +1,97 @@
+"""From an operator call to its plan: one entry for each way an operator is called, one cached plan for each layout.
+
+The hot path is generated, see codegen.py; here is what runs when something is met for the first time.
+"""
+
+import keyword
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from torchshard.errors import UnsupportedOperatorError
+from torchshard.rules.registry import find
+from torchshard.tensor.codegen import KeyPart, make_entry
+from torchshard.tensor.dtensor import ENTRIES, DTensor
+from torchshard.tensor.plan import Call, make_plan, operator_name
+
+MAX_PLANS = 4096  # kept an entry; when full, all are dropped (plans are cheap to make again)
+
+_SIMPLE = frozenset({float, int, bool, complex, type(None)})
+_plan_tables: list[dict[Any, Callable[..., Any]]] = []
+
+
+def forget_plans() -> None:
+    """Drop every cached plan."""
+    for plans in _plan_tables:
+        plans.clear()
+
+
+def cached_plans() -> int:
+    """Number of plans that are kept now."""
+    return sum(map(len, _plan_tables))
+
+
+def add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[..., Any]:
+    """Make and keep the entry of an operator called with `count` positional arguments and these keywords."""
+    name = operator_name(func)
+    by_name = {a.name: a for a in func._schema.arguments}
+    chosen = [*func._schema.arguments[:count], *[by_name[k] for k in keywords]]
+    names = [a.name + "_" if keyword.iskeyword(a.name) else a.name for a in chosen]
+    rule = find(name)
+    reads = rule.options.reads if rule else ()
+    parts = [_key_part(str(a.type), a.name in reads) for a in chosen]
+
+    def call(values: tuple[Any, ...]) -> Call:
+        return Call(func, name, tuple(names), count, tuple(parts), values)
+
+    entry = _entry(names, parts, call)
+    if any(keyword.iskeyword(k) for k in keywords):
+        plain, entry = entry, lambda *a, **k: plain(*a, *[k[word] for word in keywords])
+    ENTRIES.setdefault(id(func), {})[count if not keywords else (count, *keywords)] = entry
+    return entry
+
+
+def _key_part(kind: str, by_value: bool) -> KeyPart:
+    if "Tensor" in kind:
+        return "tensors" if "List[" in kind else "tensor"
+    if ("number" in kind or "float" in kind) and not by_value:
+        return "numbers" if "List[" in kind else "number"
+    return "value"
+
+
+def _entry(names: list[str], parts: list[KeyPart], call: Callable[[tuple[Any, ...]], Call]) -> Callable[..., Any]:
+    plans: dict[Any, Callable[..., Any]] = {}
+    _plan_tables.append(plans)
+
+    def miss(key: Any, values: tuple[Any, ...]) -> Any:
+        result, plan = make_plan(call(values))
+        if plan is not None:
+            if len(plans) >= MAX_PLANS:
+                plans.clear()
+            plans[key] = plan
+        return result
+
+    def uncached(values: tuple[Any, ...]) -> Any:
+        return make_plan(call(values))[0]
+
+    scope: Mapping[str, Any] = {
+        "D": DTensor, "simple": _SIMPLE, "kind": _kind, "get": plans.get, "miss": miss, "uncached": uncached,
+    }  # fmt: skip
+    return make_entry(names, parts, scope)
+
+
+def _kind(x: Any) -> Any:
+    """What the key of a call holds for something that is no DTensor where a tensor could be."""
+    if isinstance(x, DTensor):
+        raise UnsupportedOperatorError(
+            "A subclass of DTensor cannot be used in operators.", expected="a DTensor itself", got=type(x).__name__
+        )
+    return ("plain", x.dtype, x.ndim == 0) if isinstance(x, Tensor) else type(x)
+
+
+def clear_entries() -> None:
+    """Forget entries too: a rule may have changed."""
+    forget_plans()
+    _plan_tables.clear()
+    ENTRIES.clear()

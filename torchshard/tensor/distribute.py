@@ -1,0 +1,162 @@
+"""From plain tensors and modules to DTensors."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from torchshard._torch import current_mesh
+from torchshard.comm import collectives
+from torchshard.errors import ShardingError
+from torchshard.layout.layout import Sharding
+from torchshard.layout.pieces import piece
+from torchshard.layout.placements import Shard
+from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.layout import from_torch, global_stride, layout_for
+from torchshard.tensor.mesh import BoundMesh, bind
+from torchshard.tensor.redistribute import redistribute_local
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[TorchPlacement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """A leaf DTensor with the values that `tensor` has on one rank.
+
+    Args:
+        tensor: a leaf, of the same shape and dtype on every rank; on which device does not matter.
+        device_mesh: where; by default the mesh of the surrounding `with mesh:`.
+        placements: one an axis; everything replicated by default.
+        src_data_rank: place along each axis of the rank whose values count; None to take every rank's own values,
+            without communication.
+
+    Raises:
+        ShardingError: placements that do not fit, or a DTensor that lives elsewhere already.
+        RuntimeError: `tensor` is not a leaf; from_local and redistribute are for those.
+    """
+    device_mesh = device_mesh or current_mesh()
+    mesh = bind(device_mesh)
+    if not tensor.is_leaf:
+        raise RuntimeError("distribute_tensor takes a leaf tensor; use DTensor.from_local for results of operators")
+    sharding = from_torch(placements or [Replicate()] * mesh.ndim, mesh, tensor.shape)
+    if isinstance(tensor, DTensor):
+        return _already_there(tensor, sharding)
+    local = tensor.detach()
+    if local.device.type != device_mesh.device_type and not local.is_meta:
+        local = local.to(device_mesh.device_type)
+    layout = layout_for(sharding, tuple(tensor.shape), global_stride(tensor.shape, local.stride()), tensor.dtype)
+    if mesh.coordinate is None:
+        local = local.new_empty(0)
+    elif src_data_rank is None or local.is_meta:
+        local = redistribute_local(local, layout.to(mesh.replicated()), layout)
+    else:
+        local = _given_out(local, sharding, src_data_rank, mesh)
+        if sharding.partial:
+            local = redistribute_local(local, layout.to(sharding.without_partial()), layout)
+    return wrap(local, layout).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+
+
+def _already_there(tensor: DTensor, sharding: Sharding) -> DTensor:
+    if tensor._spec.sharding is not sharding:
+        raise ShardingError(
+            "distribute_tensor does not move a DTensor.",
+            expected=f"the sharding that it has, {tensor._spec.sharding}",
+            got=sharding,
+            fix="x.redistribute(placements=...)",
+        )
+    return tensor
+
+
+def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> Tensor:
+    """This rank's part of what the rank at place `source` of every axis has, given out axis by axis."""
+    split_first = [a for axes in sharding.splits.values() for a in axes]
+    others = [a for a in range(mesh.ndim) if a not in split_first]
+    for axis in [*split_first, *others]:
+        placement, group = sharding.placements[axis], mesh.group((axis,))
+        if not 0 <= source < group.size:
+            raise ShardingError(
+                "No rank has this place along an axis of the mesh.",
+                expected=f"src_data_rank from 0 to {group.size - 1}",
+                got=source,
+                where=f"axis {mesh.names[axis]} of {mesh}",
+            )
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            lengths = [piece(x.shape[dim], group.size, k)[1] for k in range(group.size)]
+            x = collectives.scatter(x, dim, lengths, source, group)
+        else:
+            x = collectives.broadcast(x, source, group)
+    return x
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Turn a module's parameters and buffers into DTensors, in place.
+
+    Args:
+        module: to be changed; parameters that are one object stay one.
+        device_mesh: where; by default the mesh of the surrounding `with mesh:`.
+        partition_fn: called with (name, submodule, mesh) for each submodule, to register DTensor parameters of its own;
+            everything that it leaves is replicated.
+        input_fn: called with (module, inputs, mesh) before each forward; may return other inputs.
+        output_fn: called with (module, outputs, mesh) after each forward; may return other outputs.
+
+    Returns:
+        The module.
+
+    Raises:
+        RuntimeError: the module has been through this before.
+        ValueError: input_fn or output_fn does not take three arguments.
+    """
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError("distribute_module has already been called on this module; it can be called once")
+    mesh = device_mesh or current_mesh()
+    replicas: dict[int, nn.Parameter] = {}
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+        _replicate(submodule, mesh, replicas)
+    if input_fn is not None:
+        before = _with_mesh(input_fn, "input_fn", mesh)
+        module.register_forward_pre_hook(lambda m, inputs: before(m, inputs))
+    if output_fn is not None:
+        after = _with_mesh(output_fn, "output_fn", mesh)
+        module.register_forward_hook(lambda m, _, outputs: after(m, outputs))
+    module._distribute_module_applied = True  # type: ignore[assignment]
+    return module
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh, replicas: dict[int, nn.Parameter]) -> None:
+    for key, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            if id(parameter) not in replicas:
+                made = distribute_tensor(parameter.detach(), mesh)
+                replicas[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+            module.register_parameter(key, replicas[id(parameter)])
+    for key, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[key] = distribute_tensor(buffer, mesh)
+
+
+def _with_mesh(function: Callable[..., Any], what: str, mesh: DeviceMesh) -> Callable[[nn.Module, Any], Any]:
+    count = len(inspect.signature(function).parameters)
+    if count == 2:
+        message = f"an {what} of (values, mesh) is deprecated; use one of (module, values, mesh)"
+        warnings.warn(message, FutureWarning, stacklevel=3)
+        return lambda _, values: function(values, mesh)
+    if count != 3:
+        raise ValueError(f"{what} takes (module, values, mesh); this one takes {count} arguments")
+    return lambda module, values: function(module, values, mesh)

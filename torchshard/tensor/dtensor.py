@@ -1,0 +1,205 @@
+"""The DTensor class. Its operators are in dispatch.py, how it moves in redistribute.py, gradients in autograd.py."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from torchshard._torch import current_mesh, wrapper_constructor
+from torchshard.layout.layout import Layout, Sharding
+from torchshard.tensor.layout import TensorLayout, from_torch
+from torchshard.tensor.mesh import bind
+
+
+@final
+class DTensor(Tensor):
+    """A tensor whose pieces live on the ranks of a mesh; made by `from_local`, `distribute_tensor` or a factory.
+
+    Shape, stride and dtype are those of the global tensor. Operators take layouts to layouts by rules and move data
+    only where a rule needs it; the result is what eager torch gives on the full tensor, or an error that says why not.
+    """
+
+    __slots__ = ("_local_tensor", "_severed_at", "_spec")
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    _local_tensor: Tensor
+    _spec: TensorLayout
+    _severed_at: int | None  # see guards.py
+
+    @staticmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Operators live as long as the process, so their address names them; hashing one costs three times as much.
+        if not kwargs:
+            try:
+                entry = ENTRIES[id(func)][len(args)]
+            except KeyError:
+                entry = _add_entry(func, len(args), ())
+            return entry(*args)
+        try:
+            entry = ENTRIES[id(func)][(len(args), *kwargs)]
+        except KeyError:
+            entry = _add_entry(func, len(args), tuple(kwargs))
+        return entry(*args, **kwargs)
+
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[TorchPlacement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[TorchPlacement] | None = None,
+    ) -> "DTensor":
+        """The DTensor whose part on this rank is `local_tensor`; differentiable.
+
+        Args:
+            local_tensor: this rank's part (for a Partial axis: its term); used as it is, not copied.
+            device_mesh: where; by default the mesh of the surrounding `with mesh:`.
+            placements: one an axis; everything replicated by default.
+            run_check: ask the other ranks: for the sizes of their parts where `shape` is not given, and along
+                replicated axes for the values of the first rank, which all then have.
+            shape: global shape. Without it and without `run_check` the parts are taken to be of equal size; the first
+                collective makes sure of that, and raises RankMismatchError where they are not.
+            stride: global stride, to be given together with `shape`.
+            grad_placements: of the gradient, before it becomes that of `local_tensor`; by default those of the tensor,
+                with Replicate for Partial.
+
+        Raises:
+            ShardingError: placements that do not fit, or parts that are no pieces of one tensor.
+            RuntimeError: only one of shape and stride is given, or local_tensor is a DTensor already.
+        """
+        from torchshard.tensor import autograd
+
+        mesh = device_mesh or current_mesh()
+        return autograd.from_local(local_tensor, mesh, placements, run_check, shape, stride, grad_placements)  # type: ignore[no-any-return]
+
+    def to_local(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
+        """This rank's part, sharing memory with the DTensor; differentiable.
+
+        Args:
+            grad_placements: of the gradient that comes back for the part; by default those of the tensor, with
+                Replicate for Partial.
+        """
+        from torchshard.tensor import autograd
+
+        return autograd.to_local(self, grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[TorchPlacement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> "DTensor":
+        """The same tensor with other placements; differentiable any number of times.
+
+        Args:
+            device_mesh: must be the tensor's own, which is the default.
+            placements: one an axis.
+            async_op: not supported yet.
+            forward_dtype: to convert to before anything is sent; the result has it.
+            backward_dtype: of the gradient while it is sent; afterwards it is converted to this tensor's dtype.
+
+        Raises:
+            ShardingError: placements that do not fit the mesh or the tensor, another mesh, or a Partial that cannot be
+                made exactly.
+            RuntimeError: no placements.
+        """
+        from torchshard.tensor import autograd
+
+        if async_op:
+            raise NotImplementedError("redistribute(async_op=True) is not supported yet; use async_op=False")
+        if placements is None:
+            raise RuntimeError("redistribute needs placements, for example [Replicate()]")
+        layout = self._spec
+        mesh = layout.mesh if device_mesh is None else bind(device_mesh)
+        target = from_torch(placements, mesh, layout.shape)
+        return autograd.redistribute(self, target, forward_dtype, backward_dtype)
+
+    def full_tensor(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
+        """The whole tensor on every rank of the mesh; differentiable.
+
+        Args:
+            grad_placements: of the gradient that comes back for the full tensor; replicated by default.
+        """
+        from torchshard.tensor import autograd
+
+        return autograd.redistribute(self, self._spec.mesh.replicated()).to_local(grad_placements=grad_placements)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that the tensor lives on."""
+        return self._spec.mesh.device_mesh  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def placements(self) -> tuple[TorchPlacement, ...]:
+        """What each axis does, as torch's objects.
+
+        Raises:
+            ShardingError: axes nest in an order that torch has no placement for; `layout` has it.
+        """
+        return self._spec.torch_placements
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"DTensor(local_tensor={self._local_tensor}, {self._spec.sharding})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
+        return ["_local_tensor"], self._spec.sharding
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], sharding: Sharding, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> "DTensor":
+        local = inner["_local_tensor"]
+        layout = sharding.layout(tuple(outer_size), tuple(outer_stride), local.dtype)
+        return wrap(local, layout)  # type: ignore[arg-type]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """What this rank writes of the tensor: see checkpointing.py."""
+        from torchshard.tensor import checkpointing
+
+        return checkpointing.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Offsets and sizes of what this rank holds: see checkpointing.py."""
+        from torchshard.tensor import checkpointing
+
+        return checkpointing.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The local tensor that an index names: see checkpointing.py."""
+        from torchshard.tensor import checkpointing
+
+        return checkpointing.shard(self, index)
+
+
+new = wrapper_constructor()
+
+
+def wrap(local: Tensor, layout: TensorLayout) -> DTensor:
+    """A DTensor without history whose part on this rank is `local`, which is not checked."""
+    return new(DTensor, local, layout, False)  # type: ignore[return-value]
+
+
+def layout_of(x: DTensor) -> Layout:
+    """Mesh, placements, nesting order, global shape, stride and dtype of a DTensor in one object, with its boxes."""
+    return x._spec.plain
+
+
+# Operator (its address) -> number of arguments and keywords -> what runs; filled by dispatch.py.
+ENTRIES: dict[int, dict[Any, Callable[..., Any]]] = {}
+
+
+def _add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[..., Any]:
+    from torchshard.tensor import dispatch
+
+    return dispatch.add_entry(func, count, keywords)

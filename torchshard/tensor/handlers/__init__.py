@@ -1,0 +1,55 @@
+"""The few operators that a row of notation cannot tell: they communicate inside, or must be refused."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchshard.errors import UnsupportedOperatorError
+
+if TYPE_CHECKING:
+    from torchshard.tensor.plan import Call
+
+# Read one value or compare: gathering is what they are for, and nobody need be told.
+QUIET = frozenset({"_local_scalar_dense.default", "equal.default"})
+
+# Their meaning lies in the memory of one tensor, which a sharded one does not have.
+_OF_MEMORY = frozenset(
+    {"as_strided.default", "as_strided_.default", "as_strided_scatter.default", "set_.source_Tensor", "resize_.default"}
+)
+
+
+def find(name: str) -> Callable[..., Any] | None:
+    """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
+    from torchshard.tensor.handlers import losses, norms, random
+
+    tables: list[Mapping[str, Callable[..., Any]]] = [losses.HANDLERS, norms.HANDLERS, random.HANDLERS]
+    return next((table[name] for table in tables if name in table), None)
+
+
+def refuse_ungatherable(call: "Call") -> None:
+    """Raise UnsupportedOperatorError for operators that would go wrong on gathered operands."""
+    if call.name in _OF_MEMORY or "c10d" in call.func.namespace:
+        raise UnsupportedOperatorError(
+            f"{call.name} works on the memory of a tensor, which a DTensor spreads over ranks.",
+            expected="an operator on values",
+            fix="use it on x.to_local(), or on x.full_tensor()",
+        )
+    if torch.Tag.inplace_view in call.func.tags:
+        raise UnsupportedOperatorError(
+            f"{call.name} would change the shape of a DTensor in place.",
+            expected="an operator that returns its result",
+            fix=f"use the variant without the underscore: {call.name.split('.')[0].rstrip('_')}",
+        )
+    if torch.Tag.nondeterministic_seeded in call.func.tags and _draws(call):
+        raise UnsupportedOperatorError(
+            f"{call.name} draws random numbers, which would differ between the ranks that hold the same elements.",
+            expected="a random operator that is known here: dropout, uniform_, normal_, rand_like and their kin",
+            fix="draw on x.to_local() or on a full tensor, and make a DTensor of it",
+        )
+
+
+def _draws(call: "Call") -> bool:
+    """Whether an operator with a generator really uses it: dropout with probability 0 does not."""
+    chances = [v for n, v in zip(call.names, call.values, strict=True) if n in ("p", "dropout_p", "dropout")]
+    return not chances or chances[0] != 0.0

@@ -1,0 +1,100 @@
+"""Random operators: the same tensor for every layout, the one that a single device would have drawn.
+
+All ranks take the generator of the mesh's first rank, draw the whole tensor and keep their part. That costs one small
+broadcast and the memory of the whole tensor for a moment.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard.comm import collectives
+from torchshard.tensor.autograd import redistribute
+from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.mesh import BoundMesh
+from torchshard.tensor.redistribute import redistribute_local
+
+
+def draw(
+    layout: TensorLayout,
+    device: torch.device,
+    fill: Callable[[Tensor], Tensor],
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """A DTensor of `layout` (without Partial) whose whole is what `fill` makes of an empty tensor, on every rank alike.
+
+    The generator (by default the device's own) ends on every rank in the state that the first rank's has afterwards.
+    """
+    mesh = layout.mesh
+    assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+    if mesh.coordinate is None:
+        return wrap(torch.empty(0, dtype=layout.dtype, device=device), layout)
+    agree_on_generator(mesh, device, generator)
+    whole = fill(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device))
+    layout = layout_for(layout.sharding, layout.shape, layout.stride, whole.dtype)
+    return wrap(redistribute_local(whole, layout.to(mesh.replicated()), layout), layout)
+
+
+def agree_on_generator(mesh: BoundMesh, device: torch.device, generator: torch.Generator | None) -> None:
+    """Give every rank of the mesh the state of its first rank's generator."""
+    if mesh.size == 1:
+        return
+    module = torch if device.type == "cpu" else getattr(torch, device.type)
+    state = module.get_rng_state() if generator is None else generator.get_state()
+    group = mesh.group(tuple(range(mesh.ndim)))
+    state = collectives.broadcast(state.to(device), 0, group).cpu()
+    if generator is None:
+        module.set_rng_state(state)
+    else:
+        generator.set_state(state)
+
+
+def _plain_layout(x: DTensor) -> TensorLayout:
+    return x._spec.to(x._spec.sharding.without_partial())
+
+
+def _fill(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None) -> DTensor:
+    """uniform_, normal_ and their kin: the values do not depend on what was there."""
+    layout = _plain_layout(x)
+    drawn = draw(layout, x._local_tensor.device, lambda whole: func(whole, *args, generator=generator), generator)
+    x._local_tensor.copy_(redistribute_local(drawn._local_tensor, layout, x._spec))
+    return x
+
+
+def _like(func: Any, x: DTensor, *args: Any, dtype: Any = None, **_: Any) -> DTensor:
+    """rand_like and its kin; device, memory format and the like are those of x."""
+    return draw(_plain_layout(x), x._local_tensor.device, lambda whole: func(whole, *args, dtype=dtype))
+
+
+def _dropout(func: Any, x: DTensor, p: float, train: bool | None) -> Any:
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = draw(_plain_layout(x), x._local_tensor.device, lambda whole: func(torch.ones_like(whole), p, True)[1])
+    return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
+
+
+def _bernoulli(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None) -> DTensor:
+    """Each element with its own chance, or all with one."""
+    whole = redistribute(x, x._spec.mesh.replicated())._local_tensor
+    return draw(_plain_layout(x), whole.device, lambda _: func(whole, *args, generator=generator), generator)
+
+
+_FILLED = (
+    "uniform_ normal_ exponential_ cauchy_ log_normal_ geometric_ random_ random_.from random_.to bernoulli_.float"
+)
+_ALIKE = "rand_like randn_like randint_like randint_like.low_dtype"
+
+
+def _named(names: str, handler: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {name if "." in name else f"{name}.default": handler for name in names.split()}
+
+
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    **_named(_FILLED, _fill),
+    **_named(_ALIKE, _like),
+    **_named("native_dropout", _dropout),
+    **_named("bernoulli bernoulli.p", _bernoulli),
+}

@@ -1,0 +1,166 @@
+"""Layouts of actual tensors, and the border where torch's placement objects become ours and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed.tensor as upstream
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from torchshard._torch import norm_partial, strided_shard
+from torchshard.errors import ShardingError
+from torchshard.layout.layout import Layout, Mesh, Sharding
+from torchshard.layout.placements import Partial, Placement, R, Shard
+from torchshard.layout.reductions import parse_norm
+from torchshard.layout.strided import factors_from_order, order_from_factors
+
+# What may be true of a tensor beside its layout; plans are made for each combination.
+SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
+ASSUMED = 2  # made by from_local without a shape: that all ranks hold equal pieces has not been checked yet
+
+
+class TensorLayout(Layout):
+    """A Layout as DTensor holds it.
+
+    Attributes:
+        marks: SEVERED, ASSUMED, both or neither.
+        tensor_meta: the layout itself: torch's fast constructor reads shape, stride and dtype there.
+    """
+
+    __slots__ = ("_marked", "_torch_placements", "marks", "plain", "tensor_meta")
+
+    def __init__(self, sharding: Sharding, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> None:
+        super().__init__(sharding, shape, stride, dtype)
+        self.marks = 0
+        self.plain: TensorLayout = self
+        self.tensor_meta = self
+        self._marked: dict[int, TensorLayout] = {}
+        self._torch_placements: tuple[TorchPlacement, ...] | None = None
+
+    def marked(self, marks: int) -> "TensorLayout":
+        """The same layout with these marks."""
+        if marks == self.marks:
+            return self
+        if not marks:
+            return self.plain
+        found = self.plain._marked.get(marks)
+        if found is None:
+            found = TensorLayout(self.sharding, self.shape, self.stride, self.dtype)
+            found.marks, found.plain = marks, self.plain
+            found = self.plain._marked.setdefault(marks, found)
+        return found
+
+    def to(self, sharding: Sharding) -> "TensorLayout":
+        """The same tensor in another sharding."""
+        return layout_for(sharding, self.shape, self.stride, self.dtype)
+
+    @property
+    def torch_placements(self) -> tuple[TorchPlacement, ...]:
+        """The placements as torch's objects.
+
+        Raises:
+            ShardingError: a nesting order that torch has no placement for.
+        """
+        if self._torch_placements is None:
+            self._torch_placements = to_torch(self)
+        return self._torch_placements
+
+
+def layout_for(sharding: Sharding, shape: Sequence[int], stride: Sequence[int], dtype: Any) -> TensorLayout:
+    """The layout of a tensor on a DeviceMesh."""
+    found = sharding.layout(shape, stride, dtype)
+    assert isinstance(found, TensorLayout), f"{sharding} belongs to no DeviceMesh"
+    return found
+
+
+def from_torch(placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence[int]) -> Sharding:
+    """The sharding that torch's placements mean for a tensor of this global shape; negative dims count from the end.
+
+    Raises:
+        ShardingError: something that is no placement, the wrong number of them, a dim out of range, or a strided split
+            whose pieces are no nesting of axes.
+    """
+    if not isinstance(placements, (list, tuple)) or len(placements) != mesh.ndim:
+        raise ShardingError(
+            "Placements are a list with one for each axis of the mesh.",
+            expected=f"{mesh.ndim} placements for the mesh {mesh}",
+            got=repr(placements),
+            fix=f"[{', '.join(['Replicate()'] * mesh.ndim)}], with Shard(dim) or Partial() where it applies",
+        )
+    ours = [_from_torch(p, axis, mesh, len(shape)) for axis, p in enumerate(placements)]
+    factors: dict[int, dict[int, int]] = {}
+    for axis, (theirs, p) in enumerate(zip(placements, ours, strict=True)):
+        if isinstance(p, Shard):
+            factors.setdefault(p.dim, {})[axis] = getattr(theirs, "split_factor", 1)
+    orders: dict[int, tuple[int, ...]] = {}
+    for dim, by_axis in factors.items():
+        if any(factor != 1 for factor in by_axis.values()):
+            order = order_from_factors(shape[dim], by_axis, mesh.shape)
+            if order is None:
+                raise ShardingError(
+                    "A strided split whose pieces are no nesting of axes.",
+                    expected="split factors that nest, and a length that they divide",
+                    got=f"{placements} of dim {dim}, length {shape[dim]}, on the mesh {mesh}",
+                    fix="redistribute to Shard(dim) with torch's own class first",
+                )
+            orders[dim] = order
+    return mesh.sharding(ours, orders)
+
+
+def _from_torch(placement: TorchPlacement, axis: int, mesh: Mesh, ndim: int) -> Placement:
+    if isinstance(placement, upstream.Replicate):
+        return R
+    if type(placement) is upstream.Partial:
+        return Partial(placement.reduce_op)
+    if type(placement) is norm_partial():
+        return Partial(f"norm({float(placement.norm_type)})")  # type: ignore[attr-defined]
+    if isinstance(placement, (upstream.Shard, strided_shard())):
+        dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+        if not 0 <= dim < ndim:
+            raise ShardingError(
+                f"Shard({placement.dim}) on a tensor of {ndim} dims.",
+                expected=f"a dim from {-ndim} to {ndim - 1}" if ndim else "no Shard: a scalar has no dims",
+                got=str(placement),
+                where=f"axis {mesh.names[axis]} of the mesh {mesh}",
+            )
+        return Shard(dim)
+    raise ShardingError(
+        "A placement of a kind that is not known here.",
+        expected="Shard(dim), Replicate() or Partial(op)",
+        got=f"{type(placement).__name__}: {placement!r}",
+        where=f"axis {mesh.names[axis]} of the mesh {mesh}",
+    )
+
+
+def to_torch(layout: Layout) -> tuple[TorchPlacement, ...]:
+    """The placements of a layout as torch's objects."""
+    factors: dict[int, int] = {}
+    for dim, order in layout.sharding.order:
+        factors.update(factors_from_order(layout.shape[dim], order, layout.mesh.shape))
+    return tuple([_to_torch(p, factors.get(axis, 1)) for axis, p in enumerate(layout.placements)])
+
+
+def _to_torch(placement: Placement, factor: int) -> TorchPlacement:
+    if isinstance(placement, Shard):
+        made = upstream.Shard(placement.dim) if factor == 1 else strided_shard()(placement.dim, split_factor=factor)
+    elif isinstance(placement, Partial):
+        order = parse_norm(placement.op)
+        made = upstream.Partial(placement.op) if order is None else norm_partial()(order)
+    else:
+        made = upstream.Replicate()
+    return made
+
+
+def global_stride(shape: Sequence[int], local: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a global tensor whose parts have the strides `local`: expanded dims stay expanded."""
+    kept = [d for d, stride in enumerate(local) if stride or shape[d] == 1]
+    dense = dense_stride([shape[d] for d in kept], [local[d] for d in kept])
+    stride = dict(zip(kept, dense, strict=True))
+    return tuple([stride.get(d, 0) for d in range(len(shape))])
+
+
+def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps for `shape`, the dims in the memory order that the strides `like` have."""
+    stride, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        stride[d], step = step, step * max(shape[d], 1)
+    return tuple(stride)

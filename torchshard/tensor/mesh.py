@@ -1,0 +1,135 @@
+"""torch's DeviceMesh as a layout.Mesh that also knows its process groups."""
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchshard.comm.group import Group
+from torchshard.errors import ShardingError
+from torchshard.layout.layout import Mesh
+from torchshard.tensor.layout import TensorLayout
+
+
+class BoundMesh(Mesh):
+    """A Mesh with the DeviceMesh that it stands for; made by `bind`."""
+
+    __slots__ = ("_groups", "_process_groups", "device_mesh", "programs")
+    layout_type = TensorLayout
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        names, ranks = device_mesh.mesh_dim_names, device_mesh.mesh.flatten().tolist()
+        super().__init__(tuple(device_mesh.shape), names, device_mesh.get_coordinate(), ranks)
+        self.device_mesh = device_mesh
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._process_groups: list[dist.ProcessGroup] = []
+        self.programs: dict[Any, Any] = {}  # see redistribute.py
+
+    def group(self, axes: tuple[int, ...]) -> Group:
+        """The ranks that differ from this one on `axes` only, the first axis slowest.
+
+        A group over several axes is made when first asked for, by its members alone; all of them ask at the same point,
+        because what they communicate follows from layouts that they share.
+        """
+        group = self._groups.get(axes)
+        if group is None:
+            group = self._groups[axes] = self._make_group(axes)
+        return group
+
+    def _make_group(self, axes: tuple[int, ...]) -> Group:
+        assert self.coordinate is not None, "a rank outside of the mesh communicates"
+        places = [list(self.coordinate)]
+        for axis in axes:
+            places = [[*p[:axis], k, *p[axis + 1 :]] for p in places for k in range(self.shape[axis])]
+        ranks = [self.ranks[self.linear(p)] for p in places]
+        if len(axes) == 1:
+            process_group = self.device_mesh.get_group(axes[0])
+        elif dist.group.WORLD is not None and sorted(ranks) == dist.get_process_group_ranks(dist.group.WORLD):
+            process_group = dist.group.WORLD
+        else:
+            process_group = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        self._process_groups.append(process_group)
+        members = dist.get_process_group_ranks(process_group)
+        seats = tuple([members.index(rank) for rank in ranks])
+        position = places.index(list(self.coordinate))
+        return Group(process_group.group_name, len(ranks), position, None if seats == tuple(sorted(seats)) else seats)
+
+    def alive(self) -> bool:
+        """Whether none of its process groups has been destroyed."""
+        try:
+            for process_group in self._process_groups:
+                dist.get_process_group_ranks(process_group)
+        except (KeyError, ValueError):
+            return False
+        return True
+
+    def __reduce__(self) -> Any:
+        return bind, (self.device_mesh,)
+
+    def __deepcopy__(self, memo: Any) -> "BoundMesh":
+        return self
+
+
+_by_id: dict[int, tuple["weakref.ref[DeviceMesh]", BoundMesh]] = {}
+_by_value: dict[Any, BoundMesh] = {}
+
+
+def bind(device_mesh: DeviceMesh) -> BoundMesh:
+    """The one BoundMesh of a DeviceMesh; equal meshes share it for as long as its process groups live.
+
+    Raises:
+        ShardingError: `device_mesh` is something else.
+    """
+    known = _by_id.get(id(device_mesh))
+    if known is not None and known[0]() is device_mesh:
+        return known[1]
+    if not isinstance(device_mesh, DeviceMesh):
+        raise ShardingError(
+            "A mesh is needed.",
+            expected="a torch.distributed.DeviceMesh",
+            got=f"{type(device_mesh).__name__}: {device_mesh!r}",
+            fix="init_device_mesh('cpu', (world_size,))",
+        )
+    # Meshes that differ in this rank's place, or of which one cannot communicate, are equal for torch.
+    key = device_mesh, device_mesh.get_coordinate(), _can_talk(device_mesh)
+    found = _by_value.get(key)
+    if found is not None and not found.alive():
+        _forget(found)
+        found = None
+    if found is None:
+        if not _by_value:
+            _first_use()
+        found = _by_value[key] = BoundMesh(device_mesh)
+    place = id(device_mesh)
+    _by_id[place] = weakref.ref(device_mesh, lambda _: _by_id.pop(place, None)), found
+    return found
+
+
+def _first_use() -> None:
+    """Make DTensor known to torch's optimizers and to the default torch.load."""
+    from torchshard._torch import introduce
+    from torchshard.layout import layout, placements
+    from torchshard.tensor.dtensor import DTensor
+
+    pickled = [bind, layout._layout, layout._sharding, placements.Shard, placements.Partial, placements.Replicate]
+    introduce(DTensor, [DeviceMesh, *pickled])
+
+
+def _can_talk(device_mesh: DeviceMesh) -> bool:
+    try:
+        device_mesh.get_group(0)
+    except (AttributeError, RuntimeError, KeyError, ValueError, AssertionError):
+        return False
+    return True
+
+
+def _forget(dead: BoundMesh) -> None:
+    """Let go of a mesh whose process groups were destroyed, and of every plan: they may hold its layouts."""
+    from torchshard.tensor import dispatch
+
+    for key in [key for key, mesh in _by_value.items() if mesh is dead]:
+        del _by_value[key]
+    for place in [place for place, (_, mesh) in _by_id.items() if mesh is dead]:
+        del _by_id[place]
+    dispatch.forget_plans()

@@ -1,0 +1,67 @@
+"""What a user may allow or forbid for a while: operators without a rule, plain tensors beside DTensors."""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from torchshard.errors import ShardingError, UnsupportedOperatorError
+
+Fallback = Literal["replicate", "error", "silent"]
+
+
+class _State(threading.local):
+    fallback: Fallback = "replicate"
+    implicit_replication = False
+
+
+_state = _State()
+_said: set[str] = set()
+
+
+@contextmanager
+def fallback(mode: Fallback) -> Iterator[None]:
+    """What to do with an operator that has no rule, in this thread.
+
+    Args:
+        mode: "replicate" gathers its operands on every rank and says so once an operator (the default), "silent" does
+            so without a word, "error" raises UnsupportedOperatorError.
+    """
+    if mode not in ("replicate", "error", "silent"):
+        raise ShardingError("No such fallback.", expected="'replicate', 'error' or 'silent'", got=repr(mode))
+    before, _state.fallback = _state.fallback, mode
+    try:
+        yield
+    finally:
+        _state.fallback = before
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Take plain tensors beside DTensors to be the same on every rank, in this thread."""
+    before, _state.implicit_replication = _state.implicit_replication, True
+    try:
+        yield
+    finally:
+        _state.implicit_replication = before
+
+
+def replicates_plain_tensors() -> bool:
+    """Whether implicit_replication is on."""
+    return _state.implicit_replication
+
+
+def say_replicated(name: str, why: str) -> None:
+    """An operator is about to gather its operands: warn once, raise, or keep silent, as the user wants."""
+    if _state.fallback == "error":
+        raise UnsupportedOperatorError(
+            f"{name} has no sharded way to run: {why}.",
+            expected="a rule for these operands, as fallback('error') is on",
+            fix="redistribute the operands to Replicate(), or allow it with torchshard.fallback('replicate')",
+        )
+    if _state.fallback == "replicate" and name not in _said:
+        _said.add(name)
+        warnings.warn(
+            f"torchshard: {name} gathers its operands on every rank ({why}; said once)", RuntimeWarning, stacklevel=2
+        )
