@@ -4,10 +4,11 @@ A name is looked for when it is first used; where it is missing, a public way ta
 switches the optional ones off, so that the fallbacks are tested as they are.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -323,3 +324,192 @@ def _never_trace(function: _Function, below: bool) -> _Function:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip if below else default))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def current_node() -> Any:
+    """The autograd node that runs now in this thread, None outside of backward (torch._C, 2.11-2.15).
+
+    Without it compiled graphs cannot know whose gradients they make; hooks then reduce them.
+    """
+    found = _find("_C._current_autograd_node")
+    return found() if found and in_backward() else None
+
+
+def backend_by_name(name: str) -> Callable[..., Any]:
+    """The compiler that `torch.compile(backend=name)` would call (torch._dynamo.lookup_backend, 2.11-2.15).
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        return cast(Callable[..., Any], lookup_backend(name))
+    except InvalidBackend:
+        raise ValueError(name) from None
+
+
+def inductor_options() -> set[str]:
+    """Names of all options of inductor (torch._inductor.config, as torch._inductor.list_options, 2.11-2.15)."""
+    import torch._inductor
+
+    return set(torch._inductor.list_options())
+
+
+def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """What torch.compile would give inductor for this mode and these options, both checked by torch itself.
+
+    torch._TorchCompileInductorWrapper (2.11-2.15) holds it as `.config`.
+
+    Raises:
+        RuntimeError: an unknown mode, or a value of a wrong type.
+    """
+    return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
+
+
+def compile_with_inductor(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], rewrite: "GraphPass | None" = None
+) -> Callable[..., Any]:
+    """Compile what Dynamo hands to a backend (torch._inductor.compile_fx.compile_fx, 2.11-2.15).
+
+    Args:
+        graph: as Dynamo made it.
+        inputs: as Dynamo gave them.
+        patches: options of inductor for this graph only.
+        rewrite: what to do with each graph after inductor's own passes, forward and backward.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    if rewrite is not None:
+        patches = {**patches, "post_grad_custom_post_pass": _inductor_pass(rewrite)}
+    return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches))  # type: ignore[arg-type]
+
+
+class GraphPass(Protocol):
+    """What rewrites a graph, and what it depends on besides the graph."""
+
+    key: object
+
+    def __call__(self, graph: torch.fx.Graph) -> None: ...
+
+
+def _inductor_pass(rewrite: GraphPass) -> Any:
+    """A CustomGraphPass (2.11-2.15), after those that the user has configured; its uuid is part of the cache's key."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    configured = config.post_grad_custom_post_pass
+    several = configured if isinstance(configured, list | tuple) else [configured]
+    before = [given for given in several if given is not None]
+
+    class Composed(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for given in before:
+                given(graph)
+            rewrite(graph)
+
+        def uuid(self) -> Any:
+            if not all(isinstance(given, CustomGraphPass) for given in before):
+                return None
+            return (*(given.uuid() for given in before), rewrite.key)
+
+    return Composed()
+
+
+def gradient_outputs(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node, int]]:
+    """The gradients of graph inputs among the outputs of a backward graph, after AOTAutograd.
+
+    Position among the outputs, node, and position of the input in Dynamo's graph (AOTAutograd's descriptors,
+    2.11-2.15). Without descriptors, none: hooks then reduce these gradients.
+    """
+    try:
+        from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+    except ImportError:
+        return []
+    output = graph.output_node()
+    return [
+        (position, node, made.grad_of.idx)
+        for position, (node, made) in enumerate(zip(output.args[0], output.meta.get("desc") or (), strict=False))  # type: ignore[arg-type]
+        if isinstance(node, torch.fx.Node)
+        and isinstance(made, GradAOTOutput)
+        and isinstance(made.grad_of, PlainAOTInput)
+    ]
+
+
+def compile_pieces(
+    whole: torch.fx.GraphModule,
+    pieces: torch.fx.GraphModule,
+    compiler: Callable[..., Callable[..., Any]],
+    inputs: Sequence[Any],
+) -> Callable[..., Any]:
+    """Compile the pieces of a split graph one by one, each with inputs as the compiled ones before it make them.
+
+    What torch's DDPOptimizer does with the pieces that it makes (torch._dynamo.backends.distributed, 2.11-2.15):
+    sources and metadata of Dynamo are carried over, the graphs go to torch's trace artifacts.
+
+    Args:
+        whole: the graph before it was split.
+        pieces: what torch.fx.passes.split_module made of it.
+        compiler: called with each piece and its inputs.
+        inputs: of the whole.
+    """
+    from torch._dynamo.backends import distributed as theirs
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing, detect_fake_mode
+    from torch._logging import trace_structured
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    children = {name: child for name, child in pieces.named_children() if isinstance(child, torch.fx.GraphModule)}
+    theirs.propagate_dynamo_source(whole, pieces)
+    theirs.propagate_metadata(whole, pieces)
+    theirs.ddp_graph_log.debug("whole:\n%s\nsplit:\n%s", whole.graph, pieces.graph)
+    trace_structured("optimize_ddp_split_graph", payload_fn=lambda: pieces.print_readable(print_output=False))
+    for name, child in children.items():
+        trace_structured(
+            "optimize_ddp_split_child",
+            lambda name=name: {"name": name},  # type: ignore[misc]
+            payload_fn=lambda child=child: child.print_readable(print_output=False),  # type: ignore[misc]
+        )
+    fake_mode = detect_fake_mode(inputs) or FakeTensorMode()
+    with _disable_saved_tensors_hooks_during_tracing():
+        theirs.SubmodCompiler(pieces, compiler, fake_mode).run(*inputs)
+    pieces.recompile()
+    return pieces
+
+
+def source_name(node: torch.fx.Node) -> str:
+    """What the user calls the parameter that comes in at this node of Dynamo's graph, as in "layers.0.weight".
+
+    Node._dynamo_source (2.11-2.15) says where Dynamo has found it; without it, the node's own name.
+    """
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    text = name() if callable(name) else name
+    quoted = re.findall(r"\['([^']*)'\]", text or "")
+    return ".".join(quoted[1:]) or node.name
+
+
+def trace_backward(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Callable[[torch.fx.Graph], None]
+) -> Callable[..., Any]:
+    """Trace forward and backward as inductor would, rewrite the backward, and run both node by node.
+
+    AOTAutograd with inductor's decompositions and partitioner (torch._dynamo.backends.common.aot_autograd, 2.11-2.15).
+    Nothing is compiled, so that a plan can be shown in a second.
+    """
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.compile_fx import select_decomp_table
+
+    def backward(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        rewrite(module.graph)
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda module, _inputs: make_boxed_func(module.forward),
+        bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    return cast(Callable[..., Any], compiler(graph, inputs))

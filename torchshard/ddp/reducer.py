@@ -183,10 +183,12 @@ class Reducer:
 
     @_torch.untraced
     def _again(self, bucket: FlatBucket, index: int) -> None:
-        """A gradient has arrived for a place that is taken: by a graph, or else by mistake."""
+        """Autograd is done with a parameter whose place is taken: by a graph, or else by mistake."""
         grad = self.params[index].grad
-        if not isinstance(bucket, GraphBucket) or not bucket.is_filled(index) or grad is None:
+        if not isinstance(bucket, GraphBucket) or not bucket.is_filled(index):
             raise RuntimeError(_twice_text(index, self.names[index]))
+        if grad is None:  # nothing came but from the graph
+            return
         self._late[index], self.params[index].grad = grad, None
         self._wish = self._wish or index not in self._shared
         self._shared.add(index)
