@@ -489,27 +489,40 @@ def source_name(node: torch.fx.Node) -> str:
     return ".".join(quoted[1:]) or node.name
 
 
-def trace_backward(
-    graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: Callable[[torch.fx.Graph], None]
-) -> Callable[..., Any]:
-    """Trace forward and backward as inductor would, rewrite the backward, and run both node by node.
+def trace_backward(graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: GraphPass) -> Callable[..., Any]:
+    """Trace forward and backward as inductor does, rewrite the backward, and run both node by node.
 
-    AOTAutograd with inductor's decompositions and partitioner (torch._dynamo.backends.common.aot_autograd, 2.11-2.15).
-    Nothing is compiled, so that a plan can be shown in a second.
+    AOTAutograd with inductor's decompositions, partitioner and graph passes (torch._inductor.fx_passes, 2.11-2.15).
+    Nothing is compiled, so that a plan can be shown in a second. AOTAutograd would leave the backward for later
+    (torch._functorch.config.force_non_lazy_backward_lowering, 2.11-2.15).
     """
+    import torch._functorch.config
+    import torch._inductor.config
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.compile_fx import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    def backward(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        rewrite(module.graph)
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        joint_graph_passes(joint)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    def backward(module: torch.fx.GraphModule, values: Sequence[Any]) -> Callable[..., Any]:
+        fake_mode = next((x.fake_mode for x in values if hasattr(x, "fake_mode")), None) or FakeTensorMode()
+        passes = {"post_grad_custom_post_pass": _inductor_pass(rewrite)}
+        with V.set_fake_mode(fake_mode), torch._inductor.config.patch(passes):  # type: ignore[no-untyped-call]
+            post_grad_passes(module, is_inference=False)  # type: ignore[no-untyped-call]
         module.recompile()
         return make_boxed_func(module.forward)
 
     compiler = aot_autograd(
         fw_compiler=lambda module, _inputs: make_boxed_func(module.forward),
         bw_compiler=backward,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         decompositions=select_decomp_table(),
     )
-    return cast(Callable[..., Any], compiler(graph, inputs))
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        return cast(Callable[..., Any], compiler(graph, inputs))

@@ -6,13 +6,12 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchshard.compiler.backend import torchshard as backend
-    from torchshard.compiler.explain import explain
+    from torchshard.compiler.explaining import explain
     from torchshard.compiler.split import split_backend
 
-__all__ = ["backend", "explain", "split_backend"]
+__all__ = ["explain", "split_backend"]
 
-_HOME = {"backend": ("backend", "torchshard"), "explain": ("explain", "explain"), "split_backend": ("split", "split_backend")}
+_HOME = {"explain": "explaining", "split_backend": "split"}
 
 
 def __getattr__(name: str) -> object:
@@ -20,5 +19,4 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    home, theirs = _HOME[name]
-    return getattr(import_module(f"{__name__}.{home}"), theirs)
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

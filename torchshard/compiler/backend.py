@@ -39,7 +39,6 @@ def torchshard(
         return ingraph.without_wrapper(chosen.compiler()(graph, inputs), inputs)
     if chosen.in_graph:
         return ingraph.compile_graph(graph, inputs, reducer, chosen)
-    names = {key: reducer.names[number] for key, number in reducer.numbers.items()}
-    return split.SplitBackend(chosen.compiler(), chosen.policy or reducer.policy, names)(graph, inputs)
+    return split.SplitBackend(chosen.compiler(), chosen.policy or reducer.policy, reducer.names_by_id)(graph, inputs)
 
 

@@ -9,9 +9,8 @@ import torch
 from torchshard import _torch
 from torchshard.compiler.call import Call
 from torchshard.compiler.options import Options
-from torchshard.compiler.rewrite import BucketPass, GraphParameter
+from torchshard.compiler.rewrite import BucketPass, graph_parameters
 from torchshard.ddp import active
-from torchshard.ddp.flat import gradient_strides
 from torchshard.ddp.reducer import Reducer
 
 
@@ -20,22 +19,13 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile a graph of a wrapped module with inductor."""
     patches = _torch.inductor_patches(chosen.mode, dict(chosen.inductor))
-    parameters = wrapped_parameters(inputs, reducer)
+    parameters = graph_parameters(inputs, reducer.names_by_id)
     if not parameters:
         return _torch.compile_with_inductor(graph, inputs, patches)
     _refuse_cuda_graphs(patches, reducer.device)
     rewrite = BucketPass(parameters, chosen.policy or reducer.policy)
     patches["reorder_for_peak_memory"] = False  # launches stay where they are
     return InGraph(_torch.compile_with_inductor(graph, inputs, patches, rewrite), list(parameters))
-
-
-def wrapped_parameters(inputs: Sequence[Any], reducer: Reducer) -> dict[int, GraphParameter]:
-    """Those of the inputs whose gradients this reducer reduces, by position."""
-    return {
-        i: GraphParameter(reducer.names[reducer.numbers[id(p)]], tuple(p.shape), tuple(gradient_strides(p)))
-        for i, p in enumerate(inputs)
-        if isinstance(p, torch.nn.Parameter) and p.requires_grad and id(p) in reducer.numbers
-    }
 
 
 def without_wrapper(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -4,12 +4,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_buckets, slices
 from torchshard.compiler import ops
+from torchshard.ddp.flat import gradient_strides
 
 _aten = torch.ops.aten
 
@@ -27,6 +29,20 @@ class GraphParameter:
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+def graph_parameters(inputs: Sequence[Any], names: Mapping[int, str]) -> dict[int, GraphParameter]:
+    """Those inputs of a graph that are trained and have a name, by position.
+
+    Args:
+        inputs: as Dynamo gives them to a backend.
+        names: of the parameters, by their ids.
+    """
+    return {
+        i: GraphParameter(names[id(p)], tuple(p.shape), tuple(gradient_strides(p)))
+        for i, p in enumerate(inputs)
+        if isinstance(p, torch.nn.Parameter) and p.requires_grad and id(p) in names
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class Reducer:
         self._existing: set[int] = set()
         self._touched: set[int] = set()  # had a gradient under no_sync
         self.numbers = {id(p): i for i, p in enumerate(self.params)}
+        self.names_by_id = {id(p): n for n, p in named}
         self._gradients = [self._gradient(i) for i in range(len(self.params))]
         self._arrived: list[Event] | None = []  # in a backward whose order is to be learned
         self._by_slots: dict[tuple[int, ...], GraphBucket] = {}
