@@ -383,7 +383,7 @@ def compile_with_inductor(
 
     if rewrite is not None:
         patches = {**patches, "post_grad_custom_post_pass": _inductor_pass(rewrite)}
-    return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches))  # type: ignore[arg-type]
+    return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches))
 
 
 class GraphPass(Protocol):
@@ -410,9 +410,8 @@ def _inductor_pass(rewrite: GraphPass) -> Any:
             rewrite(graph)
 
         def uuid(self) -> Any:
-            if not all(isinstance(given, CustomGraphPass) for given in before):
-                return None
-            return (*(given.uuid() for given in before), rewrite.key)
+            keys = [given.uuid() if isinstance(given, CustomGraphPass) else None for given in before]
+            return None if None in keys else (*keys, rewrite.key)
 
     return Composed()
 
@@ -455,8 +454,9 @@ def compile_pieces(
         inputs: of the whole.
     """
     from torch._dynamo.backends import distributed as theirs
-    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing, detect_fake_mode
-    from torch._logging import trace_structured
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+    from torch._guards import detect_fake_mode
+    from torch._logging._internal import trace_structured
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     children = {name: child for name, child in pieces.named_children() if isinstance(child, torch.fx.GraphModule)}
@@ -498,23 +498,29 @@ def trace_backward(graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: 
     """
     import torch._functorch.config
     import torch._inductor.config
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.compile_fx import select_decomp_table
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.fx_passes.post_grad import post_grad_passes
     from torch._inductor.virtualized import V
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def in_fake_mode(module: torch.fx.GraphModule) -> Any:
+        values = (node.meta.get("val") for node in module.graph.nodes)
+        found = next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None)
+        return V.set_fake_mode(found or FakeTensorMode())
 
     def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        joint_graph_passes(joint)
+        with in_fake_mode(joint):
+            joint_graph_passes(joint)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
-    def backward(module: torch.fx.GraphModule, values: Sequence[Any]) -> Callable[..., Any]:
-        fake_mode = next((x.fake_mode for x in values if hasattr(x, "fake_mode")), None) or FakeTensorMode()
+    def backward(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
         passes = {"post_grad_custom_post_pass": _inductor_pass(rewrite)}
-        with V.set_fake_mode(fake_mode), torch._inductor.config.patch(passes):  # type: ignore[no-untyped-call]
-            post_grad_passes(module, is_inference=False)  # type: ignore[no-untyped-call]
+        with in_fake_mode(module), torch._inductor.config.patch(passes):
+            post_grad_passes(module, is_inference=False)
         module.recompile()
         return make_boxed_func(module.forward)
 
@@ -525,4 +531,4 @@ def trace_backward(graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: 
         decompositions=select_decomp_table(),
     )
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-        return cast(Callable[..., Any], compiler(graph, inputs))
+        return compiler(graph, inputs)

@@ -40,5 +40,3 @@ def torchshard(
     if chosen.in_graph:
         return ingraph.compile_graph(graph, inputs, reducer, chosen)
     return split.SplitBackend(chosen.compiler(), chosen.policy or reducer.policy, reducer.names_by_id)(graph, inputs)
-
-

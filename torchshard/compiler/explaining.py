@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tabulate import tabulate
@@ -77,12 +77,10 @@ def explain(
     Example:
         >>> print(explain(torch.nn.Linear(4, 4), torch.ones(2, 4)))         # doctest: +SKIP
     """
-    wrapped = isinstance(model, DistributedDataParallel)
-    module = model.module if wrapped else model
-    policy = policy_of(bucket_cap_mb, first_bucket_mb)
-    if policy is None:
-        policy = model.reducer.policy if wrapped else BucketPolicy()
-    ignored = model.parameters_to_ignore if wrapped else ()
+    module, policy, ignored = model, BucketPolicy(), set[str]()
+    if isinstance(model, DistributedDataParallel):
+        module, policy, ignored = cast(torch.nn.Module, model.module), model.reducer.policy, model.parameters_to_ignore
+    policy = policy_of(bucket_cap_mb, first_bucket_mb) or policy
     names = {id(p): n for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
     found: list[GraphPlan] = []
     compiled = torch.compile(_fresh(_call), backend=_recording(names, policy, found), dynamic=False)
@@ -115,8 +113,9 @@ class _RecordingPass(BucketPass):
         self.code = str(graph)
 
 
-def _fresh(function: FunctionType) -> FunctionType:
+def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with code of its own: what Dynamo keeps with the code goes with it."""
+    assert isinstance(function, FunctionType), "made by def"
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 

@@ -31,9 +31,7 @@ OPEN, MM_INTO, LAUNCH = (
 )
 
 
-def _open(
-    bucket: int, numel: int, dtype: torch.dtype, device: torch.device, params: Sequence[int]
-) -> torch.Tensor:
+def _open(bucket: int, numel: int, dtype: torch.dtype, device: torch.device, params: Sequence[int]) -> torch.Tensor:
     call = current_call()
     flat = call.open(bucket, params) if call else None
     if flat is None:

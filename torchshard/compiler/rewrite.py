@@ -120,8 +120,7 @@ class _Insertion:
         self._first = next(node for node in graph.nodes if node.op != "placeholder")
         with graph.inserting_before(self._first):
             # Every launch changes it, which keeps them in their order.
-            cpu = {"device": torch.device("cpu")}
-            self._token = graph.call_function(_aten.empty.memory_format, ([1],), cpu)
+            self._token = graph.call_function(_aten.empty.memory_format, ([1],), {"device": torch.device("cpu")})
 
     def insert(self, number: int, bucket: PlannedBucket) -> InsertedBucket:
         """Open the bucket before its first gradient, launch it after its last."""
@@ -150,7 +149,7 @@ class _Insertion:
     def done(self) -> None:
         """Return the slots instead of the gradients."""
         output = self._graph.output_node()
-        output.args = (type(output.args[0])(self._results),)  # type: ignore[call-arg]
+        output.args = (tuple(self._results),)
         for node in self._replaced:
             self._graph.erase_node(node)
 

@@ -113,8 +113,7 @@ class SplitBackend:
     def _parameters(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[torch.fx.Node, Gradient]:
         placeholders = graph.graph.find_nodes(op="placeholder")
         found = list(zip(placeholders, inputs, strict=True))
-        for node in graph.graph.find_nodes(op="get_attr"):
-            found.append((node, _attribute(graph, node.target)))
+        found += [(node, _attribute(graph, node.target)) for node in graph.graph.find_nodes(op="get_attr")]
         numbers: dict[int, int] = {}
         return {
             node: Gradient(numbers.setdefault(id(p), len(numbers)), self._name(node, p), p.numel() * p.element_size())
@@ -131,9 +130,7 @@ class SplitBackend:
         return self._names is None or id(value) in self._names
 
 
-def cut(
-    graph: torch.fx.Graph, parameters: dict[torch.fx.Node, Gradient], policy: BucketPolicy
-) -> SplitPlan:
+def cut(graph: torch.fx.Graph, parameters: dict[torch.fx.Node, Gradient], policy: BucketPolicy) -> SplitPlan:
     """Group a graph's nodes, from its end, into pieces that hold at least their bucket's size of gradients.
 
     A gradient belongs to the piece with its parameter's first use in the forward: it is complete only after that has
@@ -161,7 +158,7 @@ def cut(
         for gradient in first_use.get(node, ()):
             piece.gradients.append(gradient)
             piece.extra_bytes += gradient.nbytes if full else 0
-        full = full or bool(piece.gradients) and piece.nbytes >= policy.limit(len(pieces) - 1)
+        full = full or (bool(piece.gradients) and piece.nbytes >= policy.limit(len(pieces) - 1))
     if len(pieces) > 1 and not pieces[-1].gradients:
         preamble = pieces.pop()
         pieces[-1].nodes += preamble.nodes

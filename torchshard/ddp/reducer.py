@@ -133,7 +133,7 @@ class Reducer:
             self._enter(_Mode.SYNC)
         elif not forward.sync and self._mode is _Mode.IDLE:
             self._enter(_Mode.LOCAL)
-        if forward.sync:
+        if forward.sync and self._mode is _Mode.SYNC:
             self._reached.append(forward)
 
     def _enter(self, mode: _Mode) -> None:
