@@ -85,6 +85,15 @@ def will_run(node: Any) -> bool:
         return False
 
 
+def has_other_hooks(param: Tensor) -> bool:
+    """Whether anybody but its reducer has put a hook on this parameter's gradient.
+
+    Tensor._backward_hooks and ._post_accumulate_grad_hooks (2.11-2.15); of the latter the reducer has one itself.
+    """
+    after = getattr(param, "_post_accumulate_grad_hooks", None)
+    return bool(param._backward_hooks) or (after is not None and len(after) > 1)
+
+
 def preserve_versions(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Leave version counters as they are while buffers are overwritten with what they hold on rank 0.
 

@@ -114,6 +114,18 @@ def plan_buckets(ready: Iterable[Gradient], policy: BucketPolicy) -> tuple[Plann
     return tuple(PlannedBucket(tuple(bucket)) for bucket in buckets)
 
 
+def slices(numels: Iterable[int], align: int = 16) -> tuple[list[int], int]:
+    """Where each of some tensors begins in a flat one, and the length of that; counted in elements.
+
+    Each begins at a multiple of `align` (16: 64 bytes for float32), so that matrix products can write into it.
+    """
+    starts, end = [], 0
+    for numel in numels:
+        starts.append(end)
+        end += -(-numel // align) * align
+    return starts, end
+
+
 def size_text(nbytes: int) -> str:
     """A size as people read it: 512 B, 1.5 KiB, 25.0 MiB."""
     if nbytes < 1024:

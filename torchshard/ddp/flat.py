@@ -23,6 +23,7 @@ class FlatBucket:
         views_stay: whether each `.grad` is a view of the bucket for good (gradient_as_bucket_view=True).
         existing: numbers of the parameters that had a gradient when the running backward began; kept up to date by
             the owner, and empty if views stay.
+        small: elements below which a contiguous gradient counts as small.
 
     Unless the views stay, `.grad` behaves as if there were no bucket. A gradient that was there before the backward
     keeps its identity and gets the result copied back. A new one is an alias of the bucket's memory, and that memory
@@ -35,19 +36,21 @@ class FlatBucket:
         scale: float,
         views_stay: bool,
         existing: Collection[int],
+        small: int = SMALL,
     ) -> None:
-        small = {i: p for i, p in members.items() if p.numel() < SMALL and p.is_contiguous()}
-        self.members = {**small, **members}  # the small ones first
-        self.large = members.keys() - small.keys()
+        apart = {i: p for i, p in members.items() if p.numel() < small and p.is_contiguous()}
+        self.members = {**apart, **members}  # the small ones first
+        self.large = members.keys() - apart.keys()
         self.pending = set(members)  # those whose gradients have not arrived
         self.work: dist.Work | None = None
-        self._small, self._scale, self._views_stay, self._existing = small, scale, views_stay, existing
+        self.graph_filled = 0  # gradients that a compiled graph has put in, in this backward
+        self._small, self._scale, self._views_stay, self._existing = apart, scale, views_stay, existing
         self._offsets: dict[int, int] = {}
         self._numel = 0
         for i, p in self.members.items():
             self._offsets[i] = self._numel
             self._numel += p.numel()
-        self._small_numel = sum(p.numel() for p in small.values())
+        self._small_numel = sum(p.numel() for p in apart.values())
         self._flat: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
         self._views: dict[int, torch.Tensor] = {}  # only if they stay
@@ -129,6 +132,9 @@ class FlatBucket:
 
     # ---------------------------------------------------------------------------------------------- out
 
+    def install(self) -> None:
+        """A backward is over, though maybe not the last one for this bucket: nothing to do, unless a graph ran."""
+
     def finish(self, used: Collection[int]) -> None:
         """The sum is there. Give it to whom it does not belong yet; `used`: parameters that some rank has used."""
         with torch.no_grad():
@@ -171,12 +177,15 @@ class FlatBucket:
             return self._flat
         if self._flat is None or self._held_by_others():
             first = next(iter(self.members.values()))
-            self._flat = torch.empty(self._numel, dtype=first.dtype, device=first.device)
+            self._flat = self._allocate(first)
             self._storage = self._flat.untyped_storage()
             if self._views_stay:
                 self._views = {i: self._view(self._flat, i) for i in self.members}
         self._opened = True
         return self._flat
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(self._numel, dtype=like.dtype, device=like.device)
 
     def _held_by_others(self) -> bool:
         """Whether anybody but this bucket and the present gradients holds the memory."""

@@ -6,7 +6,8 @@ in which their gradients come. When the backward is over, what is under way is w
 
 The first backward uses one bucket for each dtype and device, launched at its end: a collective that the user calls
 inside of backward can then not fall between ours in an order of its own. After it, the buckets are laid out in the
-order in which gradients arrived on rank 0.
+order in which gradients arrived on rank 0. A compiled graph may fill whole buckets, laid out as it was compiled; a rank
+whose graph is another, or that has none, fills the same buckets through its hooks.
 """
 
 import enum
@@ -19,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_buckets, plan_table
+from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_table
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.waiting import wait_for
 from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.graphs import GraphBucket, reduce_late
+from torchshard.ddp.layouts import Event, LaidBucket, decode, encode, is_milestone, lay_out, planned
 from torchshard.ddp.passes import ForwardPass, watch
 
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -45,7 +48,7 @@ class Counters:
         backwards: backwards that were reduced.
         by_hook: gradients reduced after a hook reported them.
         in_graph: gradients reduced by a compiled graph while it ran.
-        late: gradients that came through a hook though a graph was expected to reduce them.
+        late: gradients that came through a hook after a graph had reduced others of the same parameter.
     """
 
     backwards: int = 0
@@ -92,9 +95,16 @@ class Reducer:
         self._armed = False  # by a forward whose outputs may hide tensors
         self._existing: set[int] = set()
         self._touched: set[int] = set()  # had a gradient under no_sync
-        self._arrived: list[int] | None = []  # of the first backward
+        self.numbers = {id(p): i for i, p in enumerate(self.params)}
+        self._gradients = [self._gradient(i) for i in range(len(self.params))]
+        self._arrived: list[Event] | None = []  # in a backward whose order is to be learned
+        self._by_slots: dict[tuple[int, ...], GraphBucket] = {}
+        self._known_slots: set[tuple[int, ...]] = set()  # seen before the last layout
+        self._shared: set[int] = set()  # parameters with gradients from a graph and from elsewhere
+        self._late: dict[int, torch.Tensor] = {}
+        self._wish = False  # for another layout
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._lay_out(range(len(named) - 1, -1, -1), _ONE_BUCKET)
+        self._adopt(lay_out((), self._gradients, (), _ONE_BUCKET))
 
     # ---------------------------------------------------------------------------------------------- forward
 
@@ -160,7 +170,8 @@ class Reducer:
             try:
                 pending.remove(index)
             except KeyError:
-                raise RuntimeError(_twice_text(index, reducer.names[index])) from None
+                reducer._again(bucket, index)
+                return
             if arrived is not None:
                 arrived.append(index)
             if large:
@@ -169,6 +180,16 @@ class Reducer:
                 reducer._complete(bucket)
 
         return gradient_arrived
+
+    @_torch.untraced
+    def _again(self, bucket: FlatBucket, index: int) -> None:
+        """A gradient has arrived for a place that is taken: by a graph, or else by mistake."""
+        grad = self.params[index].grad
+        if not isinstance(bucket, GraphBucket) or not bucket.is_filled(index) or grad is None:
+            raise RuntimeError(_twice_text(index, self.names[index]))
+        self._late[index], self.params[index].grad = grad, None
+        self._wish = self._wish or index not in self._shared
+        self._shared.add(index)
 
     @_torch.untraced
     def _complete(self, full: FlatBucket) -> None:
@@ -194,6 +215,8 @@ class Reducer:
             return
         if self._missing() and not self.find_unused:
             self._wait()  # the rest may come in another backward; if it does not, the next forward says so
+            for bucket in self._buckets:
+                bucket.install()
             return
         for bucket in self._buckets:
             if bucket.pending:
@@ -202,10 +225,10 @@ class Reducer:
                 self._launch(bucket)
         used = self._used_somewhere() if self.find_unused else range(len(self.params))
         self._wait()
-        self.counters.backwards += 1
+        self._count()
         for bucket in self._buckets:
-            self.counters.by_hook += len(bucket.members) - len(bucket.absent)
             bucket.finish(used)
+        self._reduce_late()
         self._reset()
         self._touched.clear()
         self._armed = False
@@ -214,6 +237,31 @@ class Reducer:
         self._reached.clear()
         if self._arrived is not None:
             self._learn()
+        elif is_milestone(self.counters.backwards) and self._somebody_wishes():
+            self._arrived = []
+            self._hook_up()
+
+    def _count(self) -> None:
+        self.counters.backwards += 1
+        self.counters.late += len(self._late)
+        for bucket in self._buckets:
+            self.counters.in_graph += bucket.graph_filled
+            self.counters.by_hook += len(bucket.members) - len(bucket.absent) - bucket.graph_filled
+
+    def _reduce_late(self) -> None:
+        if self._late:
+            self._agreement.confirm("late: " + ", ".join(self.names[i] for i in sorted(self._late)), self._issued)
+            reduce_late(self._late, self.params, self.scale, self.group, self._wait_for)
+            self._issued += 1
+            self._late.clear()
+
+    def _somebody_wishes(self) -> bool:
+        """Whether the buckets do not fit the graphs of some rank."""
+        flag = torch.tensor([int(self._wish)], dtype=torch.int32, device=self.device)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._wait_for([work])
+        self._wish = False
+        return bool(flag)
 
     def _used_somewhere(self) -> set[int]:
         """Parameters that got a gradient on some rank since the last reduction."""
@@ -246,9 +294,41 @@ class Reducer:
         self._mode = _Mode.IDLE
         self._wait()
         self._reset()
+        self._late.clear()
         self._reached.clear()
         if self._arrived:
             self._arrived.clear()
+
+    # ---------------------------------------------------------------------------------------------- graphs
+
+    def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
+        """The bucket that a compiled graph may fill now, in a backward; None if these gradients go through hooks.
+
+        The graph writes into `bucket.lend()`, calls `bucket.fill` and then `graph_filled`.
+
+        Args:
+            slots: numbers of the parameters, in the order of the graph's bucket.
+        """
+        if torch.is_grad_enabled() or len(self._forwards) > 1 or not self._is_reducing():
+            return None
+        bucket = self._by_slots.get(slots)
+        if bucket is None or not bucket.ready_for_graph():
+            self._wish = self._wish or (self._arrived is None and slots not in self._known_slots)
+            self._known_slots.add(slots)
+            return None
+        return bucket if all(_torch.will_run(self._leaves[i]) for i in bucket.members) else None
+
+    def graph_filled(self, slots: tuple[int, ...], bucket: GraphBucket | None) -> None:
+        """The gradients of these parameters are there; in the bucket that was lent, or else on their way to hooks."""
+        if self._arrived is not None:
+            self._arrived.append(slots)
+        if bucket is not None:
+            self._complete(bucket)
+
+    def _is_reducing(self) -> bool:
+        if self._mode is _Mode.IDLE and (self._armed or self._forwards):
+            self._enter(_Mode.SYNC)
+        return self._mode is _Mode.SYNC
 
     # ---------------------------------------------------------------------------------------------- layout
 
@@ -267,25 +347,39 @@ class Reducer:
         self._handles.clear()
 
     def _learn(self) -> None:
-        """Lay the buckets out in rank 0's order of arrival; what did not arrive comes last."""
-        assert self._arrived is not None, "the order is learned once"
-        missing = set(range(len(self.params))) - set(self._arrived)
-        order = torch.tensor([*self._arrived, *sorted(missing, reverse=True)], dtype=torch.int32, device=self.device)
+        """Lay the buckets out by what rank 0 has seen in this backward."""
+        assert self._arrived is not None, "there is something to learn from"
+        numbers = encode(lay_out(self._arrived, self._gradients, self._shared, self.policy))
+        size = torch.tensor([len(numbers)], dtype=torch.int32, device=self.device)
+        dist.broadcast(size, group=self.group, group_src=0)
+        sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        if self.group.rank():
+            sent = sent.new_empty(int(size))
+        dist.broadcast(sent, group=self.group, group_src=0)
+        self._known_slots.update(event for event in self._arrived if isinstance(event, tuple))
         self._arrived = None
-        dist.broadcast(order, group=self.group, group_src=0)
-        self._lay_out(order.tolist(), self.policy)
+        self._adopt(decode(sent.tolist()))
 
-    def _lay_out(self, order: Iterable[int], policy: BucketPolicy) -> None:
-        self._plan = plan_buckets((self._gradient(i) for i in order), policy)
+    def _adopt(self, layout: tuple[LaidBucket, ...]) -> None:
+        self._plan = planned(layout, self._gradients)
         self._plan_text = _plan_text(self._plan, self.params)
         if self._verified:
             self._agreement.adopt(self._plan_text)
-        self._buckets = [
-            FlatBucket(
-                {g.index: self.params[g.index] for g in b.gradients}, self.scale, self._views_stay, self._existing
-            )
-            for b in self._plan
-        ]
+        self._buckets: list[FlatBucket] = []
+        self._by_slots.clear()
+        for laid in layout:
+            if laid.slots:
+                bucket = GraphBucket(
+                    laid.slots, laid.members, self.params, self.scale, self._views_stay, self._existing
+                )
+                self._by_slots[laid.slots] = bucket
+                self._buckets.append(bucket)
+            else:
+                members = {i: self.params[i] for i in laid.members}
+                self._buckets.append(FlatBucket(members, self.scale, self._views_stay, self._existing))
+        self._hook_up()
+
+    def _hook_up(self) -> None:
         self.remove_hooks()
         for bucket in self._buckets:
             for i, p in bucket.members.items():

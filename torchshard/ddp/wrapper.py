@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
-from torchshard.ddp import options
+from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
 from torchshard.ddp.reducer import Reducer
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
@@ -151,7 +151,11 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
         """
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._before(inputs, kwargs)
-            output = self._call_module(*inputs, **kwargs)
+            outer = active.enter(self.reducer)
+            try:
+                output = self._call_module(*inputs, **kwargs)
+            finally:
+                active.leave(outer)
             self._after(output)
             return output
 
