@@ -1,5 +1,6 @@
 """One bucket's memory: gradients go in, scaled; one collective sums them; they come out as `.grad`."""
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from itertools import repeat
 from operator import is_
@@ -41,10 +42,13 @@ class FlatBucket:
         apart = {i: p for i, p in members.items() if p.numel() < small and p.is_contiguous()}
         self.members = {**apart, **members}  # the small ones first
         self.large = members.keys() - apart.keys()
-        self.pending = set(members)  # those whose gradients have not arrived
+        self.quiet = apart.keys() - {next(reversed(members))}  # need not be looked at on arrival
+        self.pending = set(members)  # those whose gradients have not arrived, or only been heard of
+        self.heard: deque[torch.Tensor] = deque(maxlen=len(members) + 1)  # of quiet ones, not yet taken off `pending`
         self.work: dist.Work | None = None
         self.graph_filled = 0  # gradients that a compiled graph has put in, in this backward
         self._small, self._scale, self._views_stay, self._existing = apart, scale, views_stay, existing
+        self._number = {id(p): i for i, p in members.items()}
         self._offsets: dict[int, int] = {}
         self._numel = 0
         for i, p in self.members.items():
@@ -54,7 +58,7 @@ class FlatBucket:
         self._flat: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
         self._views: dict[int, torch.Tensor] = {}  # during a backward, and between them only if they stay
-        self._opened = False
+        self._opened = self._closed = False
         self._kept: dict[int, torch.Tensor] = {}  # gradients that the result is copied back to
         self._absent: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}  # unused: .grad, its old value
 
@@ -81,8 +85,16 @@ class FlatBucket:
         else:
             param.grad = place
 
+    def settle(self) -> None:
+        """Take those that were heard of off the pending ones; KeyError with the number of one that came twice."""
+        while self.heard:
+            self.pending.remove(self._number[id(self.heard.popleft())])
+
     def close(self) -> None:
         """All gradients that will come have come: move in the small ones, and what stands for the missing ones."""
+        if self._closed:
+            return
+        self._closed = True
         if self.pending:
             for i in sorted(self.pending):
                 self._take_absent(i)
@@ -151,9 +163,10 @@ class FlatBucket:
     def reset(self) -> None:
         """Get ready for the next backward."""
         self.pending.update(self.members)
+        self.heard.clear()
         self._kept.clear()
         self._absent.clear()
-        self.work, self._opened = None, False
+        self.work, self._opened, self._closed = None, False, False
         if not self._views_stay:
             self._views = {}  # they count as users of the memory
 
