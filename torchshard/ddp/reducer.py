@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_table
+from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, plan_table
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.waiting import wait_for
 from torchshard.ddp.flat import FlatBucket
@@ -109,6 +109,10 @@ class Reducer:
         self._adopt(lay_out((), self._gradients, (), _ONE_BUCKET))
 
     # ---------------------------------------------------------------------------------------------- forward
+
+    def raise_failure(self) -> None:
+        """If the ranks have come apart, say so again rather than start a collective that cannot end."""
+        self._agreement.raise_failure()
 
     def before_forward(self, sync: bool) -> None:
         """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
@@ -289,7 +293,7 @@ class Reducer:
     def _reduce_late(self) -> None:
         if self._late:
             self._agreement.confirm("late: " + ", ".join(self.names[i] for i in sorted(self._late)), self._issued)
-            reduce_late(self._late, self.params, self.scale, self.group, self._wait_for)
+            reduce_late(self._late, self.params, self.scale, self.group, self.wait_for)
             self._issued += 1
             self._late.clear()
 
@@ -297,7 +301,7 @@ class Reducer:
         """Whether the buckets do not fit the graphs of some rank."""
         flag = torch.tensor([int(self._wish)], dtype=torch.int32, device=self.device)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self._wait_for([work])
+        self.wait_for([work])
         self._wish = False
         return bool(flag)
 
@@ -308,14 +312,18 @@ class Reducer:
         flags[list(absent)] = 0
         flags = flags.to(self.device)
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self._wait_for([work])
+        self.wait_for([work])
         return {i for i, flag in enumerate(flags.tolist()) if flag}
 
     def _wait(self) -> None:
-        self._wait_for(b.work for b in self._buckets if b.work is not None)
+        for number, bucket in enumerate(self._buckets):
+            if bucket.work is not None:
+                what = f"bucket {number} ({names_text(self._plan[number].params)})"
+                wait_for([bucket.work], self._agreement, self._issued, self.device, what)
 
-    def _wait_for(self, works: Iterable[dist.Work]) -> None:
-        wait_for(works, self._agreement, self._issued, self.device)
+    def wait_for(self, works: Iterable[dist.Work], what: str = "the ranks' common knowledge of buckets") -> None:
+        """Wait for collectives, and raise RankMismatchError if one fails for want of a rank."""
+        wait_for(works, self._agreement, self._issued, self.device, what)
 
     def _missing(self) -> list[int]:
         """Parameters whose gradients have not arrived since the last reduction."""
@@ -389,14 +397,19 @@ class Reducer:
         assert self._arrived is not None, "there is something to learn from"
         numbers = encode(lay_out(self._arrived, self._gradients, self._shared, self.policy))
         size = torch.tensor([len(numbers)], dtype=torch.int32, device=self.device)
-        dist.broadcast(size, group=self.group, group_src=0)
+        self._broadcast(size)
         sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
         if self.group.rank():
             sent = sent.new_empty(int(size))
-        dist.broadcast(sent, group=self.group, group_src=0)
+        self._broadcast(sent)
         self._known_slots.update(event for event in self._arrived if isinstance(event, tuple))
         self._arrived = None
         self._adopt(decode(sent.tolist()))
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
+        assert work is not None, "asynchronous collectives return their work"
+        self.wait_for([work])
 
     def _adopt(self, layout: tuple[LaidBucket, ...]) -> None:
         self._plan = planned(layout, self._gradients)
