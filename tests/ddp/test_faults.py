@@ -25,9 +25,14 @@ def _check_average(model, reference, rank, world):
         torch.testing.assert_close(q.grad, p.grad)
 
 
-def _pair(rank, **settings):
+@pytest.fixture(params=[0, 1], ids=["a bucket each", "one bucket"])
+def cap(request):
+    return request.param
+
+
+def _pair(rank, cap, **settings):
     torch.manual_seed(rank)
-    model, reference = _wrap(mlp(8), bucket_cap_mb=0, **settings), mlp(8)
+    model, reference = _wrap(mlp(8), bucket_cap_mb=cap, **settings), mlp(8)
     reference.load_state_dict(model.module.state_dict())
     return model, reference
 
@@ -42,8 +47,8 @@ class Stumbles(torch.autograd.Function):
         raise ValueError("stumbled")
 
 
-def _exceptions(rank, world):
-    model, reference = _pair(rank)
+def _exceptions(rank, world, cap):
+    model, reference = _pair(rank, cap)
     x = torch.randn(4, 8)
     for _ in range(2):
         with pytest.raises(RuntimeError):
@@ -60,13 +65,13 @@ def _exceptions(rank, world):
         _check_average(model, reference, rank, world)
 
 
-def test_exceptions_leave_it_usable():
-    run_ranks(2, _exceptions)
+def test_exceptions_leave_it_usable(cap):
+    run_ranks(2, _exceptions, cap)
 
 
-def _gradients_by_autograd_grad(rank, world):
+def _gradients_by_autograd_grad(rank, world, cap):
     """torch.autograd.grad does not touch .grad, so nothing is reduced; a penalty on it works."""
-    model, reference = _pair(rank)
+    model, reference = _pair(rank, cap)
     x = torch.randn(4, 8, requires_grad=True)
     for m in (reference, model):
         if m is reference or rank == 0:  # on one rank only: must not communicate
@@ -84,13 +89,13 @@ def _gradients_by_autograd_grad(rank, world):
         torch.testing.assert_close(q.grad, p.grad)
 
 
-def test_autograd_grad_and_penalties():
-    run_ranks(2, _gradients_by_autograd_grad)
+def test_autograd_grad_and_penalties(cap):
+    run_ranks(2, _gradients_by_autograd_grad, cap)
 
 
-def _create_graph(rank, world, views):
+def _create_graph(rank, world, views, cap):
     """With create_graph the average goes into the gradient in place, and the gradient keeps its graph, as in torch."""
-    model, reference = _pair(rank, gradient_as_bucket_view=views)
+    model, reference = _pair(rank, cap, gradient_as_bucket_view=views)
     x = torch.randn(world, 4, 8, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         model.zero_grad()
@@ -104,8 +109,8 @@ def _create_graph(rank, world, views):
 
 
 @pytest.mark.parametrize("views", [False, True])
-def test_create_graph(views):
-    run_ranks(2, _create_graph, views)
+def test_create_graph(views, cap):
+    run_ranks(2, _create_graph, views, cap)
 
 
 class Hides(nn.Module):
@@ -146,12 +151,12 @@ def _hidden(rank, world):
                 (getattr(out, "value", out).square().mean() + kept).backward()
             for p, q in zip(reference.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(q.grad, p.grad)
-    # Only through the attribute: in two backwards, the first of which does not pass through the output.
-    for _ in range(2):
+    # Only through the attribute: in two backwards, one of which does not pass through the output.
+    for order in ((1, 0), (1, 0), (0, 1), (0, 1)):
         model.zero_grad()
-        out = model(x[rank])
-        model.module.kept.backward()
-        out.square().mean().backward()
+        losses = [model(x[rank]).square().mean(), model.module.kept]
+        for k in order:
+            losses[k].backward()
         for p, q in zip(reference.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad)
 
@@ -160,9 +165,9 @@ def test_losses_that_outputs_do_not_show():
     run_ranks(2, _hidden)
 
 
-def _around_the_wrapper(rank, world):
+def _around_the_wrapper(rank, world, cap):
     """The inner module called by itself is not reduced: on one rank alone, that would hang."""
-    model, reference = _pair(rank)
+    model, reference = _pair(rank, cap)
     for _ in range(3):
         model.zero_grad()
         if rank == 0:
@@ -174,13 +179,33 @@ def _around_the_wrapper(rank, world):
         _check_average(model, reference, rank, world)
 
 
-def test_the_module_inside_is_left_alone():
-    run_ranks(2, _around_the_wrapper)
+def test_the_module_inside_is_left_alone(cap):
+    run_ranks(2, _around_the_wrapper, cap)
 
 
-def _part_of_the_inputs(rank, world):
+def _between(rank, world, cap):
+    """A backward under no_sync, between a forward and its backward, is not taken for that."""
+    model, reference = _pair(rank, cap)
+    x = torch.randn(world, 4, 8, generator=torch.Generator().manual_seed(1))
+    reference(x.flatten(0, 1)).square().mean().mul(2).backward()
+    for step in range(3):
+        model.zero_grad()
+        loss = model(x[rank]).square().mean()
+        with model.no_sync():
+            model(x[rank]).square().mean().backward()
+        assert model.reducer.counters.backwards == step
+        loss.backward()
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+
+
+def test_a_backward_without_reduction_between(cap):
+    run_ranks(2, _between, cap)
+
+
+def _part_of_the_inputs(rank, world, cap):
     """backward(inputs=...) accumulates into some parameters; the rest comes in another backward."""
-    model, reference = _pair(rank)
+    model, reference = _pair(rank, cap)
     x = torch.randn(world, 4, 8, generator=torch.Generator().manual_seed(1))
     params = list(model.parameters())
     for _ in range(3):
@@ -194,8 +219,8 @@ def _part_of_the_inputs(rank, world):
             torch.testing.assert_close(q.grad, p.grad)
 
 
-def test_backward_with_inputs():
-    run_ranks(2, _part_of_the_inputs)
+def test_backward_with_inputs(cap):
+    run_ranks(2, _part_of_the_inputs, cap)
 
 
 def _twice(rank, world):
@@ -214,9 +239,9 @@ def test_a_gradient_that_comes_twice_is_reported():
     assert "with name shared." in run_ranks(2, _twice)[0]
 
 
-def _goes_away(rank, world):
+def _goes_away(rank, world, cap):
     """When the wrapper is gone its hooks are gone, and the module trains by itself."""
-    model, _ = _pair(rank)
+    model, _ = _pair(rank, cap)
     module = model.module
     model(torch.ones(2, 8)).sum().backward()
     del model
@@ -225,5 +250,5 @@ def _goes_away(rank, world):
         module(torch.ones(2, 8)).sum().backward()
 
 
-def test_hooks_go_with_the_wrapper():
-    run_ranks(2, _goes_away)
+def test_hooks_go_with_the_wrapper(cap):
+    run_ranks(2, _goes_away, cap)

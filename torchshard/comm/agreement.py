@@ -7,7 +7,7 @@ merely builds its plan anew, with the same contents, asks nobody.
 
 A rank may also turn to a new plan while the others go on with an old one. They do not look into the store then, but
 get stuck in a collective that the first has not joined; `check`, called while waiting, sees what the first has
-published, and declares the disagreement for all.
+published, and declares the disagreement for all. In the same way ranks learn that another one is lost.
 """
 
 import hashlib
@@ -22,6 +22,8 @@ from torchshard import _torch
 from torchshard.errors import RankMismatchError
 
 _LONGEST_LINE = 200
+_TO_ANSWER = 3.0
+"""Seconds in which every rank that waits for a collective sees that it is asked whether it lives."""
 
 
 class Agreement:
@@ -42,6 +44,7 @@ class Agreement:
         self._known: dict[tuple[int, str], int] = {}
         self._place, self._asked = 0, 0
         self._followed: list[tuple[int, str]] = []
+        self._failure: RankMismatchError | None = None
         self._store: dist.Store | None = None
         if self.world > 1 and dist.get_backend(group) != "fake":
             store, name = _torch.group_store(group), group.group_name
@@ -73,21 +76,73 @@ class Agreement:
         self._place = self._known[step]
         self._followed.append((position, text))
 
-    def check(self, position: int) -> None:
-        """Called while waiting for collectives: raise RankMismatchError if the reason is another plan on some rank.
+    def check(self, position: int, what: str) -> None:
+        """Called while waiting: raise RankMismatchError if the reason is another plan on some rank, or a lost rank.
 
         Args:
             position: how many collectives this rank has issued so far; those before are agreed.
+            what: is waited for.
         """
         if self._store is None:
             return
-        if self._store.check(["verdict"]):
-            self._raise_verdict(self._store)
-        if self._store.check([f"{self._asked}/first"]):
-            theirs = json.loads(self._store.get(f"{self._asked}/first"))
-            if theirs["position"] < position:
-                ours = next((t for at, t in reversed(self._followed) if at <= theirs["position"]), "")
-                self._disagree(self._store, theirs["rank"], ours)
+        try:
+            self._look(self._store, what)
+            if self._store.check([f"{self._asked}/first"]):
+                self._judge(self._store, position)
+        except RankMismatchError:
+            raise
+        except RuntimeError as error:  # the store's
+            self.blame(what, error)
+
+    def _judge(self, store: dist.Store, position: int) -> None:
+        """Somebody compares a plan: is it at a collective that this rank has issued already?"""
+        theirs = json.loads(store.get(f"{self._asked}/first"))
+        if theirs["position"] < position:
+            ours = next((t for at, t in reversed(self._followed) if at <= theirs["position"]), "")
+            self._disagree(store, theirs["rank"], ours)
+
+    def blame(self, what: str, error: Exception | None = None) -> NoReturn:
+        """A collective has failed: raise RankMismatchError with the ranks that do not answer.
+
+        Args:
+            what: was waited for.
+            error: how the collective failed; raised as it is if there is nobody to ask.
+        """
+        if self._store is None:
+            raise error or RuntimeError(f"{what} failed")
+        self._failure = RankMismatchError(
+            f"rank {self.rank} waited in vain for {what}",
+            expected=f"{self.world} ranks that take part",
+            got=self._who_is_silent(self._store),
+            fix="read the last words of that rank; then start all ranks again, from a checkpoint",
+        )
+        raise self._failure from error
+
+    def raise_failure(self) -> None:
+        """Raise again what was raised before: ranks that have come apart do not come together again."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _who_is_silent(self, store: dist.Store) -> str:
+        try:
+            store.set(f"alive/{self.rank}", "")
+            store.set("lost", "")  # the others look for it while they wait, and answer
+            silent, deadline = set(range(self.world)), time.monotonic() + _TO_ANSWER
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.02)
+                silent = {rank for rank in silent if not store.check([f"alive/{rank}"])}
+        except RuntimeError:
+            return "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
+        if not silent:
+            return "every rank answers, but a connection between them has failed"
+        return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}"
+
+    def _look(self, store: dist.Store, what: str) -> None:
+        """Raise what another rank has found."""
+        if store.check(["verdict"]):
+            self._raise_verdict(store)
+        if store.check(["lost"]):
+            self.blame(what)
 
     def _compare(self, store: dist.Store, text: str, position: int) -> None:
         key, self._asked = str(self._asked), self._asked + 1
@@ -108,8 +163,7 @@ class Agreement:
     def _wait_for_all(self, store: dist.Store, key: str) -> None:
         deadline, pause = time.monotonic() + self.limit, 0.0002
         while (count := store.add(f"{key}/count", 0)) < self.world:
-            if store.check(["verdict"]):
-                self._raise_verdict(store)
+            self._look(store, f"the others to come to its new {self.what}")
             if time.monotonic() > deadline:
                 raise RankMismatchError(
                     f"rank {self.rank} has new {self.what} and waits in vain for the other ranks to come to them too",
@@ -141,7 +195,8 @@ class Agreement:
         deadline = time.monotonic() + min(5.0, self.limit)
         while store.add("seen", 0) < self.world and time.monotonic() < deadline:
             time.sleep(0.02)
-        raise RankMismatchError(**verdict)
+        self._failure = RankMismatchError(**verdict)
+        raise self._failure
 
 
 def _first_difference(a: str, b: str) -> tuple[int, str, str]:

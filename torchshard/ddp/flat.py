@@ -1,6 +1,7 @@
 """One bucket's memory: gradients go in, scaled; one collective sums them; they come out as `.grad`."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from itertools import repeat
 from operator import is_
 
@@ -41,10 +42,13 @@ class FlatBucket:
         apart = {i: p for i, p in members.items() if p.numel() < small and p.is_contiguous()}
         self.members = {**apart, **members}  # the small ones first
         self.large = members.keys() - apart.keys()
-        self.pending = set(members)  # those whose gradients have not arrived
+        self.quiet = apart.keys() - {next(reversed(members))}  # need not be looked at on arrival
+        self.pending = set(members)  # those whose gradients have not arrived, or only been heard of
+        self.heard: deque[torch.Tensor] = deque(maxlen=len(members) + 1)  # of quiet ones, not yet taken off `pending`
         self.work: dist.Work | None = None
         self.graph_filled = 0  # gradients that a compiled graph has put in, in this backward
         self._small, self._scale, self._views_stay, self._existing = apart, scale, views_stay, existing
+        self._number = {id(p): i for i, p in members.items()}
         self._offsets: dict[int, int] = {}
         self._numel = 0
         for i, p in self.members.items():
@@ -53,8 +57,8 @@ class FlatBucket:
         self._small_numel = sum(p.numel() for p in apart.values())
         self._flat: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
-        self._views: dict[int, torch.Tensor] = {}  # only if they stay
-        self._opened = False
+        self._views: dict[int, torch.Tensor] = {}  # during a backward, and between them only if they stay
+        self._opened = self._closed = False
         self._kept: dict[int, torch.Tensor] = {}  # gradients that the result is copied back to
         self._absent: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}  # unused: .grad, its old value
 
@@ -67,12 +71,13 @@ class FlatBucket:
             with torch.no_grad():
                 self.take(param, index)
             return
-        grad, place = param.grad, self._place(index)
+        grad, place = param.grad, self._places()[index]
         if grad is None:
             self._absent[index] = None, None
             place.zero_()
             return
-        _refuse_sparse(grad)
+        if grad.is_sparse:
+            _refuse_sparse(grad)
         torch.mul(grad, self._scale, out=place)
         if grad.requires_grad or index in self._existing:
             if grad.data_ptr() != place.data_ptr():
@@ -80,8 +85,16 @@ class FlatBucket:
         else:
             param.grad = place
 
+    def settle(self) -> None:
+        """Take those that were heard of off the pending ones; KeyError with the number of one that came twice."""
+        while self.heard:
+            self.pending.remove(self._number[id(self.heard.popleft())])
+
     def close(self) -> None:
         """All gradients that will come have come: move in the small ones, and what stands for the missing ones."""
+        if self._closed:
+            return
+        self._closed = True
         if self.pending:
             for i in sorted(self.pending):
                 self._take_absent(i)
@@ -94,9 +107,8 @@ class FlatBucket:
     def _take_small(self) -> None:
         params = list(self._small.values())
         grads = [p.grad for p in params]
-        with _torch.aliasing():
-            segment = self._open()[: self._small_numel]
-        if self._views_stay and all(map(is_, grads, self._views.values())):
+        views, segment = self._places().values(), self._open()[: self._small_numel]
+        if self._views_stay and all(map(is_, grads, views)):
             segment.mul_(self._scale)  # all were accumulated in place
         elif self._existing or torch.is_grad_enabled() or any(map(is_, grads, repeat(None))):
             for i, p in self._small.items():
@@ -104,14 +116,12 @@ class FlatBucket:
         else:
             _refuse_sparse(*grads)
             torch.mul(_torch.flatten(grads), self._scale, out=segment)  # type: ignore[arg-type]
-            with _torch.aliasing():
-                views = self._views.values() if self._views_stay else _torch.unflatten(segment, params)
             for p, view in zip(params, views, strict=False):
                 p.grad = view
 
     def _take_absent(self, index: int) -> None:
         """A parameter unused in this backward adds what it has accumulated before, or nothing."""
-        grad, place = self.members[index].grad, self._place(index)
+        grad, place = self.members[index].grad, self._places()[index]
         if grad is None:
             place.zero_()
             self._absent[index] = None, None
@@ -139,9 +149,9 @@ class FlatBucket:
         """The sum is there. Give it to whom it does not belong yet; `used`: parameters that some rank has used."""
         with torch.no_grad():
             for i, grad in self._kept.items():
-                grad.copy_(self._place(i))
+                grad.copy_(self._places()[i])
             for i, (grad, before) in self._absent.items():
-                place = self._place(i)
+                place = self._places()[i]
                 if i not in used:
                     if before is not None:
                         place.copy_(before)
@@ -153,34 +163,37 @@ class FlatBucket:
     def reset(self) -> None:
         """Get ready for the next backward."""
         self.pending.update(self.members)
+        self.heard.clear()
         self._kept.clear()
         self._absent.clear()
-        self.work, self._opened = None, False
+        self.work, self._opened, self._closed = None, False, False
+        if not self._views_stay:
+            self._views = {}  # they count as users of the memory
 
     # ---------------------------------------------------------------------------------------------- memory
 
-    def _place(self, index: int) -> torch.Tensor:
-        """Where the gradient of a parameter goes, with the parameter's own strides: autograd adds to it in place."""
+    def _places(self) -> Mapping[int, torch.Tensor]:
+        """Where the gradients go, each with its parameter's own strides: autograd adds to them in place."""
         flat = self._open()
-        if self._views_stay:
-            return self._views[index]
-        with _torch.aliasing():
-            return self._view(flat, index)
+        if not self._views:
+            with _torch.aliasing():
+                self._views = dict(zip(self.members, self._split(flat), strict=True))
+        return self._views
 
-    def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        param = self.members[index]
-        return flat.as_strided(param.shape, gradient_strides(param), self._offsets[index])
+    def _split(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
+        params = self.members.values()
+        if all(p.is_contiguous() for p in params):
+            return _torch.unflatten(flat, [*params])
+        return [flat.as_strided(p.shape, gradient_strides(p), self._offsets[i]) for i, p in self.members.items()]
 
     def _open(self) -> torch.Tensor:
         """The flat tensor, free to be written in this backward."""
         if self._opened and self._flat is not None:
             return self._flat
         if self._flat is None or self._held_by_others():
-            first = next(iter(self.members.values()))
-            self._flat = self._allocate(first)
+            self._flat = self._allocate(next(iter(self.members.values())))
             self._storage = self._flat.untyped_storage()
-            if self._views_stay:
-                self._views = {i: self._view(self._flat, i) for i in self.members}
+            self._views = {}
         self._opened = True
         return self._flat
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import slices
-from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.flat import FlatBucket, gradient_strides
 
 
 class GraphBucket(FlatBucket):
@@ -88,7 +88,7 @@ class GraphBucket(FlatBucket):
         for i, view in self._filled.items():
             p, before = self.members[i], self._before.get(i)
             if before is None:
-                p.grad = self._views[i] if self._views_stay else view
+                p.grad = self._places()[i] if self._views_stay else view
             else:
                 if i not in self._accumulated:
                     before.copy_(view)
@@ -109,6 +109,9 @@ class GraphBucket(FlatBucket):
         for i, grad in self._before.items():  # the backward failed after they were put aside
             self.members[i].grad = grad
         self._before.clear()
+
+    def _split(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
+        return [flat.as_strided(p.shape, gradient_strides(p), self._offsets[i]) for i, p in self.members.items()]
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(self._numel, dtype=like.dtype, device=like.device)  # between the slots nobody writes

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_table
+from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, plan_table
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.waiting import wait_for
 from torchshard.ddp.flat import FlatBucket
@@ -93,6 +93,8 @@ class Reducer:
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
         self._reached: list[ForwardPass] = []  # by the backward that runs
         self._armed = False  # by a forward whose outputs may hide tensors
+        self._attentive = find_unused  # no hook may be quiet
+        self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
         self._existing: set[int] = set()
         self._touched: set[int] = set()  # had a gradient under no_sync
         self.numbers = {id(p): i for i, p in enumerate(self.params)}
@@ -109,9 +111,16 @@ class Reducer:
 
     # ---------------------------------------------------------------------------------------------- forward
 
+    def raise_failure(self) -> None:
+        """If the ranks have come apart, say so again rather than start a collective that cannot end."""
+        self._agreement.raise_failure()
+
     def before_forward(self, sync: bool) -> None:
         """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
         self._forget_failed()
+        if not self._forwards:
+            for bucket in self._buckets:
+                bucket.heard.clear()  # by a backward that was none of ours
         if sync and (missing := self._missing()) and any(len(b.pending) < len(b.members) for b in self._buckets):
             raise RuntimeError(_unfinished_text(self.group.rank(), missing, self.names))
 
@@ -121,7 +130,9 @@ class Reducer:
         certain = watch(output, forward, self._begin)
         if sync:
             self._forwards.add(forward)
-            self._armed = self._armed or not certain
+            if not certain:
+                self._armed = True
+                self._listen()
 
     # ---------------------------------------------------------------------------------------------- backward
 
@@ -136,12 +147,20 @@ class Reducer:
         if forward.sync and self._mode is _Mode.SYNC:
             self._reached.append(forward)
 
+    def _listen(self) -> None:
+        """From now on every hook has to look whether a backward of ours has begun: outputs do not tell."""
+        if not self._attentive:
+            self._attentive = True
+            self._hook_up()
+
     def _enter(self, mode: _Mode) -> None:
         self._mode = mode
         end = functools.partial(self._end)  # the engine drops it if the backward fails
         self._end_of_backward = weakref.ref(end)
         _torch.queue_callback(end)
-        if mode is _Mode.SYNC:
+        if mode is _Mode.LOCAL:
+            self._heard_before = [list(b.heard) for b in self._buckets]
+        else:
             self._agreement.restart()
             if not self._views_stay:
                 grads = map(_get_grad, self.params)
@@ -159,8 +178,14 @@ class Reducer:
             return True
         return False
 
-    def _hook(self, bucket: FlatBucket, index: int) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when the gradient of one parameter is complete."""
+    def _hook(self, bucket: FlatBucket, index: int, quiet: int) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when the gradient of one parameter is complete.
+
+        Args:
+            bucket: of the parameter.
+            index: its number.
+            quiet: how many others of the bucket only append themselves to `heard`, which is three times cheaper.
+        """
         reducer, pending, take = self, bucket.pending, bucket.take
         large, arrived = index in bucket.large, self._arrived
 
@@ -177,7 +202,7 @@ class Reducer:
                 arrived.append(index)
             if large:
                 take(param, index)  # type: ignore[arg-type]
-            if not pending:
+            if len(pending) <= quiet:
                 reducer._complete(bucket)
 
         return gradient_arrived
@@ -196,34 +221,51 @@ class Reducer:
 
     @_torch.untraced
     def _complete(self, full: FlatBucket) -> None:
-        """This bucket has all its gradients. Launch those that are complete, in order, up to the first that is not."""
-        full.close()
+        """This bucket seems full. Launch those that are, in order, up to the first that is not."""
+        self._settle(full)
+        if not full.pending:
+            full.close()
         for bucket in self._buckets:
-            if bucket.pending:
-                return
             if bucket.work is None:
+                self._settle(bucket)
+                if bucket.pending:
+                    return
                 self._launch(bucket)
+
+    def _settle(self, bucket: FlatBucket) -> None:
+        try:
+            bucket.settle()
+        except KeyError as error:
+            raise RuntimeError(_twice_text(error.args[0], self.names[error.args[0]])) from None
 
     def _launch(self, bucket: FlatBucket) -> None:
         if bucket is self._buckets[0]:
             self._agreement.confirm(self._plan_text, self._issued)
+        bucket.close()
         bucket.launch(self.group)
         self._issued += 1
 
     @_torch.untraced
     def _end(self) -> None:
         """The engine calls this when a backward is over."""
-        mode, self._mode = self._mode, _Mode.IDLE
-        if mode is not _Mode.SYNC:
-            return
+        if self._mode is _Mode.SYNC:
+            self._end_of_sync()
+        elif self._mode is _Mode.LOCAL:
+            for bucket, before in zip(self._buckets, self._heard_before, strict=True):
+                bucket.heard.clear()
+                bucket.heard.extend(before)
+        self._mode = _Mode.IDLE
+
+    def _end_of_sync(self) -> None:
+        for bucket in self._buckets:
+            self._settle(bucket)
         if self._missing() and not self.find_unused:
+            self._listen()
             self._wait()  # the rest may come in another backward; if it does not, the next forward says so
             for bucket in self._buckets:
                 bucket.install()
             return
         for bucket in self._buckets:
-            if bucket.pending:
-                bucket.close()
             if bucket.work is None:
                 self._launch(bucket)
         used = self._used_somewhere() if self.find_unused else range(len(self.params))
@@ -254,7 +296,7 @@ class Reducer:
     def _reduce_late(self) -> None:
         if self._late:
             self._agreement.confirm("late: " + ", ".join(self.names[i] for i in sorted(self._late)), self._issued)
-            reduce_late(self._late, self.params, self.scale, self.group, self._wait_for)
+            reduce_late(self._late, self.params, self.scale, self.group, self.wait_for)
             self._issued += 1
             self._late.clear()
 
@@ -262,7 +304,7 @@ class Reducer:
         """Whether the buckets do not fit the graphs of some rank."""
         flag = torch.tensor([int(self._wish)], dtype=torch.int32, device=self.device)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self._wait_for([work])
+        self.wait_for([work])
         self._wish = False
         return bool(flag)
 
@@ -273,14 +315,18 @@ class Reducer:
         flags[list(absent)] = 0
         flags = flags.to(self.device)
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self._wait_for([work])
+        self.wait_for([work])
         return {i for i, flag in enumerate(flags.tolist()) if flag}
 
     def _wait(self) -> None:
-        self._wait_for(b.work for b in self._buckets if b.work is not None)
+        for number, bucket in enumerate(self._buckets):
+            if bucket.work is not None:
+                what = f"bucket {number} ({names_text(self._plan[number].params)})"
+                wait_for([bucket.work], self._agreement, self._issued, self.device, what)
 
-    def _wait_for(self, works: Iterable[dist.Work]) -> None:
-        wait_for(works, self._agreement, self._issued, self.device)
+    def wait_for(self, works: Iterable[dist.Work], what: str = "the ranks' common knowledge of buckets") -> None:
+        """Wait for collectives, and raise RankMismatchError if one fails for want of a rank."""
+        wait_for(works, self._agreement, self._issued, self.device, what)
 
     def _missing(self) -> list[int]:
         """Parameters whose gradients have not arrived since the last reduction."""
@@ -354,14 +400,19 @@ class Reducer:
         assert self._arrived is not None, "there is something to learn from"
         numbers = encode(lay_out(self._arrived, self._gradients, self._shared, self.policy))
         size = torch.tensor([len(numbers)], dtype=torch.int32, device=self.device)
-        dist.broadcast(size, group=self.group, group_src=0)
+        self._broadcast(size)
         sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
         if self.group.rank():
             sent = sent.new_empty(int(size))
-        dist.broadcast(sent, group=self.group, group_src=0)
+        self._broadcast(sent)
         self._known_slots.update(event for event in self._arrived if isinstance(event, tuple))
         self._arrived = None
         self._adopt(decode(sent.tolist()))
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
+        assert work is not None, "asynchronous collectives return their work"
+        self.wait_for([work])
 
     def _adopt(self, layout: tuple[LaidBucket, ...]) -> None:
         self._plan = planned(layout, self._gradients)
@@ -385,8 +436,10 @@ class Reducer:
     def _hook_up(self) -> None:
         self.remove_hooks()
         for bucket in self._buckets:
+            quiet = set() if self._attentive or self._arrived is not None else bucket.quiet
             for i, p in bucket.members.items():
-                self._handles.append(p.register_post_accumulate_grad_hook(self._hook(bucket, i)))
+                hook = bucket.heard.append if i in quiet else self._hook(bucket, i, len(quiet))
+                self._handles.append(p.register_post_accumulate_grad_hook(hook))
 
     def _gradient(self, index: int) -> Gradient:
         p = self.params[index]

@@ -1,7 +1,7 @@
 """Making ranks equal: the check that they hold the same model, and the broadcast of what rank 0 holds."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,16 +49,24 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
     return (a[end] if end < len(a) else "nothing more", b[end] if end < len(b) else "nothing more")
 
 
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
 def broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0, cap: int = 250 << 20
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    cap: int = 250 << 20,
+    wait: Callable[[Sequence[dist.Work]], None] = _wait,
 ) -> None:
-    """Overwrite the tensors with those of one rank of the group, many in one message.
+    """Overwrite the tensors with those of the group's first rank, many in one message.
 
     Args:
         tensors: the same on all ranks, in dtype, device and shape.
         group: whose ranks take part.
-        source: number within the group of the rank that gives.
         cap: bytes of one message, at least.
+        wait: what waits for a message.
     """
     items = [
         Gradient(i, "", t.numel() * t.element_size(), (t.dtype, t.device)) for i, t in enumerate(tensors) if t.numel()
@@ -67,10 +75,16 @@ def broadcast_coalesced(
         for bucket in plan_buckets(items, BucketPolicy(cap=cap, first=cap)):
             chosen = [tensors[g.index].detach() for g in bucket.gradients]
             if len(chosen) == 1 and chosen[0].is_contiguous():
-                dist.broadcast(chosen[0], group=group, group_src=source)
+                wait([_broadcast(chosen[0], group)])
                 continue
             flat = torch.cat([t.reshape(-1) for t in chosen])
-            dist.broadcast(flat, group=group, group_src=source)
-            if group.rank() != source:
+            wait([_broadcast(flat, group)])
+            if group.rank():
                 for t, piece in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
                     t.copy_(piece.view(t.shape))
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+    assert work is not None, "asynchronous collectives return their work"
+    return work

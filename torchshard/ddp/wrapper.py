@@ -1,6 +1,7 @@
 """DistributedDataParallel: torch's wrapper with another engine."""
 
 import copy
+import functools
 import os
 import weakref
 from typing import Any
@@ -11,7 +12,6 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
 from torchshard.ddp.reducer import Reducer
@@ -161,6 +161,7 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
 
     @_torch.untraced
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.reducer.raise_failure()
         if torch.is_grad_enabled():
             self._refuse_optimizers_in_backward()
             self.reducer.before_forward(self.require_backward_grad_sync)
@@ -184,8 +185,9 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
     def _sync_buffers(self) -> None:
         """Give all ranks the buffers of rank 0; they are looked up anew, as the module may have replaced them."""
         self._assign_modules_buffers()
+        wait = functools.partial(self.reducer.wait_for, what="the buffers of rank 0")
         with _torch.preserve_versions(self.modules_buffers):
-            broadcast_coalesced(self.modules_buffers, self.process_group, cap=self.broadcast_bucket_size)
+            broadcast_coalesced(self.modules_buffers, self.process_group, self.broadcast_bucket_size, wait)
 
     def _refuse_optimizers_in_backward(self) -> None:
         if not self._looked_for_optimizers:
