@@ -1,1 +1,1 @@
-"""Talking between ranks."""
+"""Talking between ranks: collectives, agreement, and waiting that can tell why it waits."""

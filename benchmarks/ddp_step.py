@@ -1,0 +1,98 @@
+"""Eager data parallel: a step (zero_grad, forward, backward) of our wrapper beside torch's own.
+
+    python -m benchmarks.ddp_step
+
+Two gloo ranks with one thread each. Both wrappers hold the same weights, take turns in one run, and their gradients
+are compared; what counts is the ratio of each round, in wall time on rank 0.
+"""
+
+import copy
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.harness import Comparison, compare, geometric_mean, table
+from tests.models import GPT, GPTConfig, mlp
+from tests.ranks import run_ranks
+
+
+class Tiny(nn.Module):
+    """1,000 parameters of a hundred elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(100) for _ in range(1000))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = x * weight
+        return x
+
+
+def _cases():
+    tokens = torch.randint(0, 256, (4, 64))
+    return {
+        "MLP, 6 x 1024": (mlp(1024, 6), torch.randn(16, 1024)),
+        "GPT, 148 parameters": (GPT(GPTConfig(layers=12, width=128, heads=4, context=64)), tokens),
+        "1,000 tiny parameters": (Tiny(), torch.ones(100)),
+    }
+
+
+def _compare(rank, world, case, rounds, settings):
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(rank)
+    module, x = _cases()[case]
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module), **settings)
+    ours = DistributedDataParallel(module, **settings)
+
+    def step(model):
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    def turn(model, repeat):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeat):
+            step(model)
+        return (time.perf_counter() - start) / repeat
+
+    for model in (ours, theirs):
+        turn(model, 5)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    repeat = torch.tensor(max(2, int(0.15 / turn(theirs, 3))))
+    dist.broadcast(repeat, 0)
+    times = []
+    for number in range(rounds):
+        order = (ours, theirs) if number % 2 else (theirs, ours)
+        first, second = (turn(model, int(repeat)) for model in order)
+        times.append((first, second) if number % 2 else (second, first))
+    return times
+
+
+def measure(rounds: int = 21) -> list[Comparison]:
+    """All cases, at the defaults and with gradients as views of the buckets."""
+    results = []
+    for name, settings in {"defaults": {}, "bucket views": {"gradient_as_bucket_view": True}}.items():
+        for case in _cases():
+            times = run_ranks(2, _compare, case, rounds, settings, timeout=300)[0]
+            results.append(compare(f"{case}; {name}", times))
+    return results
+
+
+def main() -> str:
+    """The table, and the geometric mean of either setting."""
+    results = measure()
+    half = len(results) // 2
+    means = [geometric_mean(part) for part in (results[:half], results[half:])]
+    return (
+        f"{table(results, 'ms')}\n\nGeometric mean at the defaults {means[0]:.2f}, with bucket views {means[1]:.2f}.\n"
+        f"torch {torch.__version__}, 2 gloo ranks, one thread each."
+    )
+
+
+if __name__ == "__main__":
+    print(main())

@@ -1,0 +1,159 @@
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from torchshard.comm.agreement import Agreement
+from torchshard.comm.waiting import wait_for
+from torchshard.errors import RankMismatchError
+
+CPU = torch.device("cpu")
+
+
+def _agreement(group=None):
+    return Agreement(group or dist.group.WORLD, CPU)
+
+
+def _refused(act):
+    """The message with which `act` is refused, and whether that took less than ten seconds."""
+    start = time.monotonic()
+    try:
+        act()
+    except RankMismatchError as error:
+        return str(error), time.monotonic() - start < 10
+    return None
+
+
+def _same_plans(rank, world):
+    agreement = _agreement()
+    for step in range(3):
+        agreement.restart()
+        agreement.confirm("a\nb", 2 * step)
+        agreement.confirm("c", 2 * step + 1)
+    return agreement._asked, _keys(agreement)
+
+
+def _keys(agreement):
+    dist.barrier()
+    store = agreement._store
+    return [
+        f"{k}/{name}" for k in range(4) for name in ("first", "text", "count", "left") if store.check([f"{k}/{name}"])
+    ]
+
+
+def test_a_known_plan_is_not_compared_again_and_leaves_no_keys():
+    assert run_ranks(3, _same_plans) == [(2, [])] * 3
+
+
+def _last_differs(rank, world):
+    agreement = _agreement()
+    return _refused(lambda: agreement.confirm("a\nb 4\nc" if rank == world - 1 else "a\nb 3\nc", 0))
+
+
+def test_every_rank_raises_when_only_the_last_differs():
+    for message, soon in run_ranks(3, _last_differs):
+        assert "have different buckets" in message
+        assert "line 1 of the plan" in message
+        assert "b 3" in message
+        assert "b 4" in message
+        assert soon
+
+
+def _one_turns_to_another_plan(rank, world):
+    group = dist.new_group(timeout=timedelta(seconds=8))  # of its own, because one of its collectives never ends
+    agreement, x = _agreement(group), torch.ones(4)
+
+    def step(text, position):
+        agreement.restart()
+        agreement.confirm(text, position)
+        work = dist.all_reduce(x, async_op=True, group=group)
+        wait_for([work], agreement, position + 1, CPU)
+
+    step("old", 0)
+    return _refused(lambda: step("new" if rank == 1 else "old", 1))
+
+
+def test_ranks_stuck_in_a_collective_learn_why():
+    answers = run_ranks(3, _one_turns_to_another_plan)
+    assert all("expected: rank 1: new" in message and soon for message, soon in answers)
+
+
+def _nobody_waits_for_a_rank_that_builds_its_plan_again(rank, world):
+    agreement = _agreement()
+    agreement.confirm("plan", 0)
+    agreement.restart()
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(1)
+    agreement.confirm("".join(["pl", "an"]), 1)  # equal, not the same object
+    return time.monotonic() - start
+
+
+def test_building_the_same_plan_anew_blocks_nobody():
+    first, second = run_ranks(2, _nobody_waits_for_a_rank_that_builds_its_plan_again)
+    assert first < 0.5
+    assert second < 1.5
+
+
+def _slow_rank(rank, world):
+    agreement = _agreement()
+    if rank == 1:
+        time.sleep(3)
+    agreement.confirm("plan", 0)
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    if rank == 0:
+        time.sleep(2.5)
+    wait_for([work], agreement, 1, CPU)
+
+
+def test_a_slow_rank_is_waited_for():
+    run_ranks(2, _slow_rank)
+
+
+def _subgroups(rank, world):
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = _agreement(halves[rank // 2])
+    every, other = _agreement(), _agreement()
+    mine.confirm(f"half {rank // 2}", 0)
+    every.confirm("all", 0)
+    answer = _refused(lambda: other.confirm(f"rank {rank == 2}", 0))
+    every.confirm("still well", 1)
+    return answer
+
+
+def test_groups_and_users_do_not_meet():
+    assert all("rank True" in message for message, _ in run_ranks(4, _subgroups))
+
+
+def _nobody_else(rank, world):
+    agreement = _agreement()
+    agreement.limit = 1.0
+    return None if rank else _refused(lambda: agreement.confirm("plan", 0))
+
+
+def test_waiting_in_vain_ends():
+    message, _ = run_ranks(2, _nobody_else)[0]
+    assert "waits in vain" in message
+    assert "2 ranks within 1 s" in message
+
+
+def _the_last_leaves(rank, world):
+    import os
+
+    dist.barrier()
+    if rank == world - 1:
+        os._exit(0)
+    agreement = _agreement()
+    with pytest.raises(RankMismatchError) as caught:
+        wait_for([dist.all_reduce(torch.ones(4), async_op=True)], agreement, 1, CPU, "the sum")
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_dead_rank_is_named_by_all_others():
+    for message in run_ranks(3, _the_last_leaves, expect_dead=(2,))[:2]:
+        assert "waited in vain for" in message
+        assert "no answer within 3 s from rank 2" in message

@@ -1,0 +1,96 @@
+"""Models and a training loop in two forms: compiled on ranks, and plain on the whole batch."""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import GPT, GPTConfig, mlp
+
+eager = torch._dynamo.disable(lambda module, x: torch.tanh(module(x)))
+
+
+class Parts(nn.Module):
+    """Layers a, b, c; `how` says what happens around b."""
+
+    def __init__(self, how="plain"):
+        super().__init__()
+        self.a, self.b, self.c, self.how = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 32), how
+
+    def forward(self, x):
+        x = F.gelu(self.a(x))
+        if self.how == "tied":  # a's weight twice in one graph, c's not used
+            return F.linear(self.b(x), self.a.weight.t(), self.c.bias)
+        if self.how == "checkpoint":
+            x = checkpoint(lambda t: F.gelu(self.b(t)), x, use_reentrant=False)
+        elif self.how == "break":  # b runs eagerly, between two graphs
+            x = eager(self.b, x)
+        elif self.how == "both":  # b is used by two graphs and once eagerly
+            x = self.b(eager(self.b, self.b(x)))
+        elif self.how != "unused":
+            x = self.b(x)
+        return self.c(F.gelu(x))
+
+
+class Normed(nn.Module):
+    """Convolution, normalisation, a frozen layer, an embedding, mixed dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.conv, self.norm = nn.Embedding(16, 32), nn.Conv1d(1, 3, 3), nn.LayerNorm(30)
+        self.frozen, self.f64 = nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 4).double()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        x = x + self.embedding((x[:, 0] * 4).long().clamp(0, 15))
+        y = self.frozen(self.norm(self.conv(x[:, None]).relu())) * self.scale
+        return self.f64(y.mean(1).double()).repeat(1, 8).float()
+
+
+MAKERS = {
+    "mlp": lambda: mlp(32, 4),
+    "normed": Normed,
+    "gpt": lambda: GPT(GPTConfig()),
+    "tied gpt": lambda: GPT(GPTConfig(tied=True, checkpoint=True)),
+    **{how: (lambda how=how: Parts(how)) for how in ("plain", "tied", "checkpoint", "break", "both", "unused")},
+}
+
+
+def make(name):
+    return MAKERS[name]()
+
+
+def batch(name, size):
+    """Inputs and targets of a whole batch; the same on all ranks."""
+    random = torch.Generator().manual_seed(size)
+    if "gpt" in name:
+        tokens = torch.randint(0, 256, (size, 9), generator=random)
+        return tokens[:, :-1], tokens[:, 1:]
+    return torch.randn(size, 32, generator=random), torch.randn(size, 32, generator=random)
+
+
+def loss_of(output, target):
+    if target.dtype == torch.int64:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+    return F.mse_loss(output, target)
+
+
+def train_step(wrapped, model, name, size, rank, world, parts=1):
+    """Gradients of this rank's share of the batch, in `parts` portions of which the last is reduced."""
+    x, y = batch(name, size)
+    for k, (xs, ys) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+        xs, ys = xs.chunk(world)[rank], ys.chunk(world)[rank]
+        with wrapped.no_sync() if k < parts - 1 else contextlib.nullcontext():
+            (loss_of(model(xs), ys) / parts).backward()
+
+
+def error(wrapped, reference):
+    """The worst relative error among the gradients; None must be None on both sides."""
+    worst = 0.0
+    for p, q in zip(wrapped.module.parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            worst = max(worst, ((p.grad - q.grad).abs().max() / q.grad.abs().max().clamp_min(1e-12)).item())
+    return worst

@@ -1,0 +1,133 @@
+"""The string, its options, and modules that are not wrapped."""
+
+import copy
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from tests.compiler.models import batch, loss_of, make
+from torchshard.buckets import BucketPolicy, MiB
+from torchshard.compiler.backend import torchshard
+from torchshard.compiler.options import parse
+
+ALONE = """
+import sys, torch
+assert not any(name.startswith("torchshard") for name in sys.modules)
+model = torch.nn.Linear(4, 4)
+compiled = torch.compile(model, backend="torchshard", options={"inner": "aot_eager"})
+x = torch.ones(2, 4)
+torch.testing.assert_close(compiled(x), model(x))
+assert "torchshard.compiler.backend" in sys.modules
+"""
+
+
+def test_the_entry_point():
+    found = [e for e in entry_points(group="torch_dynamo_backends") if e.name == "torchshard"]
+    assert [e.value for e in found] == ["torchshard.compiler.backend:torchshard"]
+    assert found[0].load() is torchshard
+
+
+def test_nothing_has_to_be_imported():
+    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=120)
+
+
+def test_a_plain_module_is_compiled_by_inductor():
+    model = make("plain")
+    inductor = torch.compile(copy.deepcopy(model))
+    ours = torch.compile(model, backend="torchshard", options={"reorder_for_locality": True})
+    x, y = batch("plain", 8)
+    loss_of(ours(x), y).backward()
+    loss_of(inductor(x), y).backward()
+    for p, q in zip(ours.parameters(), inductor.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    with torch.no_grad():
+        assert torch.equal(ours(x), inductor(x))
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_plain_module_under_any_inner_compiler(inner):
+    calls = []
+
+    def counting(graph, inputs, **given):
+        calls.append(given)
+        return torch._dynamo.lookup_backend(inner)(graph, inputs)
+
+    model = torch.nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    compiled = torch.compile(model, backend="torchshard", options={"inner": counting, "theirs": 1})
+    torch.testing.assert_close(compiled(x), model(x))
+    assert calls == [{"options": {"theirs": 1}}]
+
+
+def test_settings_go_where_they_belong():
+    options = {"reduction": "split", "bucket_cap_mb": 2, "first_bucket_mb": 0.5, "max_autotune": True}
+    chosen = parse(None, options)
+    assert (chosen.reduction, chosen.inner, chosen.in_graph) == ("split", "inductor", False)
+    assert chosen.policy == BucketPolicy(2 * MiB, MiB // 2)
+    assert chosen.inductor == {"max_autotune": True}
+    assert options["reduction"] == "split"
+    assert parse("max-autotune", None).mode == "max-autotune"
+    assert parse(None, None).in_graph
+    assert not parse(None, {"inner": "aot_eager"}).in_graph
+    assert parse(None, None).policy is None
+
+
+MISTAKES = {
+    "unknown": {"bucket_cap": 1},
+    "far off": {"zzz": 1},
+    "negative": {"bucket_cap_mb": -1},
+    "negative first": {"first_bucket_mb": -0.5},
+    "not a number": {"bucket_cap_mb": "big"},
+    "reduction": {"reduction": "hooks"},
+    "inner": {"inner": "aot_eagre"},
+    "inner is itself": {"inner": "torchshard"},
+    "both": {"reduction": "ingraph", "inner": "aot_eager"},
+}
+
+
+def test_mistakes_in_options():
+    said = []
+    for name, options in MISTAKES.items():
+        with pytest.raises(ValueError, match='backend "torchshard"') as caught:
+            parse(None, options)
+        said.append(f"{name}: {caught.value}")
+    assert_expected_inline(
+        "\n".join(textwrap.fill(line, 110) for line in said),
+        """\
+unknown: backend "torchshard": unknown option 'bucket_cap', did you mean 'bucket_cap_mb'? Its own options are
+bucket_cap_mb, first_bucket_mb, inner, reduction; all others must be options of inductor
+far off: backend "torchshard": unknown option 'zzz'; Its own options are bucket_cap_mb, first_bucket_mb,
+inner, reduction; all others must be options of inductor
+negative: backend "torchshard": bucket_cap_mb=-1 is no size; give a number of MiB, 0 or more
+negative first: backend "torchshard": first_bucket_mb=-0.5 is no size; give a number of MiB, 0 or more
+not a number: backend "torchshard": bucket_cap_mb='big' is no size; give a number of MiB, 0 or more
+reduction: backend "torchshard": option reduction='hooks' is not known; give one of auto, ingraph, split
+inner: backend "torchshard": inner='aot_eagre' is no compiler; give a callable, or a name that
+torch.compiler.list_backends() lists
+inner is itself: backend "torchshard": inner='torchshard' is no compiler; give a callable, or a name that
+torch.compiler.list_backends() lists
+both: backend "torchshard": reduction="ingraph" needs inductor, not 'aot_eager'; give reduction="split", which
+works with any inner compiler, or leave it out""",
+    )
+
+
+def test_a_mistake_reaches_the_user():
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="torchshard", options={"bucket_cap_mb": -1})
+    with pytest.raises(Exception, match="bucket_cap_mb=-1 is no size; give a number of MiB, 0 or more"):
+        compiled(torch.ones(1, 2))
+
+
+def test_nothing_global_is_changed():
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    configs = [torch._dynamo.config, torch._inductor.config, torch._functorch.config]
+    before = [config.get_config_copy() for config in configs]
+    torch.compile(make("mlp"), backend="torchshard", options={"inner": "aot_eager"})(torch.ones(2, 32))
+    assert [config.get_config_copy() for config in configs] == before

@@ -1,0 +1,207 @@
+"""What a graph cannot see: other sources of gradients, hooks, other forwards, other ranks. Right in any case."""
+
+import copy
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from tests.compiler.models import Parts, batch, error, loss_of
+from tests.ranks import run_ranks
+
+
+class Trial:
+    """A wrapped and compiled model, beside a plain one that sees every rank's batch."""
+
+    def __init__(self, rank, world, how="plain", **settings):
+        from tests.compiler.traced import traced
+        from torchshard.ddp import DistributedDataParallel
+
+        torch.manual_seed(0)
+        self.rank, self.world = rank, world
+        module = Parts(how)
+        self.reference = copy.deepcopy(module)
+        self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01, **settings)
+        self.model = torch.compile(self.ddp, backend=traced)
+
+    def step(self, objective, size=8):
+        """Gradients of an objective, averaged over ranks; their error, and what was counted."""
+        before = copy.copy(self.ddp.reducer.counters)
+        for model in (self.ddp, self.reference):
+            model.zero_grad()
+        objective(self.model, self.ddp.module, self.rank, size).backward()
+        for rank in range(self.world):
+            (objective(self.reference, self.reference, rank, size) / self.world).backward()
+        after = self.ddp.reducer.counters
+        counts = after.in_graph - before.in_graph, after.by_hook - before.by_hook, after.late - before.late
+        return error(self.ddp, self.reference), *counts
+
+
+def _plain(model, module, rank, size):
+    x, y = batch("plain", size + rank)
+    return loss_of(model(x), y)
+
+
+def _regularised(model, module, rank, size):
+    return _plain(model, module, rank, size) + module.b.weight.square().sum() + module.a.bias.sum()
+
+
+def _twice(model, module, rank, size):
+    return _plain(model, module, rank, size) + _plain(model, module, rank, size + 4)
+
+
+def _run_other_sources(rank, world):
+    trial = Trial(rank, world)
+    plain = [trial.step(_plain) for _ in range(3)]
+    late = [trial.step(_regularised) for _ in range(4)]
+    return plain, late, trial.step(_plain), trial.step(_twice), trial.step(_plain)
+
+
+def test_gradients_from_outside_of_the_graph():
+    for plain, late, again, twice, after in run_ranks(2, _run_other_sources):
+        assert all(worst < 1e-5 for worst, *_ in [*plain, *late, again, twice, after])
+        assert plain[2][1:] == (6, 0, 0)
+        assert late[0][1:] == (6, 0, 2)  # the graph's part and the rest are averaged one by one
+        assert late[3][1:] == (4, 2, 0)  # after a new layout, those two are the hooks'
+        assert twice[1:] == (0, 6, 0)  # two forwards outstanding: no bucket leaves before both are back
+        assert after[1:] == (4, 2, 0)
+
+
+def _run_hooks(rank, world):
+    trial = Trial(rank, world)
+    plain = [trial.step(_plain) for _ in range(3)]
+    for module in (trial.ddp.module, trial.reference):
+        module.c.weight.register_hook(lambda grad: grad * 2)
+    return plain, trial.step(_plain)
+
+
+def test_a_hook_of_the_user_sees_its_gradient():
+    for plain, hooked in run_ranks(2, _run_hooks):
+        assert plain[2][1:] == (6, 0, 0)
+        assert hooked[0] < 1e-5
+        assert hooked[1] < 6
+        assert hooked[1] + hooked[2] == 6
+
+
+def _run_partial(rank, world):
+    """torch.autograd.grad and backward(inputs=...) do not touch other gradients, and are not reduced."""
+    trial = Trial(rank, world)
+    for _ in range(3):
+        trial.step(_plain)
+    trial.ddp.zero_grad()
+    params, others = list(trial.ddp.module.parameters()), list(trial.reference.parameters())
+    grads = torch.autograd.grad(_plain(trial.model, None, rank, 8), params)
+    expected = torch.autograd.grad(_plain(trial.reference, None, rank, 8), others)
+    torch.testing.assert_close(grads, expected)
+    assert all(p.grad is None for p in params)
+    return trial.step(_plain)
+
+
+def test_partial_backwards():
+    for answer in run_ranks(2, _run_partial):
+        assert answer[0] < 1e-5
+        assert answer[1:] == (6, 0, 0)
+
+
+def _run_one_rank_differs(rank, world):
+    """Rank 1 alone sees other sizes, compiles anew, and once does not compile at all."""
+    trial = Trial(rank, world)
+    answers = [trial.step(_plain, size) for size in (8, 8, 8)]
+    answers += [trial.step(_own_size) for _ in range(3)]
+    compiled = trial.model
+    if rank == 1:
+        trial.model = trial.ddp
+    answers.append(trial.step(_plain))
+    trial.model = compiled
+    return [*answers, trial.step(_plain)]
+
+
+def _own_size(model, module, rank, size):
+    x, y = batch("plain", 8 if rank == 0 else 24)
+    return loss_of(model(x), y)
+
+
+def test_ranks_that_compile_at_different_times():
+    first, second = run_ranks(2, _run_one_rank_differs)
+    assert all(worst < 1e-5 for worst, *_ in first + second)
+    assert all(counts == (6, 0, 0) for _, *counts in first[2:-1] for counts in [tuple(counts)])
+    assert second[-2][1:] == (0, 6, 0)
+    assert first[-1][1:] == second[-1][1:] == (6, 0, 0)
+
+
+def _run_failing(rank, world):
+    trial = Trial(rank, world)
+    for _ in range(3):
+        trial.step(_plain)
+
+    def fails(grad):
+        raise ValueError("on purpose")
+
+    x, y = batch("plain", 8)
+    trial.ddp.zero_grad()
+    x.requires_grad_(True)
+    loss = loss_of(trial.model(x), y)
+    x.register_hook(fails)
+    try:
+        loss.backward()
+    except ValueError:
+        dist.barrier()
+    else:
+        raise AssertionError("the hook should have raised")
+    return trial.step(_plain)
+
+
+def test_after_a_backward_that_failed():
+    for answer in run_ranks(2, _run_failing):
+        assert answer[0] < 1e-5
+
+
+def _run_identity(rank, world):
+    trial = Trial(rank, world)
+    for _ in range(3):
+        trial.step(_plain)
+    kept = [p.grad for p in trial.ddp.parameters()]
+    copies = [g.clone() for g in kept]
+    trial.step(_plain, 16)  # zero_grad sets to None: the kept ones must stay as they are
+    untouched = all(map(torch.equal, kept, copies))
+    present = [p.grad for p in trial.ddp.parameters()]
+    trial.ddp.zero_grad(set_to_none=False)
+    _plain(trial.model, None, rank, 8).backward()
+    same = all(p.grad is g for p, g in zip(trial.ddp.parameters(), present, strict=True))
+    return untouched, same, trial.ddp.reducer.counters.late
+
+
+def test_gradients_keep_their_identity_and_are_never_overwritten():
+    assert run_ranks(2, _run_identity) == [(True, True, 0)] * 2
+
+
+def _run_wrapped_later(rank, world):
+    """Compiled and called, then wrapped; and wrapped around a compiled module that was not called before."""
+    from torchshard.ddp import DistributedDataParallel
+
+    x, y = batch("plain", 8)
+    answers = []
+    for called_before in (True, False):
+        torch._dynamo.reset()
+        module = Parts()
+        compiled = torch.compile(module, backend="torchshard")
+        if called_before:
+            loss_of(compiled(x), y).backward()
+            module.zero_grad()
+        ddp = DistributedDataParallel(compiled)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                ddp.zero_grad()
+                loss_of(ddp(x), y).backward()
+        said = [str(w.message) for w in caught if "backend" in str(w.message)]
+        answers.append((ddp.reducer.counters.in_graph, ddp.reducer.counters.by_hook, said))
+    return answers
+
+
+def test_a_module_that_is_compiled_before_it_is_wrapped():
+    (in_graph, by_hook, said), without = run_ranks(2, _run_wrapped_later, timeout=200)[0]
+    assert (in_graph, by_hook) == (0, 18)
+    assert len(said) == 1
+    assert "compiled and called before it was wrapped" in said[0]
+    assert without == (12, 6, [])

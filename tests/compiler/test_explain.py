@@ -1,0 +1,119 @@
+"""Plans and traces, on a fake group of 8 ranks."""
+
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from tests.compiler.models import batch, make
+from tests.compiler.traced import traced
+from torchshard.compiler import explain
+from torchshard.ddp import DistributedDataParallel
+
+
+def _inserted(plan):
+    """Each graph's operators that belong to buckets, with the matrix products around them."""
+    lines = []
+    for graph in plan.graphs:
+        lines.append("graph")
+        for line in graph.code.splitlines():
+            found = re.search(r"(torchshard\.\w+|aten\.mm)\.default\]\((args = .*), kwargs", line)
+            if found:
+                arguments = re.sub(r"as_strided_default", "slot", found[2]).replace("open_bucket_default", "flat")
+                lines.append(f"  {found[1]} {arguments.replace('%empty_memory_format', '%token')}")
+    return "\n".join(lines)
+
+
+def test_the_table_of_a_gpt(fake_group):
+    ddp = DistributedDataParallel(make("gpt"), bucket_cap_mb=0.03)
+    table = "\n".join(line[:100].rstrip() for line in str(explain(ddp, batch("gpt", 2)[0])).splitlines())
+    assert_expected_inline(
+        table,
+        """\
+graph    bucket    parameters                                     bytes     in place    launched aft
+-------  --------  ---------------------------------------------  --------  ----------  ------------
+0        0         head.weight                                    32.0 KiB  1 of 1      mm_1
+0        1         norm.weight .. blocks.1.up.weight (5)          32.4 KiB  2 of 5      mm_6
+0        2         blocks.1.up.bias .. blocks.0.down.weight (10)  33.5 KiB  3 of 10     mm_12
+0        3         blocks.0.down.bias .. blocks.0.qkv.weight (8)  33.0 KiB  3 of 8      mm_18
+0        4         blocks.0.qkv.bias .. tokens.weight (5)         34.6 KiB  0 of 5      _unsafe_mask""",
+    )
+
+
+def test_the_trace_of_an_mlp(fake_group):
+    ddp = DistributedDataParallel(make("mlp"), bucket_cap_mb=0.005)
+    assert_expected_inline(
+        _inserted(explain(ddp, batch("mlp", 8)[0])),
+        """\
+graph
+  aten.mm args = (%tangents_1, %permute_4)
+  torchshard.open_bucket args = (0, 2080, torch.float32, cpu, [7, 8, 5])
+  torchshard.mm_into args = (%permute_5, %relu_2, 0, 0, %slot)
+  aten.mm args = (%where, %permute_8)
+  torchshard.mm_into args = (%permute_9, %relu_1, 0, 2, %slot_2)
+  torchshard.launch_bucket args = (%flat, %token, [%slot, %slot_1, %slot_2], [%view], [1], 0)
+  torchshard.open_bucket args = (1, 2112, torch.float32, cpu, [6, 3, 4, 0])
+  aten.mm args = (%where_1, %permute_12)
+  torchshard.mm_into args = (%permute_13, %relu, 1, 1, %slot_4)
+  torchshard.mm_into args = (%permute_16, %primals_3, 1, 3, %slot_6)
+  torchshard.launch_bucket args = (%flat_1, %token, [%slot_3, %slot_4, %slot_5, %slot_6], [%view_1, %view_2], [0, 2], 1)
+  torchshard.open_bucket args = (2, 32, torch.float32, cpu, [1])
+  torchshard.launch_bucket args = (%flat_2, %token, [%slot_7], [%view_3], [0], 2)""",
+    )
+
+
+def test_parameters_outside_of_graphs(fake_group):
+    ddp = DistributedDataParallel(make("break"))
+    assert_expected_inline(
+        str(explain(ddp, batch("break", 2)[0])),
+        """\
+graph    bucket    parameters        bytes    in place    launched after
+-------  --------  ----------------  -------  ----------  ----------------
+0        0         a.weight, a.bias  8.2 KiB  1 of 2      view
+1        0         c.weight, c.bias  8.1 KiB  1 of 2      view
+not in a graph: b.weight, b.bias""",
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied gpt", "both", "normed"])
+def test_what_is_explained_is_what_happens(fake_group, name):
+    """The reducer ends up with the buckets that were announced, but for weights that several graphs share."""
+    ddp = DistributedDataParallel(make(name), bucket_cap_mb=0.03)
+    plan = explain(ddp, batch(name, 2)[0])
+    torch._dynamo.reset()
+    compiled = torch.compile(ddp, backend=traced)
+    for _ in range(3):
+        compiled(batch(name, 2)[0]).sum().backward()
+    happened = [bucket.params for bucket in ddp.reducer.plan]
+    announced = [bucket.params for bucket in plan.buckets]
+    if name == "both":
+        assert happened == [("c.weight", "c.bias"), ("a.weight", "a.bias"), ("b.weight", "b.bias")]
+    else:
+        assert sorted(happened) == sorted(announced)
+
+
+def test_a_plain_module_needs_no_group():
+    model = make("plain")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = explain(model, batch("plain", 2)[0], bucket_cap_mb=0.01)
+    assert len(plan.buckets) == 2
+    assert plan.outside == ()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="bucket_cap_mb=-1 is no size"):
+        explain(model, batch("plain", 2)[0], bucket_cap_mb=-1)
+
+
+def test_it_can_be_asked_often():
+    model, x = make("mlp"), batch("mlp", 2)[0]
+    assert len({str(explain(model, x)) for _ in range(12)}) == 1
+
+
+def test_state_is_left_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    explain(model, batch("mlp", 8)[0])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,116 @@
+"""Gradients equal those of one process on the whole batch, and are reduced in the graph."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from tests.compiler.models import batch, error, loss_of, make, train_step
+from tests.ranks import run_ranks
+
+IN_GRAPH = {  # of the parameters with a gradient, those that only graphs use
+    "mlp": 8,
+    "normed": 8,
+    "gpt": 29,
+    "tied gpt": 28,
+    "plain": 6,
+    "tied": 5,
+    "checkpoint": 6,
+    "break": 4,
+    "both": 4,
+    "unused": 4,
+}
+CAP = 0.01  # MiB: several buckets in each model
+
+
+def _train(rank, world, how, names, sizes=(8, 8, 8), parts=1, zero=True, settings=None):
+    """Train each model for a step per size; worst error and what was counted in each."""
+    from tests.compiler.traced import BACKENDS
+    from torchshard.ddp import DistributedDataParallel
+
+    warnings.filterwarnings("error", message="backend .torchshard.")
+    answers = {}
+    for name in names:
+        module = make(name)
+        reference = copy.deepcopy(module)
+        unused = name in ("tied", "unused")
+        ddp = DistributedDataParallel(module, bucket_cap_mb=CAP, find_unused_parameters=unused, **(settings or {}))
+        model = torch.compile(ddp, **BACKENDS[how]())
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (ddp, reference)]
+        answers[name] = []
+        for size in sizes:
+            for optimizer in optimizers:
+                if zero is not None:
+                    optimizer.zero_grad(set_to_none=zero)
+            x, y = batch(name, size)
+            loss_of(reference(x), y).backward()
+            before = copy.copy(ddp.reducer.counters)
+            train_step(ddp, model, name, size, rank, world, parts)
+            after = ddp.reducer.counters
+            counts = after.in_graph - before.in_graph, after.by_hook - before.by_hook, after.late - before.late
+            answers[name].append((error(ddp, reference), *counts))
+            if zero is not None:
+                for optimizer in optimizers:
+                    optimizer.step()
+    return answers
+
+
+def _check(answers, expected):
+    for name, steps in answers.items():
+        assert all(worst < 1e-5 for worst, *_ in steps), (name, steps)
+        for _, in_graph, _, late in steps[2:]:
+            assert (in_graph, late) == (expected[name], 0), (name, steps)
+
+
+@pytest.mark.parametrize("names", [["mlp", "normed", "tied", "unused"], ["gpt", "tied gpt", "checkpoint", "both"]])
+def test_every_model(names):
+    for answers in run_ranks(2, _train, "traced", names):
+        _check(answers, IN_GRAPH)
+
+
+def test_the_string_and_inductor():
+    for answers in run_ranks(2, _train, "inductor", ["mlp", "both"], timeout=280):
+        _check(answers, IN_GRAPH)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", IN_GRAPH)
+def test_every_model_with_inductor(name):
+    for answers in run_ranks(2, _train, "inductor", [name], timeout=280):
+        _check(answers, IN_GRAPH)
+
+
+def test_split():
+    names = ["mlp", "tied gpt", "both", "unused"]
+    for answers in run_ranks(2, _train, "split", names):
+        _check(answers, dict.fromkeys(names, 0))
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+def test_worlds(world):
+    for answers in run_ranks(world, _train, "traced", ["plain"], (12, 12, 12)):
+        _check(answers, IN_GRAPH)
+
+
+def _accumulate(rank, world):
+    """All wrappers go through one compiled graph, which serves any of them."""
+    return [
+        _train(
+            rank, world, "traced", ["plain", "break"], (8, 8, 8, 16), parts, zero, {"gradient_as_bucket_view": views}
+        )
+        for parts, zero in ((1, True), (1, False), (1, None), (2, True), (2, False))
+        for views in (False, True)
+    ]
+
+
+def test_accumulation():
+    """Gradients that are there before the reduction: from no_sync, from before, or zeros."""
+    for answers in run_ranks(2, _accumulate):
+        for answer in answers:
+            _check(answer, IN_GRAPH)
+
+
+def test_dynamic_batch_sizes():
+    for answers in run_ranks(2, _train, "traced", ["plain", "gpt"], (8, 8, 12, 16, 8)):
+        _check(answers, IN_GRAPH)

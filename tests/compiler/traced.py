@@ -1,0 +1,20 @@
+"""In-graph mode without inductor: the same pass on the same graphs, run operator by operator. Compiles in a second."""
+
+from torchshard import _torch
+from torchshard.compiler.ingraph import InGraph
+from torchshard.compiler.rewrite import BucketPass, graph_parameters
+from torchshard.ddp import active
+
+
+def traced(graph, inputs):
+    reducer = active.reducer()
+    parameters = graph_parameters(inputs, reducer.names_by_id)
+    rewrite = BucketPass(parameters, reducer.policy)
+    return InGraph(_torch.trace_backward(graph, inputs, rewrite), list(parameters))
+
+
+BACKENDS = {
+    "traced": lambda: {"backend": traced},
+    "inductor": lambda: {"backend": "torchshard"},
+    "split": lambda: {"backend": "torchshard", "options": {"reduction": "split", "inner": "aot_eager"}},
+}

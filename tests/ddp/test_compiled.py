@@ -1,0 +1,71 @@
+"""torch.compile with any backend: the module's code is compiled, gradients are reduced all the same."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import mlp
+from tests.ranks import run_ranks
+
+
+class Breaks(nn.Module):
+    """A graph break between two layers, and batch norm's buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.norm(self.a(x))
+        torch._dynamo.graph_break()
+        return self.b(x.relu())
+
+
+def _steps(rank, world, backend, outside, portable):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from torchshard import _torch
+
+    if portable:
+        with _torch.without_fast_paths():
+            from torchshard.ddp import DistributedDataParallel
+    else:
+        from torchshard.ddp import DistributedDataParallel
+    for make in (lambda: mlp(8, 3), Breaks):
+        torch.manual_seed(rank)
+        model, counting = make(), CompileCounterWithBackend(backend)
+        if outside:
+            wrapper = DistributedDataParallel(model)
+            compiled = torch.compile(wrapper, backend=counting)
+        else:
+            compiled = wrapper = DistributedDataParallel(torch.compile(model, backend=counting))
+        assert isinstance(wrapper, nn.parallel.DistributedDataParallel)
+        reference = DistributedDataParallel(copy.deepcopy(model), init_sync=False)
+        for step in range(4):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            for m in (compiled, reference):
+                m.zero_grad()
+                m(x).square().mean().backward()
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+        assert wrapper.reducer.counters.by_hook == 4 * len(list(model.parameters()))
+        assert counting.frame_count >= 1
+    return True
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["compile(wrap)", "wrap(compile)"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_are_reduced(backend, outside):
+    assert all(run_ranks(2, _steps, backend, outside, False))
+
+
+def test_without_private_ways_to_skip_frames():
+    assert all(run_ranks(2, _steps, "eager", True, True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("outside", [True, False], ids=["compile(wrap)", "wrap(compile)"])
+def test_with_inductor(outside):
+    assert all(run_ranks(2, _steps, "inductor", outside, False, timeout=280))

@@ -1,0 +1,177 @@
+"""What the constructor takes, and what it says to what it does not take."""
+
+import inspect
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from tests.models import mlp
+from torchshard.ddp import DistributedDataParallel, options
+
+
+def test_signature_is_torchs():
+    ours = inspect.signature(DistributedDataParallel).parameters
+    theirs = inspect.signature(TorchDDP).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert {n: p.default for n, p in theirs.items()} == {n: ours[n].default for n in theirs}
+    assert list(ours)[len(theirs) :] in (["lazy_bucket_allocation"], [])
+
+
+@pytest.mark.parametrize("keyword", options.UNFINISHED)
+def test_a_keyword_without_effect_is_refused_by_name(fake_group, keyword):
+    more = {"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))} if keyword.startswith("delay") else {}
+    with pytest.raises(NotImplementedError, match=f"{keyword}=.* is not supported by torchshard yet"):
+        DistributedDataParallel(mlp(), **{keyword: True}, **more)
+
+
+def _device_mesh(axes):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, 4) if axes > 1 else (8,), mesh_dim_names=("a", "b")[:axes])
+
+
+REFUSED = {
+    "no gradient": (lambda: (nn.ReLU(), {}), RuntimeError, "doesn't have any parameter that requires a gradient"),
+    "uninitialised": (lambda: (nn.LazyLinear(3), {}), RuntimeError, "uninitialized parameters can't be used"),
+    "two device ids": (lambda: (mlp(), {"device_ids": [0, 1]}), ValueError, "can only be None or contain a single"),
+    "device ids on CPU": (lambda: (mlp(), {"device_ids": [1]}), ValueError, "but got device_ids [1]"),
+    "output device on CPU": (lambda: (mlp(), {"output_device": 1}), ValueError, "output_device 1, and module param"),
+    "two device types": (
+        lambda: (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), {}),
+        ValueError,
+        "must be on the same type of devices",
+    ),
+    "group and mesh": (
+        lambda: (mlp(), {"process_group": dist.group.WORLD, "device_mesh": _device_mesh(1)}),
+        RuntimeError,
+        "Cannot specify both process_group and device_mesh",
+    ),
+    "two-dimensional mesh": (lambda: (mlp(), {"device_mesh": _device_mesh(2)}), RuntimeError, "Only 1D device mesh"),
+    "one of the delay pair": (
+        lambda: (mlp(), {"delay_all_reduce_named_params": []}),
+        ValueError,
+        "need to be set at the same time",
+    ),
+    "SyncBatchNorm on CPU": (
+        lambda: (nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), {}),
+        ValueError,
+        "SyncBatchNorm layers only work with GPU modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_gets_torchs_exception(fake_group, case):
+    make, kind, text = REFUSED[case]
+    module, settings = make()
+    with pytest.raises(kind, match=re.escape(text)):
+        DistributedDataParallel(module, **settings)
+    if case != "SyncBatchNorm on CPU":  # torch's wrapper cannot be built on a fake group, but gets as far as this
+        with pytest.raises(kind):
+            TorchDDP(module, **settings)
+
+
+OURS = {
+    "negative cap": ({"bucket_cap_mb": -1}, ValueError, "cannot hold less than nothing"),
+    "negative cap in the list": ({"bucket_cap_mb_list": [1, -2]}, ValueError, "cap of -2 MiB"),
+    "auto": ({"bucket_cap_mb": "auto"}, NotImplementedError, "bucket_cap_mb='auto' is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_bad_input_gets_a_sentence(fake_group, case):
+    settings, kind, text = OURS[case]
+    with pytest.raises(kind, match=text):
+        DistributedDataParallel(mlp(), **settings)
+
+
+def test_modules_that_would_come_out_wrong_are_refused(fake_group):
+    with pytest.raises(NotImplementedError, match=r"^DistributedDataParallel: 0 makes sparse gradients"):
+        DistributedDataParallel(nn.Sequential(nn.Embedding(3, 3, sparse=True)))
+    from torch.distributed.tensor import distribute_module
+
+    with pytest.raises(NotImplementedError, match="DTensor parameters"):
+        DistributedDataParallel(distribute_module(mlp(8), _device_mesh(1)))
+    with pytest.raises(NotImplementedError, match="device_mesh cut out of a larger mesh"):
+        DistributedDataParallel(mlp(8), device_mesh=_device_mesh(2)["a"])
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        DistributedDataParallel(mlp())
+
+
+def test_a_mesh_of_its_own(fake_group):
+    assert DistributedDataParallel(mlp(), device_mesh=_device_mesh(1)).process_group.size() == 8
+
+
+def test_sparse_gradients_are_refused_when_they_come(fake_group):
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(9, 600))
+
+        def forward(self, x):
+            return nn.functional.embedding(x, self.table, sparse=True)
+
+    model = DistributedDataParallel(Hidden())
+    with pytest.raises(NotImplementedError, match="sparse gradients are not reduced yet"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_optimizers_in_backward_are_refused(fake_group):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = DistributedDataParallel(mlp(8))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.module.parameters(), {"lr": 0.1})
+    with pytest.raises(NotImplementedError, match="an optimizer that runs in backward is not supported"):
+        model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns", "expected"),
+    [
+        ({}, None, (True, 2)),
+        ({"broadcast_buffers": False}, "`broadcast_buffers` is deprecated", (False, 0)),
+        ({"forward_sync_buffers": False}, None, (False, 2)),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, "both `broadcast_buffers`", (True, 2)),
+        ({"check_reduction": True}, "no effect", (True, 2)),
+    ],
+)
+def test_buffer_arguments(fake_group, monkeypatch, recwarn, settings, warns, expected):
+    sent = []
+    monkeypatch.setattr("torchshard.ddp.wrapper.broadcast_coalesced", lambda tensors, group, **_: sent.extend(tensors))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **settings)
+    buffers = [t for t in sent if not t.requires_grad and t.dim()]
+    assert (model.broadcast_buffers, len(buffers)) == expected
+    texts = [str(w.message) for w in recwarn if w.category is FutureWarning]
+    assert [warns in text for text in texts] == ([True] if warns else [])
+
+
+def test_sizes_that_others_read(fake_group):
+    default = DistributedDataParallel(mlp(8))
+    assert (default.bucket_bytes_cap, default.bucket_bytes_cap_default) == (25 << 20, True)
+    small = DistributedDataParallel(mlp(8), bucket_cap_mb=0.5)
+    assert (small.bucket_bytes_cap, small.bucket_bytes_cap_default) == (1 << 19, False)
+    assert DistributedDataParallel(mlp(8), bucket_cap_mb_list=[1, 2]).bucket_bytes_cap_list == [1 << 20, 2 << 20]
+
+
+def test_buckets_as_text(fake_group):
+    model = DistributedDataParallel(mlp(64, 5), bucket_cap_mb=0.03)
+    for _ in range(2):
+        model(torch.randn(2, 64)).sum().backward()
+    assert_expected_inline(
+        str(model.reducer),
+        """\
+bucket    parameters              bytes     kind
+--------  ----------------------  --------  -----------
+0         8.bias .. 6.weight (4)  32.5 KiB  float32 cpu
+1         4.bias .. 2.weight (4)  32.5 KiB  float32 cpu
+2         0.bias, 0.weight        16.2 KiB  float32 cpu""",
+    )
+    assert_expected_inline(str(model.reducer.counters), """Counters(backwards=2, by_hook=20, in_graph=0, late=0)""")

@@ -1,0 +1,213 @@
+"""Ranks that must issue the same collectives agree on their plans, once for each new plan.
+
+Ranks that hold different plans would hang in a collective or mix up their data. So before a rank follows a plan that
+is new to it, it compares notes with the others through the group's store and waits until all have come to the same
+plan. A plan that all have agreed to is never compared again: following it costs a dictionary lookup. A rank that
+merely builds its plan anew, with the same contents, asks nobody.
+
+A rank may also turn to a new plan while the others go on with an old one. They do not look into the store then, but
+get stuck in a collective that the first has not joined; `check`, called while waiting, sees what the first has
+published, and declares the disagreement for all. In the same way ranks learn that another one is lost.
+"""
+
+import hashlib
+import json
+import time
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from torchshard import _torch
+from torchshard.errors import RankMismatchError
+
+_LONGEST_LINE = 200
+_TO_ANSWER = 3.0
+"""Seconds in which every rank that waits for a collective sees that it is asked whether it lives."""
+
+
+class Agreement:
+    """What the ranks of one group have agreed to, on behalf of one user of the group.
+
+    Args:
+        group: the process group; all its ranks make their Agreements in the same order.
+        device: of the tensors that the group reduces; its time limit is ours.
+        what: of what the plans are, for messages.
+
+    Keys in the store carry the group's name and a number of their own for each Agreement, and are deleted when the
+    last rank has read them. A group of one rank, or a fake one, has nobody to disagree with and touches no store.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, what: str = "buckets") -> None:
+        self.rank, self.world, self.what = group.rank(), group.size(), what
+        self.limit = _torch.group_timeout(group, device).total_seconds()
+        self._known: dict[tuple[int, str], int] = {}
+        self._place, self._asked = 0, 0
+        self._followed: list[tuple[int, str]] = []
+        self._failure: RankMismatchError | None = None
+        self._store: dist.Store | None = None
+        if self.world > 1 and dist.get_backend(group) != "fake":
+            store, name = _torch.group_store(group), group.group_name
+            number = store.add(f"torchshard/{name}/agreements/{self.rank}", 1)
+            self._store = dist.PrefixStore(f"torchshard/{name}/{number}", store)
+
+    def restart(self) -> None:
+        """A new sequence of plans begins (a backward)."""
+        self._place = 0
+        self._followed.clear()
+
+    def adopt(self, text: str) -> None:
+        """All ranks know by other means that this plan is the same on all of them, when it comes first."""
+        self._known.setdefault((0, text), len(self._known) + 1)
+
+    def confirm(self, text: str, position: int) -> None:
+        """Return when all ranks follow this plan here; raise RankMismatchError when one follows another.
+
+        Args:
+            text: the plan, a line for each of its parts. Equal texts are equal plans.
+            position: how many collectives this rank has issued so far, in all.
+        """
+        if self._store is None:
+            return
+        step = (self._place, text)
+        if step not in self._known:
+            self._compare(self._store, text, position)
+            self._known[step] = len(self._known) + 1
+        self._place = self._known[step]
+        self._followed.append((position, text))
+
+    def check(self, position: int, what: str) -> None:
+        """Called while waiting: raise RankMismatchError if the reason is another plan on some rank, or a lost rank.
+
+        Args:
+            position: how many collectives this rank has issued so far; those before are agreed.
+            what: is waited for.
+        """
+        if self._store is None:
+            return
+        try:
+            self._look(self._store, what)
+            if self._store.check([f"{self._asked}/first"]):
+                self._judge(self._store, position)
+        except RankMismatchError:
+            raise
+        except RuntimeError as error:  # the store's
+            self.blame(what, error)
+
+    def _judge(self, store: dist.Store, position: int) -> None:
+        """Somebody compares a plan: is it at a collective that this rank has issued already?"""
+        theirs = json.loads(store.get(f"{self._asked}/first"))
+        if theirs["position"] < position:
+            ours = next((t for at, t in reversed(self._followed) if at <= theirs["position"]), "")
+            self._disagree(store, theirs["rank"], ours)
+
+    def blame(self, what: str, error: Exception | None = None) -> NoReturn:
+        """A collective has failed: raise RankMismatchError with the ranks that do not answer.
+
+        Args:
+            what: was waited for.
+            error: how the collective failed; raised as it is if there is nobody to ask.
+        """
+        if self._store is None:
+            raise error or RuntimeError(f"{what} failed")
+        self._failure = RankMismatchError(
+            f"rank {self.rank} waited in vain for {what}",
+            expected=f"{self.world} ranks that take part",
+            got=self._who_is_silent(self._store),
+            fix="read the last words of that rank; then start all ranks again, from a checkpoint",
+        )
+        raise self._failure from error
+
+    def raise_failure(self) -> None:
+        """Raise again what was raised before: ranks that have come apart do not come together again."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _who_is_silent(self, store: dist.Store) -> str:
+        try:
+            store.set(f"alive/{self.rank}", "")
+            store.set("lost", "")  # the others look for it while they wait, and answer
+            silent, deadline = set(range(self.world)), time.monotonic() + _TO_ANSWER
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.02)
+                silent = {rank for rank in silent if not store.check([f"alive/{rank}"])}
+        except RuntimeError:
+            return "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
+        if not silent:
+            return "every rank answers, but a connection between them has failed"
+        return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}"
+
+    def _look(self, store: dist.Store, what: str) -> None:
+        """Raise what another rank has found."""
+        if store.check(["verdict"]):
+            self._raise_verdict(store)
+        if store.check(["lost"]):
+            self.blame(what)
+
+    def _compare(self, store: dist.Store, text: str, position: int) -> None:
+        key, self._asked = str(self._asked), self._asked + 1
+        digest = hashlib.sha256(f"{self._place} {text}".encode()).hexdigest()
+        mine = json.dumps({"rank": self.rank, "position": position, "digest": digest})
+        first = json.loads(store.compare_set(f"{key}/first", "", mine))
+        if first["rank"] == self.rank:
+            store.set(f"{key}/text", text)
+        if first["digest"] != digest:
+            self._asked -= 1
+            self._disagree(store, first["rank"], text)
+        store.add(f"{key}/count", 1)
+        self._wait_for_all(store, key)
+        if store.add(f"{key}/left", 1) == self.world:
+            for name in ("first", "text", "count", "left"):
+                store.delete_key(f"{key}/{name}")
+
+    def _wait_for_all(self, store: dist.Store, key: str) -> None:
+        deadline, pause = time.monotonic() + self.limit, 0.0002
+        while (count := store.add(f"{key}/count", 0)) < self.world:
+            self._look(store, f"the others to come to its new {self.what}")
+            if time.monotonic() > deadline:
+                raise RankMismatchError(
+                    f"rank {self.rank} has new {self.what} and waits in vain for the other ranks to come to them too",
+                    expected=f"{self.world} ranks within {self.limit:g} s",
+                    got=f"{count}",
+                    fix="run the same model, with the same settings, on every rank",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+
+    def _disagree(self, store: dist.Store, other: int, ours: str) -> NoReturn:
+        store.wait([f"{self._asked}/text"])
+        theirs = store.get(f"{self._asked}/text").decode()
+        line, left, right = _first_difference(theirs, ours)
+        verdict = {
+            "what": f"ranks {min(other, self.rank)} and {max(other, self.rank)} have different {self.what}",
+            "expected": f"rank {other}: {left}",
+            "got": f"rank {self.rank}: {right}",
+            "where": f"line {line} of the plan",
+            "fix": "run the same model, with the same settings, on every rank",
+        }
+        store.compare_set("verdict", "", json.dumps(verdict))
+        self._raise_verdict(store)
+
+    def _raise_verdict(self, store: dist.Store) -> NoReturn:
+        """Raise what was found, when all ranks know it: the store may die with the first rank that leaves."""
+        verdict = json.loads(store.get("verdict"))
+        store.add("seen", 1)
+        deadline = time.monotonic() + min(5.0, self.limit)
+        while store.add("seen", 0) < self.world and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._failure = RankMismatchError(**verdict)
+        raise self._failure
+
+
+def _first_difference(a: str, b: str) -> tuple[int, str, str]:
+    """Number of the first line that differs, and that line of either text."""
+    left, right = a.splitlines(), b.splitlines()
+    for number, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return number, _short(one), _short(other)
+    end = min(len(left), len(right))
+    return end, *(_short(text[end]) if end < len(text) else "nothing more" for text in (left, right))
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + " ..."

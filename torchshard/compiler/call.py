@@ -1,0 +1,75 @@
+"""One forward through a compiled graph, seen from its backward: who owns the gradients that the graph makes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchshard import _torch
+from torchshard.ddp.graphs import GraphBucket
+from torchshard.ddp.reducer import Reducer
+
+_KEY = "torchshard"
+
+
+class Call:
+    """Kept by the autograd node of the compiled graph; the operators in the graph find it there.
+
+    Args:
+        reducer: of the wrapper whose forward it was.
+        numbers: the reducer's number of the parameter at each graph input concerned.
+        positions: where its gradient is among the node's results.
+    """
+
+    def __init__(self, reducer: Reducer, numbers: Mapping[int, int], positions: Mapping[int, int]) -> None:
+        self._reducer, self._numbers, self._positions = reducer, numbers, positions
+        self._open: dict[int, tuple[Sequence[int], tuple[int, ...], GraphBucket | None]] = {}
+        self._instead: dict[int, torch.Tensor | None] = {}  # by position: what autograd gets
+
+    def attach(self, node: Any) -> None:
+        """Be found by what runs in this node."""
+        node.metadata[_KEY] = self
+        node.register_hook(self._hand_over)
+
+    def open(self, bucket: int, params: Sequence[int]) -> torch.Tensor | None:
+        """Memory for the gradients of these graph inputs; None if it need not be the reducer's."""
+        if any(i not in self._numbers for i in params):
+            return None
+        slots = tuple(self._numbers[i] for i in params)
+        lent = self._reducer.lend(slots)
+        self._open[bucket] = params, slots, lent
+        return lent.lend() if lent else None
+
+    def factors(self, bucket: int, slot: int) -> tuple[float, float]:
+        """Alpha and beta: how a gradient is written to its slot."""
+        _, slots, lent = self._open.get(bucket, ((), (), None))
+        return lent.factors(slots[slot]) if lent else (1.0, 0.0)
+
+    def launch(self, bucket: int, views: Sequence[torch.Tensor]) -> None:
+        """All gradients of this bucket are in their slots."""
+        if bucket not in self._open:
+            return
+        params, slots, lent = self._open.pop(bucket)
+        if lent:
+            filled = {}
+            for param, number, view in zip(params, slots, views, strict=True):
+                if number in lent.members:
+                    filled[number] = view
+                    self._instead[self._positions[param]] = None
+                else:  # another bucket's parameter; the slot itself is about to be reduced
+                    self._instead[self._positions[param]] = view.clone()
+            lent.fill(filled)
+        self._reducer.graph_filled(slots, lent)
+
+    def _hand_over(self, results: tuple[Any, ...], _given: object) -> tuple[Any, ...] | None:
+        """The node has run: keep from autograd the gradients that are being reduced."""
+        if not self._instead:
+            return None
+        instead, self._instead = self._instead, {}
+        return tuple(instead.get(position, result) for position, result in enumerate(results))
+
+
+def current_call() -> Call | None:
+    """The call whose backward runs now in this thread."""
+    node = _torch.current_node()
+    return node.metadata.get(_KEY) if node is not None else None

@@ -1,0 +1,123 @@
+"""In-graph mode: one graph, whose backward fills the wrapper's buckets and launches them while it runs."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchshard import _torch
+from torchshard.compiler.call import Call
+from torchshard.compiler.options import Options
+from torchshard.compiler.rewrite import BucketPass, graph_parameters
+from torchshard.ddp import active
+from torchshard.ddp.reducer import Reducer
+
+
+def compile_graph(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], reducer: Reducer, chosen: Options
+) -> Callable[..., Any]:
+    """Compile a graph of a wrapped module with inductor."""
+    patches = _torch.inductor_patches(chosen.mode, dict(chosen.inductor))
+    parameters = graph_parameters(inputs, reducer.names_by_id)
+    if not parameters:
+        return _torch.compile_with_inductor(graph, inputs, patches)
+    _refuse_cuda_graphs(patches, reducer.device)
+    rewrite = BucketPass(parameters, chosen.policy or reducer.policy)
+    patches["reorder_for_peak_memory"] = False  # launches stay where they are
+    return InGraph(_torch.compile_with_inductor(graph, inputs, patches, rewrite), list(parameters))
+
+
+def without_wrapper(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What was compiled for a module that is not wrapped; says once if it is wrapped later."""
+    if not any(isinstance(p, torch.nn.Parameter) and p.requires_grad for p in inputs):
+        return compiled
+    note = Note(
+        'backend "torchshard": a module was compiled and called before it was wrapped in DistributedDataParallel; its '
+        "gradients are right, but reduced by hooks after the whole backward. Wrap it before the first call"
+    )
+
+    def run(*args: Any) -> Any:
+        if not note.said and torch.is_grad_enabled() and active.reducer() is not None:
+            note.say()
+        return compiled(*args)
+
+    return run
+
+
+class InGraph:
+    """A compiled graph; each call of it in a wrapper's forward tells its backward which reducer to use.
+
+    Args:
+        compiled: by inductor.
+        params: positions of the inputs that are parameters of the wrapper.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], params: Sequence[int]) -> None:
+        self._compiled, self._params = compiled, params
+        self._positions: Mapping[int, int] | None = None
+        self._note = Note(
+            'backend "torchshard": the backward of a compiled graph was not found from its outputs; the gradients that '
+            "it makes are reduced by hooks after it has run"
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the forward."""
+        outputs = self._compiled(*args)
+        reducer = active.reducer()
+        if reducer is not None and torch.is_grad_enabled():
+            self._attach(reducer, args, outputs)
+        return outputs
+
+    def _attach(self, reducer: Reducer, args: Sequence[Any], outputs: Sequence[Any]) -> None:
+        node = _compiled_node(outputs)
+        if node is None:
+            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in outputs):
+                self._note.say()
+            return
+        if self._positions is None:
+            self._positions = _positions(node, {id(args[i]): i for i in self._params})
+        found = ((i, reducer.numbers.get(id(args[i]))) for i in self._positions)
+        Call(reducer, {i: number for i, number in found if number is not None}, self._positions).attach(node)
+
+
+class Note:
+    """A message that is said once."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.said = text, False
+
+    def say(self) -> None:
+        """Warn, the first time."""
+        if not self.said:
+            self.said = True
+            warnings.warn(self.text, UserWarning, stacklevel=3)
+
+
+def _compiled_node(outputs: Sequence[Any], depth: int = 4) -> Any:
+    """The autograd node of the compiled graph; outputs that are views have other nodes on top of it."""
+    level = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    for _ in range(depth):
+        for node in level:
+            if "CompiledFunctionBackward" in node.name():
+                return node
+        level = [below for node in level for below, _ in node.next_functions if below is not None]
+    return None
+
+
+def _positions(node: Any, inputs: Mapping[int, int]) -> dict[int, int]:
+    """Graph input -> where its gradient is among the results of the compiled node."""
+    found = {}
+    for position, (leaf, _) in enumerate(node.next_functions):
+        i = inputs.get(id(getattr(leaf, "variable", None)))
+        if i is not None:
+            found[i] = position
+    return found
+
+
+def _refuse_cuda_graphs(patches: Mapping[str, Any], device: torch.device) -> None:
+    if device.type == "cuda" and patches.get("triton.cudagraphs"):
+        raise NotImplementedError(
+            'backend "torchshard": CUDA graphs (mode="reduce-overhead" or "max-autotune", option triton.cudagraphs) '
+            "cannot hold the reduction of gradients; leave them out, or give options={'reduction': 'split'}"
+        )

@@ -1,0 +1,91 @@
+"""What torch's class has besides its constructor and forward: thin where it can be right, refused by name where not."""
+
+from typing import Any, NoReturn
+
+from torchshard.ddp.reducer import Reducer
+
+
+def _later(what: str, instead: str) -> NoReturn:
+    raise NotImplementedError(f"DistributedDataParallel: {what} is not supported by torchshard yet; {instead}")
+
+
+class Compatibility:
+    """Methods of torch's DistributedDataParallel that are built on its own reducer, overridden one by one.
+
+    Not one of them may reach torch's implementation, which would find another reducer than it expects.
+    """
+
+    reducer: Reducer
+
+    # ------------------------------------------------------------------------------------------ provided
+
+    def _remove_autograd_hooks(self) -> None:
+        """Take the hooks off the parameters: gradients are no longer reduced."""
+        self.reducer.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise RuntimeError if the last backward has left gradients of some parameters out."""
+        self.reducer.before_forward(sync=True)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """In torch, whether outputs are cloned; here they never are: backward is watched without touching outputs."""
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether the caller has to finish each backward himself; never, so far."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            _later("require_manual_backward_finalization", "leave it False: backward returns when all is reduced")
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` must wait until backward has returned; False, as it is never needed."""
+        return False
+
+    def finalize_backward(self) -> None:
+        """As in torch when the caller did not ask for manual finalization: a RuntimeError."""
+        raise RuntimeError("finalize_backward() needs require_manual_backward_finalization, which is False")
+
+    # ------------------------------------------------------------------------------------------ refused
+
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Uneven inputs: not yet."""
+        _later("join()", "give every rank the same number of batches")
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Uneven inputs: not yet."""
+        _later("join_hook(), which Join calls,", "give every rank the same number of batches")
+
+    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
+        """Communication hooks: not yet."""
+        _later("register_comm_hook()", "leave it out: gradients are averaged in their own precision")
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> NoReturn:
+        _later("_register_builtin_comm_hook()", "leave it out: gradients are averaged in their own precision")
+
+    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _later("_register_buffer_comm_hook()", "use forward_sync_buffers, which broadcasts buffers from rank 0")
+
+    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _later("_register_fused_optim()", "call the optimizer's step() after backward")
+
+    def _setup_in_backward_optimizers(self) -> NoReturn:
+        _later("an optimizer that runs in backward", "call the optimizer's step() after backward")
+
+    def _set_static_graph(self) -> NoReturn:
+        _later("_set_static_graph()", "leave it out; find_unused_parameters=True covers unused parameters")
+
+    def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
+        _later("_set_sparse_metadata()", "make embeddings with sparse=False")
+
+    def _update_process_group(self, new_process_group: object) -> NoReturn:
+        _later("_update_process_group()", "wrap the module anew, on the new process group")
+
+    def _get_ddp_logging_data(self) -> NoReturn:
+        _later("_get_ddp_logging_data()", "print(ddp.reducer) shows the buckets, ddp.reducer.counters what was done")
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> NoReturn:
+        _later("_set_ddp_runtime_logging_sample_rate()", "ddp.reducer.counters counts every backward")

@@ -1,0 +1,227 @@
+"""One bucket's memory: gradients go in, scaled; one collective sums them; they come out as `.grad`."""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from itertools import repeat
+from operator import is_
+
+import torch
+import torch.distributed as dist
+
+from torchshard import _torch
+
+SMALL = 4096
+"""Elements. Contiguous gradients below this are copied in together when the bucket closes, others when they arrive."""
+
+
+class FlatBucket:
+    """The gradients of some parameters side by side in one flat tensor.
+
+    Args:
+        members: the parameters by their numbers in the wrapper, in the order in which gradients are expected; of one
+            dtype and device.
+        scale: what gradients are multiplied with on their way in: 1 / world size.
+        views_stay: whether each `.grad` is a view of the bucket for good (gradient_as_bucket_view=True).
+        existing: numbers of the parameters that had a gradient when the running backward began; kept up to date by
+            the owner, and empty if views stay.
+        small: elements below which a contiguous gradient counts as small.
+
+    Unless the views stay, `.grad` behaves as if there were no bucket. A gradient that was there before the backward
+    keeps its identity and gets the result copied back. A new one is an alias of the bucket's memory, and that memory
+    is not written again while anybody but the bucket and `.grad` holds it: the bucket then takes fresh memory.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[int, torch.nn.Parameter],
+        scale: float,
+        views_stay: bool,
+        existing: Collection[int],
+        small: int = SMALL,
+    ) -> None:
+        apart = {i: p for i, p in members.items() if p.numel() < small and p.is_contiguous()}
+        self.members = {**apart, **members}  # the small ones first
+        self.large = members.keys() - apart.keys()
+        self.quiet = apart.keys() - {next(reversed(members))}  # need not be looked at on arrival
+        self.pending = set(members)  # those whose gradients have not arrived, or only been heard of
+        self.heard: deque[torch.Tensor] = deque(maxlen=len(members) + 1)  # of quiet ones, not yet taken off `pending`
+        self.work: dist.Work | None = None
+        self.graph_filled = 0  # gradients that a compiled graph has put in, in this backward
+        self._small, self._scale, self._views_stay, self._existing = apart, scale, views_stay, existing
+        self._number = {id(p): i for i, p in members.items()}
+        self._offsets: dict[int, int] = {}
+        self._numel = 0
+        for i, p in self.members.items():
+            self._offsets[i] = self._numel
+            self._numel += p.numel()
+        self._small_numel = sum(p.numel() for p in apart.values())
+        self._flat: torch.Tensor | None = None
+        self._storage: torch.UntypedStorage | None = None
+        self._views: dict[int, torch.Tensor] = {}  # during a backward, and between them only if they stay
+        self._opened = self._closed = False
+        self._kept: dict[int, torch.Tensor] = {}  # gradients that the result is copied back to
+        self._absent: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}  # unused: .grad, its old value
+
+    # ---------------------------------------------------------------------------------------------- in
+
+    @_torch.untraced
+    def take(self, param: torch.nn.Parameter, index: int) -> None:
+        """Move the gradient of one parameter in, scaled; none counts as unused."""
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self.take(param, index)
+            return
+        grad, place = param.grad, self._places()[index]
+        if grad is None:
+            self._absent[index] = None, None
+            place.zero_()
+            return
+        if grad.is_sparse:
+            _refuse_sparse(grad)
+        torch.mul(grad, self._scale, out=place)
+        if grad.requires_grad or index in self._existing:
+            if grad.data_ptr() != place.data_ptr():
+                self._kept[index] = grad
+        else:
+            param.grad = place
+
+    def settle(self) -> None:
+        """Take those that were heard of off the pending ones; KeyError with the number of one that came twice."""
+        while self.heard:
+            self.pending.remove(self._number[id(self.heard.popleft())])
+
+    def close(self) -> None:
+        """All gradients that will come have come: move in the small ones, and what stands for the missing ones."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.pending:
+            for i in sorted(self.pending):
+                self._take_absent(i)
+            for i, p in self._small.items():
+                if i not in self.pending:
+                    self.take(p, i)
+        elif self._small:
+            self._take_small()
+
+    def _take_small(self) -> None:
+        params = list(self._small.values())
+        grads = [p.grad for p in params]
+        views, segment = self._places().values(), self._open()[: self._small_numel]
+        if self._views_stay and all(map(is_, grads, views)):
+            segment.mul_(self._scale)  # all were accumulated in place
+        elif self._existing or torch.is_grad_enabled() or any(map(is_, grads, repeat(None))):
+            for i, p in self._small.items():
+                self.take(p, i)
+        else:
+            _refuse_sparse(*grads)
+            torch.mul(_torch.flatten(grads), self._scale, out=segment)  # type: ignore[arg-type]
+            for p, view in zip(params, views, strict=False):
+                p.grad = view
+
+    def _take_absent(self, index: int) -> None:
+        """A parameter unused in this backward adds what it has accumulated before, or nothing."""
+        grad, place = self.members[index].grad, self._places()[index]
+        if grad is None:
+            place.zero_()
+            self._absent[index] = None, None
+        else:
+            self._absent[index] = grad, grad.clone() if grad.data_ptr() == place.data_ptr() else None
+            torch.mul(grad, self._scale, out=place)
+
+    @property
+    def absent(self) -> Collection[int]:
+        """Parameters that had no gradient to give in this backward."""
+        return self._absent.keys()
+
+    # ---------------------------------------------------------------------------------------------- across
+
+    def launch(self, group: dist.ProcessGroup) -> None:
+        """Start summing over the group."""
+        self.work = dist.all_reduce(self._open(), group=group, async_op=True)
+
+    # ---------------------------------------------------------------------------------------------- out
+
+    def install(self) -> None:
+        """A backward is over, though maybe not the last one for this bucket: nothing to do, unless a graph ran."""
+
+    def finish(self, used: Collection[int]) -> None:
+        """The sum is there. Give it to whom it does not belong yet; `used`: parameters that some rank has used."""
+        with torch.no_grad():
+            for i, grad in self._kept.items():
+                grad.copy_(self._places()[i])
+            for i, (grad, before) in self._absent.items():
+                place = self._places()[i]
+                if i not in used:
+                    if before is not None:
+                        place.copy_(before)
+                elif grad is None or self._views_stay:
+                    self.members[i].grad = place
+                elif before is None:
+                    grad.copy_(place)
+
+    def reset(self) -> None:
+        """Get ready for the next backward."""
+        self.pending.update(self.members)
+        self.heard.clear()
+        self._kept.clear()
+        self._absent.clear()
+        self.work, self._opened, self._closed = None, False, False
+        if not self._views_stay:
+            self._views = {}  # they count as users of the memory
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    def _places(self) -> Mapping[int, torch.Tensor]:
+        """Where the gradients go, each with its parameter's own strides: autograd adds to them in place."""
+        flat = self._open()
+        if not self._views:
+            with _torch.aliasing():
+                self._views = dict(zip(self.members, self._split(flat), strict=True))
+        return self._views
+
+    def _split(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
+        params = self.members.values()
+        if all(p.is_contiguous() for p in params):
+            return _torch.unflatten(flat, [*params])
+        return [flat.as_strided(p.shape, gradient_strides(p), self._offsets[i]) for i, p in self.members.items()]
+
+    def _open(self) -> torch.Tensor:
+        """The flat tensor, free to be written in this backward."""
+        if self._opened and self._flat is not None:
+            return self._flat
+        if self._flat is None or self._held_by_others():
+            self._flat = self._allocate(next(iter(self.members.values())))
+            self._storage = self._flat.untyped_storage()
+            self._views = {}
+        self._opened = True
+        return self._flat
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(self._numel, dtype=like.dtype, device=like.device)
+
+    def _held_by_others(self) -> bool:
+        """Whether anybody but this bucket and the present gradients holds the memory."""
+        if self._views_stay or self._storage is None or self._flat is None:
+            return False
+        strangers = _torch.storage_uses(self._storage) - 2  # besides the flat tensor and the storage object
+        if strangers <= 0:
+            return False
+        start, size = self._flat.data_ptr(), self._flat.element_size()
+        for i, p in self.members.items():
+            grad = p.grad
+            if grad is not None and grad.data_ptr() == start + size * self._offsets[i]:
+                strangers -= 1
+        return strangers > 0
+
+
+def gradient_strides(param: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own strides if its memory has no holes, else those of a contiguous tensor."""
+    return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
+
+
+def _refuse_sparse(*grads: torch.Tensor | None) -> None:
+    if any(g is not None and g.is_sparse for g in grads):
+        raise NotImplementedError(
+            "DistributedDataParallel: sparse gradients are not reduced yet; make the embedding with sparse=False"
+        )

@@ -1,0 +1,155 @@
+"""The constructor's arguments: what they must be, what torch says when they are not, and what is not built yet."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import UninitializedParameter
+
+from torchshard import _torch
+from torchshard.buckets import BucketPolicy
+
+UNFINISHED: Mapping[str, tuple[object, str]] = {
+    "static_graph": (False, "leave it out; find_unused_parameters=True covers parameters that are never used"),
+    "delay_all_reduce_named_params": (None, "leave it out: all gradients are reduced as soon as they are ready"),
+    "mixed_precision": (None, "use torch.autocast"),
+    "skip_all_reduce_unused_params": (False, "use find_unused_parameters=True, which reduces them"),
+    "batched_grad_copy": (False, "leave it out: small gradients are copied in together anyway"),
+    "lazy_bucket_allocation": (False, "leave it out"),
+}
+"""Keywords that are refused unless they have this value, and what to do instead."""
+
+
+def refuse_unfinished(given: Mapping[str, object]) -> None:
+    """Raise NotImplementedError for a keyword that has no effect yet and was given another value than its default."""
+    if (given["delay_all_reduce_named_params"] is None) != (given["param_to_hook_all_reduce"] is None):
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+    for name, (default, instead) in UNFINISHED.items():
+        if given[name] is not default:
+            raise NotImplementedError(
+                f"DistributedDataParallel: {name}={given[name]!r} is not supported by torchshard yet; {instead}"
+            )
+
+
+def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    """The group that process_group or a one-dimensional device_mesh stands for, or the default group."""
+    if process_group and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is None:
+        group = process_group if process_group is not None else _torch.default_group()
+    else:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        if _torch.is_submesh(device_mesh):
+            raise NotImplementedError(
+                "DistributedDataParallel: device_mesh cut out of a larger mesh (data times tensor parallel) is not "
+                "supported by torchshard yet; give a mesh of its own, or process_group"
+            )
+        group = device_mesh.get_group(mesh_dim=0)
+    if group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+        raise ValueError("DistributedDataParallel: this rank is not a member of the process group that it was given")
+    return group
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """Where the module is and where inputs and outputs go; the attributes of the same names on the wrapper."""
+
+    device_type: str
+    device_ids: list[int] | None
+    output_device: int | None
+    is_multi_device_module: bool
+    device: torch.device
+
+
+def check_parameters(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raise what torch raises for a module that cannot be trained in parallel."""
+    if not any(p.requires_grad for p in parameters):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    if any(isinstance(p, UninitializedParameter) for p in parameters):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        )
+    for p in parameters:
+        if _torch.is_dtensor(p):
+            raise NotImplementedError(
+                "DistributedDataParallel: DTensor parameters (data times tensor parallel) are not supported by "
+                "torchshard yet; wrap a module of plain tensors"
+            )
+
+
+def check_modules(module: torch.nn.Module, on_cpu: bool) -> None:
+    """Refuse modules whose gradients or buffers would come out wrong."""
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) and isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise NotImplementedError(
+                f"DistributedDataParallel: {name or 'the module'} makes sparse gradients, which are not reduced yet; "
+                "make the embedding with sparse=False"
+            )
+        if on_cpu and isinstance(child, torch.nn.SyncBatchNorm):
+            raise ValueError("SyncBatchNorm layers only work with GPU modules")
+
+
+def check_devices(parameters: Sequence[torch.nn.Parameter], device_ids: Any, output_device: Any) -> Devices:
+    """What device_ids and output_device mean for this module; torch's ValueErrors where they make no sense."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    devices = {p.device for p in parameters}
+    types = {d.type for d in devices}
+    if len(types) != 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
+            f"locate in {types}."
+        )
+    (kind,), several, first = types, len(devices) > 1, next(iter(parameters)).device
+    if device_ids is None or len(device_ids) == 0 or kind == "cpu" or several:
+        if device_ids or output_device:
+            raise ValueError(
+                "DistributedDataParallel device_ids and output_device arguments only work with "
+                "single-device/multiple-device GPU modules or CPU modules, "
+                f"but got device_ids {device_ids}, output_device {output_device}, and module parameters {devices}."
+            )
+        return Devices(kind, None, None, several, first)
+    ids = [_torch.device_index(device) for device in device_ids]
+    output = ids[0] if output_device is None else _torch.device_index(output_device)
+    return Devices(kind, ids, output, several, first)
+
+
+def choose_buckets(bucket_cap_mb: Any, bucket_cap_mb_list: Sequence[float] | None) -> BucketPolicy:
+    """Sizes of buckets; ValueError for a negative one."""
+    if isinstance(bucket_cap_mb, str):
+        raise NotImplementedError(
+            f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb!r} is not supported by torchshard yet; give a "
+            "number of MiB, or None for 25"
+        )
+    return BucketPolicy.from_mb(bucket_cap_mb, caps=bucket_cap_mb_list)
+
+
+def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are broadcast at each forward, and whether at the beginning; with torch's warnings."""
+    if broadcast_buffers is None:
+        return (True, True) if forward_sync_buffers is None else (forward_sync_buffers, True)
+    if forward_sync_buffers is not None:
+        _deprecated("both `broadcast_buffers` and `forward_sync_buffers` are given; the former is ignored")
+        return forward_sync_buffers, True
+    _deprecated(
+        "`broadcast_buffers` is deprecated; use `forward_sync_buffers`, which does not keep buffers from being "
+        "broadcast once at the beginning"
+    )
+    return broadcast_buffers, broadcast_buffers
+
+
+def warn_check_reduction(check_reduction: bool) -> None:
+    """The argument has had no meaning in torch for long; torch warns, and so do we."""
+    if check_reduction:
+        _deprecated("the `check_reduction` argument is deprecated and has no effect")
+
+
+def _deprecated(text: str) -> None:
+    warnings.warn(f"DistributedDataParallel: {text}", FutureWarning, stacklevel=4)

@@ -1,0 +1,69 @@
+"""Forward passes, as seen from the backward: which ones it belongs to, and when it begins."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchshard import _torch
+
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
+
+
+class ForwardPass:
+    """One call of the wrapper; lives as long as the autograd graph of its outputs.
+
+    Attributes:
+        sync: whether its gradients are to be reduced (it did not run under no_sync).
+    """
+
+    __slots__ = ("__weakref__", "sync")
+
+    def __init__(self, sync: bool) -> None:
+        self.sync = sync
+
+
+def watch(output: Any, forward: ForwardPass, begin: Callable[[ForwardPass], None]) -> bool:
+    """Have `begin(forward)` called when a backward reaches an output.
+
+    Returns whether that is certain to happen: False if something in the output may hide a tensor.
+
+    Args:
+        output: what the module returned; tensors are looked for in tuples, lists, mappings and dataclasses.
+        forward: kept alive by the graph from now on.
+        begin: a bound method; held weakly, as the graph may outlive its owner.
+    """
+    method = weakref.WeakMethod(begin)
+
+    @_torch.skip_frame
+    def reached(_gradients: object) -> None:
+        if act := method():
+            act(forward)
+
+    nodes, certain = {}, True
+    for leaf in _leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.grad_fn is not None:
+                nodes[id(leaf.grad_fn)] = leaf.grad_fn
+            certain = certain and not (leaf.requires_grad and leaf.grad_fn is None)
+        else:
+            certain = certain and isinstance(leaf, _PLAIN)
+    for node in nodes.values():
+        node.register_prehook(reached)
+    return certain and bool(nodes)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name))
+    else:
+        yield value

@@ -1,0 +1,476 @@
+"""Averages gradients over a process group while backward runs: the one owner of a wrapper's buckets.
+
+Each parameter has a hook that autograd calls when its gradient is complete. Gradients collect in flat buckets; a full
+bucket is all-reduced at once, in the buckets' order, so that all ranks issue the same collectives whatever the order
+in which their gradients come. When the backward is over, what is under way is waited for.
+
+The first backward uses one bucket for each dtype and device, launched at its end: a collective that the user calls
+inside of backward can then not fall between ours in an order of its own. After it, the buckets are laid out in the
+order in which gradients arrived on rank 0. A compiled graph may fill whole buckets, laid out as it was compiled; a rank
+whose graph is another, or that has none, fills the same buckets through its hooks.
+"""
+
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torchshard import _torch
+from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, plan_table
+from torchshard.comm.agreement import Agreement
+from torchshard.comm.waiting import wait_for
+from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.graphs import GraphBucket, reduce_late
+from torchshard.ddp.layouts import Event, LaidBucket, decode, encode, is_milestone, lay_out, planned
+from torchshard.ddp.passes import ForwardPass, watch
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_ONE_BUCKET = BucketPolicy(cap=1 << 62, first=1 << 62)
+
+
+class _Mode(enum.Enum):
+    """What the hooks do now."""
+
+    IDLE = enum.auto()  # no backward of ours runs
+    LOCAL = enum.auto()  # a backward that belongs to no_sync runs
+    SYNC = enum.auto()  # a backward runs whose gradients are reduced
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened so far, in gradients of parameters; for tests and the curious.
+
+    Attributes:
+        backwards: backwards that were reduced.
+        by_hook: gradients reduced after a hook reported them.
+        in_graph: gradients reduced by a compiled graph while it ran.
+        late: gradients that came through a hook after a graph had reduced others of the same parameter.
+    """
+
+    backwards: int = 0
+    by_hook: int = 0
+    in_graph: int = 0
+    late: int = 0
+
+
+class Reducer:
+    """Reduces the gradients of some parameters, for one wrapper.
+
+    Args:
+        named: the parameters with their names; those that require a gradient.
+        group: the ranks to average over.
+        policy: sizes of buckets, once the ready order is known.
+        views_stay: make each `.grad` a view of its bucket for good.
+        find_unused: parameters may have no gradient in a backward; on other ranks they may have one.
+        verified: the caller knows that parameters and settings are the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        group: dist.ProcessGroup,
+        policy: BucketPolicy,
+        *,
+        views_stay: bool = False,
+        find_unused: bool = False,
+        verified: bool = False,
+    ) -> None:
+        self.names, self.params = [n for n, _ in named], [p for _, p in named]
+        self.group, self.policy, self.find_unused = group, policy, find_unused
+        self.device = self.params[0].device
+        self.scale = 1.0 / group.size()
+        self.counters = Counters()
+        self._views_stay, self._verified = views_stay, verified
+        self._leaves = [torch.autograd.graph.get_gradient_edge(p).node for p in self.params]
+        self._agreement = Agreement(group, self.device)
+        self._issued = 0  # collectives for buckets
+        self._mode = _Mode.IDLE
+        self._end_of_backward: Callable[[], object] = lambda: None
+        self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
+        self._reached: list[ForwardPass] = []  # by the backward that runs
+        self._armed = False  # by a forward whose outputs may hide tensors
+        self._attentive = find_unused  # no hook may be quiet
+        self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
+        self._existing: set[int] = set()
+        self._touched: set[int] = set()  # had a gradient under no_sync
+        self.numbers = {id(p): i for i, p in enumerate(self.params)}
+        self.names_by_id = {id(p): n for n, p in named}
+        self._gradients = [self._gradient(i) for i in range(len(self.params))]
+        self._arrived: list[Event] | None = []  # in a backward whose order is to be learned
+        self._by_slots: dict[tuple[int, ...], GraphBucket] = {}
+        self._known_slots: set[tuple[int, ...]] = set()  # seen before the last layout
+        self._shared: set[int] = set()  # parameters with gradients from a graph and from elsewhere
+        self._late: dict[int, torch.Tensor] = {}
+        self._wish = False  # for another layout
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._adopt(lay_out((), self._gradients, (), _ONE_BUCKET))
+
+    # ---------------------------------------------------------------------------------------------- forward
+
+    def raise_failure(self) -> None:
+        """If the ranks have come apart, say so again rather than start a collective that cannot end."""
+        self._agreement.raise_failure()
+
+    def before_forward(self, sync: bool) -> None:
+        """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
+        self._forget_failed()
+        if not self._forwards:
+            for bucket in self._buckets:
+                bucket.heard.clear()  # by a backward that was none of ours
+        if sync and (missing := self._missing()) and any(len(b.pending) < len(b.members) for b in self._buckets):
+            raise RuntimeError(_unfinished_text(self.group.rank(), missing, self.names))
+
+    def after_forward(self, output: object, sync: bool) -> None:
+        """To be called after it, with what it returned; sync: whether its gradients are to be reduced."""
+        forward = ForwardPass(sync)
+        certain = watch(output, forward, self._begin)
+        if sync:
+            self._forwards.add(forward)
+            if not certain:
+                self._armed = True
+                self._listen()
+
+    # ---------------------------------------------------------------------------------------------- backward
+
+    @_torch.untraced
+    def _begin(self, forward: ForwardPass) -> None:
+        """A backward has reached an output of this forward."""
+        self._forget_failed()
+        if forward.sync and self._mode is not _Mode.SYNC and any(map(_torch.will_run, self._leaves)):
+            self._enter(_Mode.SYNC)
+        elif not forward.sync and self._mode is _Mode.IDLE:
+            self._enter(_Mode.LOCAL)
+        if forward.sync and self._mode is _Mode.SYNC:
+            self._reached.append(forward)
+
+    def _listen(self) -> None:
+        """From now on every hook has to look whether a backward of ours has begun: outputs do not tell."""
+        if not self._attentive:
+            self._attentive = True
+            self._hook_up()
+
+    def _enter(self, mode: _Mode) -> None:
+        self._mode = mode
+        end = functools.partial(self._end)  # the engine drops it if the backward fails
+        self._end_of_backward = weakref.ref(end)
+        _torch.queue_callback(end)
+        if mode is _Mode.LOCAL:
+            self._heard_before = [list(b.heard) for b in self._buckets]
+        else:
+            self._agreement.restart()
+            if not self._views_stay:
+                grads = map(_get_grad, self.params)
+                self._existing.clear()
+                self._existing.update(i for i, grad in enumerate(grads) if grad is not None)
+
+    @_torch.untraced
+    def _outside(self, index: int) -> bool:
+        """A gradient has arrived while none is reduced. Whether that has to begin now."""
+        if self._mode is _Mode.LOCAL:
+            self._touched.add(index)
+            return False
+        if self._armed or self._forwards:
+            self._enter(_Mode.SYNC)
+            return True
+        return False
+
+    def _hook(self, bucket: FlatBucket, index: int, quiet: int) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when the gradient of one parameter is complete.
+
+        Args:
+            bucket: of the parameter.
+            index: its number.
+            quiet: how many others of the bucket only append themselves to `heard`, which is three times cheaper.
+        """
+        reducer, pending, take = self, bucket.pending, bucket.take
+        large, arrived = index in bucket.large, self._arrived
+
+        @_torch.skip_frame
+        def gradient_arrived(param: torch.Tensor) -> None:
+            if reducer._mode is not _Mode.SYNC and not reducer._outside(index):
+                return
+            try:
+                pending.remove(index)
+            except KeyError:
+                reducer._again(bucket, index)
+                return
+            if arrived is not None:
+                arrived.append(index)
+            if large:
+                take(param, index)  # type: ignore[arg-type]
+            if len(pending) <= quiet:
+                reducer._complete(bucket)
+
+        return gradient_arrived
+
+    @_torch.untraced
+    def _again(self, bucket: FlatBucket, index: int) -> None:
+        """Autograd is done with a parameter whose place is taken: by a graph, or else by mistake."""
+        grad = self.params[index].grad
+        if not isinstance(bucket, GraphBucket) or not bucket.is_filled(index):
+            raise RuntimeError(_twice_text(index, self.names[index]))
+        if grad is None:  # nothing came but from the graph
+            return
+        self._late[index], self.params[index].grad = grad, None
+        self._wish = self._wish or index not in self._shared
+        self._shared.add(index)
+
+    @_torch.untraced
+    def _complete(self, full: FlatBucket) -> None:
+        """This bucket seems full. Launch those that are, in order, up to the first that is not."""
+        self._settle(full)
+        if not full.pending:
+            full.close()
+        for bucket in self._buckets:
+            if bucket.work is None:
+                self._settle(bucket)
+                if bucket.pending:
+                    return
+                self._launch(bucket)
+
+    def _settle(self, bucket: FlatBucket) -> None:
+        try:
+            bucket.settle()
+        except KeyError as error:
+            raise RuntimeError(_twice_text(error.args[0], self.names[error.args[0]])) from None
+
+    def _launch(self, bucket: FlatBucket) -> None:
+        if bucket is self._buckets[0]:
+            self._agreement.confirm(self._plan_text, self._issued)
+        bucket.close()
+        bucket.launch(self.group)
+        self._issued += 1
+
+    @_torch.untraced
+    def _end(self) -> None:
+        """The engine calls this when a backward is over."""
+        if self._mode is _Mode.SYNC:
+            self._end_of_sync()
+        elif self._mode is _Mode.LOCAL:
+            for bucket, before in zip(self._buckets, self._heard_before, strict=True):
+                bucket.heard.clear()
+                bucket.heard.extend(before)
+        self._mode = _Mode.IDLE
+
+    def _end_of_sync(self) -> None:
+        for bucket in self._buckets:
+            self._settle(bucket)
+        if self._missing() and not self.find_unused:
+            self._listen()
+            self._wait()  # the rest may come in another backward; if it does not, the next forward says so
+            for bucket in self._buckets:
+                bucket.install()
+            return
+        for bucket in self._buckets:
+            if bucket.work is None:
+                self._launch(bucket)
+        used = self._used_somewhere() if self.find_unused else range(len(self.params))
+        self._wait()
+        self._count()
+        for bucket in self._buckets:
+            bucket.finish(used)
+        self._reduce_late()
+        self._reset()
+        self._touched.clear()
+        self._armed = False
+        for forward in self._reached:
+            self._forwards.discard(forward)
+        self._reached.clear()
+        if self._arrived is not None:
+            self._learn()
+        elif is_milestone(self.counters.backwards) and self._somebody_wishes():
+            self._arrived = []
+            self._hook_up()
+
+    def _count(self) -> None:
+        self.counters.backwards += 1
+        self.counters.late += len(self._late)
+        for bucket in self._buckets:
+            self.counters.in_graph += bucket.graph_filled
+            self.counters.by_hook += len(bucket.members) - len(bucket.absent) - bucket.graph_filled
+
+    def _reduce_late(self) -> None:
+        if self._late:
+            self._agreement.confirm("late: " + ", ".join(self.names[i] for i in sorted(self._late)), self._issued)
+            reduce_late(self._late, self.params, self.scale, self.group, self.wait_for)
+            self._issued += 1
+            self._late.clear()
+
+    def _somebody_wishes(self) -> bool:
+        """Whether the buckets do not fit the graphs of some rank."""
+        flag = torch.tensor([int(self._wish)], dtype=torch.int32, device=self.device)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.wait_for([work])
+        self._wish = False
+        return bool(flag)
+
+    def _used_somewhere(self) -> set[int]:
+        """Parameters that got a gradient on some rank since the last reduction."""
+        absent = {i for b in self._buckets for i in b.absent} - self._touched
+        flags = torch.ones(len(self.params), dtype=torch.int32)
+        flags[list(absent)] = 0
+        flags = flags.to(self.device)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.wait_for([work])
+        return {i for i, flag in enumerate(flags.tolist()) if flag}
+
+    def _wait(self) -> None:
+        for number, bucket in enumerate(self._buckets):
+            if bucket.work is not None:
+                what = f"bucket {number} ({names_text(self._plan[number].params)})"
+                wait_for([bucket.work], self._agreement, self._issued, self.device, what)
+
+    def wait_for(self, works: Iterable[dist.Work], what: str = "the ranks' common knowledge of buckets") -> None:
+        """Wait for collectives, and raise RankMismatchError if one fails for want of a rank."""
+        wait_for(works, self._agreement, self._issued, self.device, what)
+
+    def _missing(self) -> list[int]:
+        """Parameters whose gradients have not arrived since the last reduction."""
+        return sorted(i for b in self._buckets for i in b.pending)
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _forget_failed(self) -> None:
+        """If the last backward ended in an exception, start afresh."""
+        if self._mode is _Mode.IDLE or self._end_of_backward() is not None:
+            return
+        self._mode = _Mode.IDLE
+        self._wait()
+        self._reset()
+        self._late.clear()
+        self._reached.clear()
+        if self._arrived:
+            self._arrived.clear()
+
+    # ---------------------------------------------------------------------------------------------- graphs
+
+    def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
+        """The bucket that a compiled graph may fill now, in a backward; None if these gradients go through hooks.
+
+        The graph writes into `bucket.lend()`, calls `bucket.fill` and then `graph_filled`.
+
+        Args:
+            slots: numbers of the parameters, in the order of the graph's bucket.
+        """
+        if torch.is_grad_enabled() or len(self._forwards) > 1 or not self._is_reducing():
+            return None
+        bucket = self._by_slots.get(slots)
+        if bucket is None or not bucket.ready_for_graph():
+            self._wish = self._wish or (self._arrived is None and slots not in self._known_slots)
+            self._known_slots.add(slots)
+            return None
+        return bucket if all(_torch.will_run(self._leaves[i]) for i in bucket.members) else None
+
+    def graph_filled(self, slots: tuple[int, ...], bucket: GraphBucket | None) -> None:
+        """The gradients of these parameters are there; in the bucket that was lent, or else on their way to hooks."""
+        if self._arrived is not None:
+            self._arrived.append(slots)
+        if bucket is not None:
+            self._complete(bucket)
+
+    def _is_reducing(self) -> bool:
+        if self._mode is _Mode.IDLE and (self._armed or self._forwards):
+            self._enter(_Mode.SYNC)
+        return self._mode is _Mode.SYNC
+
+    # ---------------------------------------------------------------------------------------------- layout
+
+    @property
+    def plan(self) -> tuple[PlannedBucket, ...]:
+        """The buckets as they are laid out now; `str(reducer)` shows them as a table."""
+        return self._plan
+
+    def __str__(self) -> str:
+        return plan_table(self._plan)
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were found."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _learn(self) -> None:
+        """Lay the buckets out by what rank 0 has seen in this backward."""
+        assert self._arrived is not None, "there is something to learn from"
+        numbers = encode(lay_out(self._arrived, self._gradients, self._shared, self.policy))
+        size = torch.tensor([len(numbers)], dtype=torch.int32, device=self.device)
+        self._broadcast(size)
+        sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        if self.group.rank():
+            sent = sent.new_empty(int(size))
+        self._broadcast(sent)
+        self._known_slots.update(event for event in self._arrived if isinstance(event, tuple))
+        self._arrived = None
+        self._adopt(decode(sent.tolist()))
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
+        assert work is not None, "asynchronous collectives return their work"
+        self.wait_for([work])
+
+    def _adopt(self, layout: tuple[LaidBucket, ...]) -> None:
+        self._plan = planned(layout, self._gradients)
+        self._plan_text = _plan_text(self._plan, self.params)
+        if self._verified:
+            self._agreement.adopt(self._plan_text)
+        self._buckets: list[FlatBucket] = []
+        self._by_slots.clear()
+        for laid in layout:
+            if laid.slots:
+                bucket = GraphBucket(
+                    laid.slots, laid.members, self.params, self.scale, self._views_stay, self._existing
+                )
+                self._by_slots[laid.slots] = bucket
+                self._buckets.append(bucket)
+            else:
+                members = {i: self.params[i] for i in laid.members}
+                self._buckets.append(FlatBucket(members, self.scale, self._views_stay, self._existing))
+        self._hook_up()
+
+    def _hook_up(self) -> None:
+        self.remove_hooks()
+        for bucket in self._buckets:
+            quiet = set() if self._attentive or self._arrived is not None else bucket.quiet
+            for i, p in bucket.members.items():
+                hook = bucket.heard.append if i in quiet else self._hook(bucket, i, len(quiet))
+                self._handles.append(p.register_post_accumulate_grad_hook(hook))
+
+    def _gradient(self, index: int) -> Gradient:
+        p = self.params[index]
+        kind = (str(p.dtype).removeprefix("torch."), str(p.device))
+        return Gradient(index, self.names[index], p.numel() * p.element_size(), kind)
+
+
+def _plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter]) -> str:
+    """The plan, a line for each bucket and each gradient, for comparison between ranks."""
+    lines = []
+    for number, bucket in enumerate(plan):
+        lines.append(f"bucket {number}: {bucket.kind}")
+        lines += [f"{g.name} {list(params[g.index].shape)}" for g in bucket.gradients]
+    return "\n".join(lines)
+
+
+def _unfinished_text(rank: int, missing: Sequence[int], names: Sequence[str]) -> str:
+    return (
+        "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
+        "that your module has parameters that were not used in producing loss. If they are unused on purpose, pass "
+        "find_unused_parameters=True to DistributedDataParallel; if all should be used, make sure that the loss "
+        "depends on every output of forward.\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
+        f"Their names: {', '.join(names[i] for i in missing)}"
+    )
+
+
+def _twice_text(index: int, name: str) -> str:
+    return (
+        "Expected to mark a variable ready only once. A parameter got a gradient twice in one reduction: it is used "
+        "outside of the wrapper's forward, or in several reentrant checkpoints (use_reentrant=False mends that), or "
+        "backward ran twice for one forward. "
+        f"Parameter at index {index} with name {name} has been marked as ready twice."
+    )

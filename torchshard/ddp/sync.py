@@ -1,0 +1,90 @@
+"""Making ranks equal: the check that they hold the same model, and the broadcast of what rank 0 holds."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from torchshard.buckets import BucketPolicy, Gradient, plan_buckets
+from torchshard.errors import RankMismatchError
+
+
+def describe(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """A line for each tensor: what has to be equal on all ranks."""
+    return [
+        f"{kind} {name}: {str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, strides {list(t.stride())}"
+        for name, t in named
+    ]
+
+
+def verify_equal(lines: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise RankMismatchError, on every rank and with the first difference, unless all ranks give the same lines."""
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    digests = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(digests, mine, group=group)
+    if all(torch.equal(mine, other) for other in digests):
+        return
+    every: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(every, list(lines), group=group)
+    others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
+    left, right = _first_difference(every[0], every[others[0]])
+    raise RankMismatchError(
+        f"DistributedDataParallel: rank {', '.join(map(str, others))} is to train another model than rank 0",
+        expected=f"rank 0: {left}",
+        got=f"rank {others[0]}: {right}",
+        fix="build the same module, with parameters of the same names, shapes and dtypes in the same order, and wrap "
+        "it with the same arguments on every rank",
+    )
+
+
+def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            return one, other
+    end = min(len(a), len(b))
+    return (a[end] if end < len(a) else "nothing more", b[end] if end < len(b) else "nothing more")
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    cap: int = 250 << 20,
+    wait: Callable[[Sequence[dist.Work]], None] = _wait,
+) -> None:
+    """Overwrite the tensors with those of the group's first rank, many in one message.
+
+    Args:
+        tensors: the same on all ranks, in dtype, device and shape.
+        group: whose ranks take part.
+        cap: bytes of one message, at least.
+        wait: what waits for a message.
+    """
+    items = [
+        Gradient(i, "", t.numel() * t.element_size(), (t.dtype, t.device)) for i, t in enumerate(tensors) if t.numel()
+    ]
+    with torch.no_grad():
+        for bucket in plan_buckets(items, BucketPolicy(cap=cap, first=cap)):
+            chosen = [tensors[g.index].detach() for g in bucket.gradients]
+            if len(chosen) == 1 and chosen[0].is_contiguous():
+                wait([_broadcast(chosen[0], group)])
+                continue
+            flat = torch.cat([t.reshape(-1) for t in chosen])
+            wait([_broadcast(flat, group)])
+            if group.rank():
+                for t, piece in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
+                    t.copy_(piece.view(t.shape))
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+    assert work is not None, "asynchronous collectives return their work"
+    return work

@@ -1,0 +1,212 @@
+"""DistributedDataParallel: torch's wrapper with another engine."""
+
+import copy
+import functools
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from torchshard import _torch
+from torchshard.ddp import active, options
+from torchshard.ddp.compat import Compatibility
+from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
+
+
+class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
+    """Averages the gradients of a module over the ranks of a process group, while backward runs.
+
+    A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks
+    for torch's class finds it. Arguments mean what torch's documentation says; those that are not supported yet
+    raise NotImplementedError when they are given another value than their default.
+
+    With gradient_as_bucket_view=False a `.grad` that exists before backward keeps its identity and receives the
+    average, as in torch. A `.grad` that backward creates shares memory with its bucket, which saves a copy and is not
+    to be noticed: the bucket moves to other memory as long as anybody else holds that gradient.
+
+    Raises:
+        RankMismatchError: parameters, buffers or arguments differ between ranks (found if init_sync is True), or later
+            on, ranks come to different buckets.
+        RuntimeError, ValueError: as torch's, for a module or arguments that cannot be right.
+
+    Example:
+        >>> model = DistributedDataParallel(module)                         # doctest: +SKIP
+        >>> model(batch).mean().backward()                                  # doctest: +SKIP
+        >>> print(model.reducer)                        # the buckets       # doctest: +SKIP
+    """
+
+    reducer: Reducer
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        options.refuse_unfinished(locals())
+        self.process_group = options.choose_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        options.check_parameters(self._module_parameters)
+        vars(self).update(vars(options.check_devices(self._module_parameters, device_ids, output_device)))
+        options.check_modules(module, on_cpu=self.device_type == "cpu")
+        options.warn_check_reduction(check_reduction)
+        self._policy = options.choose_buckets(bucket_cap_mb, bucket_cap_mb_list)
+        self.forward_sync_buffers, sync_buffers = options.choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.module, self.dim, self.static_graph = module, dim, False
+        self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self._set_what_others_read()
+        self._assign_modules_buffers()
+        if init_sync:
+            self._make_ranks_equal(sync_buffers)
+        self._build_reducer(verified=init_sync)
+
+    def _set_what_others_read(self) -> None:
+        """Attributes of torch's class that frameworks and torch's own tools look at."""
+        self.logger = None
+        self._use_python_reducer = False
+        self.mixed_precision = None
+        self.batched_grad_copy = self.lazy_bucket_allocation = self.skip_all_reduce_unused_params = False
+        self.broadcast_bucket_size = 250 << 20
+        self.bucket_bytes_cap = max(self._policy.caps, default=self._policy.cap)
+        self.bucket_bytes_cap_list = list(self._policy.caps)
+        self.bucket_bytes_cap_default = self._policy.first < self._policy.cap
+        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        self._delay_all_reduce_params: list[torch.nn.Parameter] = []
+        self._delay_all_reduce_all_params = False
+        self._comm_hooks: list[Any] = []
+        self._looked_for_optimizers = False
+
+    def _make_ranks_equal(self, sync_buffers: bool) -> None:
+        """Check that all ranks hold the same model, then give them rank 0's values."""
+        ignored = self.parameters_to_ignore
+        params = [(n, p) for n, p in self.module.named_parameters() if n not in ignored]
+        buffers = [(n, b) for n, b in self.module.named_buffers() if n not in ignored] if sync_buffers else []
+        settings = {
+            "bucket sizes": self._policy,
+            "find_unused_parameters": self.find_unused_parameters,
+            "forward_sync_buffers": self.forward_sync_buffers,
+        }
+        lines = [f"argument {name}: {value}" for name, value in settings.items()]
+        lines += describe("parameter", params) + describe("buffer", buffers)
+        lines += [f"requires a gradient: {n}" for n, p in params if p.requires_grad]
+        verify_equal(lines, self.process_group, self.device)
+        tensors = [t for _, t in params + buffers]
+        broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size)
+
+    def _build_reducer(self, verified: bool) -> None:
+        named = [
+            (name, p)
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and name not in self.parameters_to_ignore
+        ]
+        self.reducer = Reducer(
+            named,
+            self.process_group,
+            self._policy,
+            views_stay=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            verified=verified,
+        )
+        # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
+        self._on_end = weakref.finalize(self, self.reducer.remove_hooks)
+        self._on_end.atexit = False
+
+    # ---------------------------------------------------------------------------------------------- forward
+
+    @_torch.skip_frame
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; what it returns is returned as it is.
+
+        Under torch.compile this frame itself is left alone and the module's call is compiled, a bare nn.Sequential
+        too: what is done around it happens at run time, once for each call.
+        """
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._before(inputs, kwargs)
+            outer = active.enter(self.reducer)
+            try:
+                output = self._call_module(*inputs, **kwargs)
+            finally:
+                active.leave(outer)
+            self._after(output)
+            return output
+
+    @_torch.untraced
+    def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.reducer.raise_failure()
+        if torch.is_grad_enabled():
+            self._refuse_optimizers_in_backward()
+            self.reducer.before_forward(self.require_backward_grad_sync)
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+        if self.device_ids:
+            moved = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            return moved[0][0], moved[1][0]
+        return inputs, kwargs
+
+    @_torch.untraced
+    def _after(self, output: Any) -> None:
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            self.reducer.after_forward(output, self.require_backward_grad_sync)
+
+    def _call_module(self, *inputs: Any, **kwargs: Any) -> Any:
+        """A frame of its own, for torch.compile to start at."""
+        return self.module(*inputs, **kwargs)
+
+    def _sync_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0; they are looked up anew, as the module may have replaced them."""
+        self._assign_modules_buffers()
+        wait = functools.partial(self.reducer.wait_for, what="the buffers of rank 0")
+        with _torch.preserve_versions(self.modules_buffers):
+            broadcast_coalesced(self.modules_buffers, self.process_group, self.broadcast_bucket_size, wait)
+
+    def _refuse_optimizers_in_backward(self) -> None:
+        if not self._looked_for_optimizers:
+            if any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
+                self._setup_in_backward_optimizers()
+            self._looked_for_optimizers = True
+
+    # ---------------------------------------------------------------------------------------------- pickle, copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the process group, the reducer and the hooks; only a wrapper on the default group can be pickled."""
+        self._check_default_group()
+        state = copy.copy(self.__dict__)
+        for name in ("process_group", "reducer", "_on_end"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Build a reducer on the default process group; ranks are taken to hold equal models."""
+        self.process_group = _torch.default_group()
+        torch.nn.Module.__setstate__(self, state)
+        self._build_reducer(verified=False)
