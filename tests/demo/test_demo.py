@@ -14,7 +14,7 @@ SMALL = ["--layers", "1", "--width", "64", "--heads", "2", "--context", "64", "-
 @pytest.fixture
 def text(tmp_path):
     """Numbers in words: little to learn."""
-    words = "zero one two three four five six seven eight nine".split()
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     for k in range(10):
         lines = [" ".join(words[int(d)] for d in str(n)) for n in range(1000 * k, 1000 * (k + 1))]
         (tmp_path / f"numbers{k}.txt").write_text("\n".join(lines))
