@@ -5,6 +5,7 @@ torchrun --nproc-per-node=2 -m torchshard.demo.ranks --out demo-output
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,9 @@ def _check_checkpoint(
     sharded: dict[str, Any] = {
         name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in trained.model.state_dict().items()
     }
+    if dist.get_rank() == 0:
+        shutil.rmtree(out / "checkpoint", ignore_errors=True)
+    dist.barrier()
     save(sharded, checkpoint_id=out / "checkpoint")
     if dist.get_rank() == 0:
         arguments = [str(out / "checkpoint"), str(out / "model.safetensors"), "--to", "safetensors", "--overwrite"]

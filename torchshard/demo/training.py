@@ -68,7 +68,7 @@ def train(corpus: Corpus, settings: Settings, device: torch.device) -> Trained:
 
     torch.manual_seed(0)
     model = GPT(settings.config).to(device)
-    wrapper = DistributedDataParallel(model, bucket_cap_mb=1)
+    wrapper = DistributedDataParallel(model, bucket_cap_mb=0.5)
     compiled = torch.compile(wrapper, backend="torchshard")
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings))
