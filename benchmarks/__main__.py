@@ -1,0 +1,28 @@
+"""All claims: `python -m benchmarks` (make bench). Each script compares with torch's own, interleaved in one run.
+
+Every script runs in a process of its own, so that none warms up, or spoils, what another measures.
+"""
+
+import subprocess
+import sys
+
+SCRIPTS = {
+    "dtensor_overhead": "DTensor: CPU time of an operator",
+    "ddp_step": "DistributedDataParallel: one eager step",
+    "compile_step": 'torch.compile(backend="torchshard"): one compiled step',
+    "convert": "torchshard convert: 1 GiB of a sharded checkpoint",
+}
+
+
+def main() -> int:
+    """Run them, or those that are named; the exit code is that of the first that failed."""
+    for name in sys.argv[1:] or SCRIPTS:
+        print(f"\n## {SCRIPTS[name]}\n\n`python -m benchmarks.{name}`\n", flush=True)
+        done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False)
+        if done.returncode:
+            return done.returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
