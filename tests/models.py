@@ -39,7 +39,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Next-byte prediction: int64 [batch, time] to logits [batch, time, vocabulary]."""
 
-    def __init__(self, config: GPTConfig = GPTConfig()):  # noqa: B008
+    def __init__(self, config: GPTConfig = GPTConfig()):
         super().__init__()
         c = self.config = config
         self.tokens, self.positions = nn.Embedding(c.vocabulary, c.width), nn.Embedding(c.context, c.width)
