@@ -36,7 +36,7 @@ def test_two_nodes_of_one_rank(text, tmp_path):
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}",
             "--master-addr=localhost", f"--master-port={port}",
-            "-m", "torchshard.demo.ranks", "--data", str(text), "--out", str(out), "--steps", "80", *SMALL,
+            "-m", "torchshard.demo.ranks", "--data", str(text), "--out", str(out), "--steps", "50", *SMALL,
         ]  # fmt: skip
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         nodes.append(subprocess.Popen(command, env=environment(), text=True, **pipes))

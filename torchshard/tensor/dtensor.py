@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torchshard.tensor.layout import TensorLayout, from_torch
 from torchshard.tensor.mesh import bind
 
 
-@final
 class DTensor(Tensor):
     """A tensor whose pieces live on the ranks of a mesh; made by `from_local`, `distribute_tensor` or a factory.
 
