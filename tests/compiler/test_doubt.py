@@ -13,16 +13,16 @@ from tests.ranks import run_ranks
 class Trial:
     """A wrapped and compiled model, beside a plain one that sees every rank's batch."""
 
-    def __init__(self, rank, world, how="plain", **settings):
+    def __init__(self, rank, world, **compile_settings):
         from tests.compiler.traced import traced
         from torchshard.ddp import DistributedDataParallel
 
         torch.manual_seed(0)
         self.rank, self.world = rank, world
-        module = Parts(how)
+        module = Parts()
         self.reference = copy.deepcopy(module)
-        self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01, **settings)
-        self.model = torch.compile(self.ddp, backend=traced)
+        self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
+        self.model = torch.compile(self.ddp, backend=traced, **compile_settings)
 
     def step(self, objective, size=8):
         """Gradients of an objective, averaged over ranks; their error, and what was counted."""
@@ -183,7 +183,44 @@ def _gradients_keep_their_identity_and_are_never_overwritten(answers):
     assert answers == [(True, True, 0)] * 2
 
 
+def _run_settings_of_dynamo(rank, world):
+    answers = []
+    for value in (True, False, "python_reducer", "python_reducer_without_compiled_forward", "no_optimization"):
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(optimize_ddp=value):
+            trial = Trial(rank, world, fullgraph=value is True)
+            answers.append([trial.step(_plain) for _ in range(2)])
+    return answers
+
+
+def _under_any_setting_of_dynamo(answers):
+    for first, second in (steps for answer in answers for steps in answer):
+        assert first[0] < 1e-5
+        assert second[0] < 1e-5
+        assert second[1:] == (6, 0, 0)
+
+
+def _run_compiled_autograd(rank, world):
+    from torch._dynamo import compiled_autograd
+
+    trial = Trial(rank, world)
+    loss = _plain(trial.model, None, rank, 8)
+    try:
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def _compiled_autograd_is_refused(answers):
+    for message in answers:
+        assert "compiled autograd is not supported by torchshard yet" in message
+
+
 TRIALS = {
+    _run_settings_of_dynamo: _under_any_setting_of_dynamo,
+    _run_compiled_autograd: _compiled_autograd_is_refused,
     _run_other_sources: _gradients_from_outside_of_the_graph,
     _run_hooks: _a_hook_of_the_user_sees_its_gradient,
     _run_partial: _partial_backwards,

@@ -154,6 +154,11 @@ class Reducer:
             self._hook_up()
 
     def _enter(self, mode: _Mode) -> None:
+        if _torch.in_compiled_autograd():
+            raise NotImplementedError(
+                "DistributedDataParallel: compiled autograd is not supported by torchshard yet, gradients would not be "
+                "reduced; run backward without it"
+            )
         self._mode = mode
         end = functools.partial(self._end)  # the engine drops it if the backward fails
         self._end_of_backward = weakref.ref(end)
