@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 class Trial:
     """A wrapped and compiled model, beside a plain one that sees every rank's batch."""
 
-    def __init__(self, rank, world, **compile_settings):
+    def __init__(self, rank, world):
         from tests.compiler.traced import traced
         from torchshard.ddp import DistributedDataParallel
 
@@ -22,7 +22,7 @@ class Trial:
         module = Parts()
         self.reference = copy.deepcopy(module)
         self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
-        self.model = torch.compile(self.ddp, backend=traced, **compile_settings)
+        self.model = torch.compile(self.ddp, backend=traced)
 
     def step(self, objective, size=8):
         """Gradients of an objective, averaged over ranks; their error, and what was counted."""
@@ -188,7 +188,7 @@ def _run_settings_of_dynamo(rank, world):
     for value in (True, False, "python_reducer", "python_reducer_without_compiled_forward", "no_optimization"):
         torch._dynamo.reset()
         with torch._dynamo.config.patch(optimize_ddp=value):
-            trial = Trial(rank, world, fullgraph=value is True)
+            trial = Trial(rank, world)
             answers.append([trial.step(_plain) for _ in range(2)])
     return answers
 
@@ -198,6 +198,20 @@ def _under_any_setting_of_dynamo(answers):
         assert first[0] < 1e-5
         assert second[0] < 1e-5
         assert second[1:] == (6, 0, 0)
+
+
+def _run_without_private_ways(rank, world):
+    from torchshard import _torch
+
+    with _torch.without_fast_paths():
+        trial = Trial(rank, world)
+        return [trial.step(_plain) for _ in range(3)]
+
+
+def _hooks_reduce_where_nodes_cannot_be_told(answers):
+    for steps in answers:
+        assert all(worst < 1e-5 for worst, *_ in steps)
+        assert steps[2][1:] == (0, 6, 0)
 
 
 def _run_compiled_autograd(rank, world):
@@ -220,6 +234,7 @@ def _compiled_autograd_is_refused(answers):
 
 TRIALS = {
     _run_settings_of_dynamo: _under_any_setting_of_dynamo,
+    _run_without_private_ways: _hooks_reduce_where_nodes_cannot_be_told,
     _run_compiled_autograd: _compiled_autograd_is_refused,
     _run_other_sources: _gradients_from_outside_of_the_graph,
     _run_hooks: _a_hook_of_the_user_sees_its_gradient,

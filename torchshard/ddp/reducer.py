@@ -363,7 +363,7 @@ class Reducer:
         Args:
             slots: numbers of the parameters, in the order of the graph's bucket.
         """
-        if torch.is_grad_enabled() or len(self._forwards) > 1 or not self._is_reducing():
+        if not self._handles or torch.is_grad_enabled() or len(self._forwards) > 1 or not self._is_reducing():
             return None
         bucket = self._by_slots.get(slots)
         if bucket is None or not bucket.ready_for_graph():
