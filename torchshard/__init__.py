@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+    from torchshard.ddp.wrapper import DistributedDataParallel
     from torchshard.tensor.distribute import distribute_module, distribute_tensor
     from torchshard.tensor.dtensor import DTensor, layout_of
     from torchshard.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "DistributedDataParallel",
     "Partial",
     "Placement",
     "Replicate",
@@ -42,6 +44,7 @@ __all__ = [
 _HOMES = {
     "torch.distributed.device_mesh": "DeviceMesh init_device_mesh",
     "torch.distributed.tensor": "Partial Placement Replicate Shard",
+    "torchshard.ddp.wrapper": "DistributedDataParallel",
     "torchshard.tensor.distribute": "distribute_module distribute_tensor",
     "torchshard.tensor.dtensor": "DTensor layout_of",
     "torchshard.tensor.factories": "empty full linspace logspace ones rand randn zeros",

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _fast_paths = True
@@ -48,20 +49,20 @@ def default_group() -> dist.ProcessGroup:
     return _get_default_group()
 
 
-def group_store(group: dist.ProcessGroup) -> dist.Store:
+def group_store(group: dist.ProcessGroup) -> Store:
     """The store through which the group's ranks found each other (ProcessGroup.get_group_store, 2.11-2.15).
 
     There is no public way to it; without it an error says so.
     """
-    return cast(dist.Store, group.get_group_store())
+    return group.get_group_store()
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group's collectives may take (Backend.options, 2.11-2.15), else torch's default for all groups."""
     try:
-        return cast(timedelta, group._get_backend(device).options._timeout)
+        return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
-        return cast(timedelta, dist.default_pg_timeout)
+        return dist.default_pg_timeout
 
 
 # ------------------------------------------------------------------------------------------------ autograd
@@ -72,7 +73,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
     Variable._execution_engine.queue_callback (2.11-2.15); nothing public tells that a backward has ended.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def in_compiled_autograd() -> bool:

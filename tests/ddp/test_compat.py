@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import torchshard
 from tests.models import mlp
 from tests.ranks import run_ranks
 from torchshard.ddp import DistributedDataParallel
@@ -18,6 +19,7 @@ from torchshard.ddp import DistributedDataParallel
 def test_is_torchs_class(fake_group):
     model = DistributedDataParallel(mlp(8))
     assert isinstance(model, TorchDDP)
+    assert torchshard.DistributedDataParallel is DistributedDataParallel
     assert list(model.state_dict()) == [f"module.{key}" for key in mlp(8).state_dict()]
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 

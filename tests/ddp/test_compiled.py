@@ -55,17 +55,24 @@ def _steps(rank, world, backend, outside, portable):
     return True
 
 
-@pytest.mark.parametrize("outside", [True, False], ids=["compile(wrap)", "wrap(compile)"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("backend", "outside"),
+    [
+        pytest.param("eager", True, id="eager, compile(wrap)"),
+        pytest.param("eager", False, id="eager, wrap(compile)", marks=full),
+        pytest.param("aot_eager", True, id="aot_eager, compile(wrap)", marks=full),
+        pytest.param("aot_eager", False, id="aot_eager, wrap(compile)"),
+        pytest.param("inductor", True, id="inductor, compile(wrap)", marks=full),
+        pytest.param("inductor", False, id="inductor, wrap(compile)", marks=full),
+    ],
+)
 def test_gradients_are_reduced(backend, outside):
-    assert all(run_ranks(2, _steps, backend, outside, False))
+    assert all(run_ranks(2, _steps, backend, outside, False, timeout=280))
 
 
+@full
 def test_without_private_ways_to_skip_frames():
     assert all(run_ranks(2, _steps, "eager", True, True))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("outside", [True, False], ids=["compile(wrap)", "wrap(compile)"])
-def test_with_inductor(outside):
-    assert all(run_ranks(2, _steps, "inductor", outside, False, timeout=280))

@@ -101,6 +101,11 @@ def test_modules_that_would_come_out_wrong_are_refused(fake_group):
         DistributedDataParallel(mlp(8), device_mesh=_device_mesh(2)["a"])
 
 
+def test_a_rank_outside_of_the_group(fake_group):
+    with pytest.raises(ValueError, match="this rank is not a member of the process group"):
+        DistributedDataParallel(mlp(8), process_group=dist.new_group([1, 2]))
+
+
 def test_without_a_process_group():
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         DistributedDataParallel(mlp())

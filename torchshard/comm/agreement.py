@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from torchshard import _torch
 from torchshard.errors import RankMismatchError
@@ -45,11 +46,11 @@ class Agreement:
         self._place, self._asked = 0, 0
         self._followed: list[tuple[int, str]] = []
         self._failure: RankMismatchError | None = None
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         if self.world > 1 and dist.get_backend(group) != "fake":
             store, name = _torch.group_store(group), group.group_name
             number = store.add(f"torchshard/{name}/agreements/{self.rank}", 1)
-            self._store = dist.PrefixStore(f"torchshard/{name}/{number}", store)
+            self._store = PrefixStore(f"torchshard/{name}/{number}", store)
 
     def restart(self) -> None:
         """A new sequence of plans begins (a backward)."""
@@ -94,7 +95,7 @@ class Agreement:
         except RuntimeError as error:  # the store's
             self.blame(what, error)
 
-    def _judge(self, store: dist.Store, position: int) -> None:
+    def _judge(self, store: Store, position: int) -> None:
         """Somebody compares a plan: is it at a collective that this rank has issued already?"""
         theirs = json.loads(store.get(f"{self._asked}/first"))
         if theirs["position"] < position:
@@ -123,7 +124,7 @@ class Agreement:
         if self._failure is not None:
             raise self._failure
 
-    def _who_is_silent(self, store: dist.Store) -> str:
+    def _who_is_silent(self, store: Store) -> str:
         try:
             store.set(f"alive/{self.rank}", "")
             store.set("lost", "")  # the others look for it while they wait, and answer
@@ -137,14 +138,14 @@ class Agreement:
             return "every rank answers, but a connection between them has failed"
         return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}"
 
-    def _look(self, store: dist.Store, what: str) -> None:
+    def _look(self, store: Store, what: str) -> None:
         """Raise what another rank has found."""
         if store.check(["verdict"]):
             self._raise_verdict(store)
         if store.check(["lost"]):
             self.blame(what)
 
-    def _compare(self, store: dist.Store, text: str, position: int) -> None:
+    def _compare(self, store: Store, text: str, position: int) -> None:
         key, self._asked = str(self._asked), self._asked + 1
         digest = hashlib.sha256(f"{self._place} {text}".encode()).hexdigest()
         mine = json.dumps({"rank": self.rank, "position": position, "digest": digest})
@@ -160,7 +161,7 @@ class Agreement:
             for name in ("first", "text", "count", "left"):
                 store.delete_key(f"{key}/{name}")
 
-    def _wait_for_all(self, store: dist.Store, key: str) -> None:
+    def _wait_for_all(self, store: Store, key: str) -> None:
         deadline, pause = time.monotonic() + self.limit, 0.0002
         while (count := store.add(f"{key}/count", 0)) < self.world:
             self._look(store, f"the others to come to its new {self.what}")
@@ -174,7 +175,7 @@ class Agreement:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
 
-    def _disagree(self, store: dist.Store, other: int, ours: str) -> NoReturn:
+    def _disagree(self, store: Store, other: int, ours: str) -> NoReturn:
         store.wait([f"{self._asked}/text"])
         theirs = store.get(f"{self._asked}/text").decode()
         line, left, right = _first_difference(theirs, ours)
@@ -188,7 +189,7 @@ class Agreement:
         store.compare_set("verdict", "", json.dumps(verdict))
         self._raise_verdict(store)
 
-    def _raise_verdict(self, store: dist.Store) -> NoReturn:
+    def _raise_verdict(self, store: Store) -> NoReturn:
         """Raise what was found, when all ranks know it: the store may die with the first rank that leaves."""
         verdict = json.loads(store.get("verdict"))
         store.add("seen", 1)
@@ -206,7 +207,8 @@ def _first_difference(a: str, b: str) -> tuple[int, str, str]:
         if one != other:
             return number, _short(one), _short(other)
     end = min(len(left), len(right))
-    return end, *(_short(text[end]) if end < len(text) else "nothing more" for text in (left, right))
+    first, second = (_short(text[end]) if end < len(text) else "nothing more" for text in (left, right))
+    return end, first, second
 
 
 def _short(line: str) -> str:

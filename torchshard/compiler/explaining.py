@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -79,7 +79,7 @@ def explain(
     """
     module, policy, ignored = model, BucketPolicy(), set[str]()
     if isinstance(model, DistributedDataParallel):
-        module, policy, ignored = cast(torch.nn.Module, model.module), model.reducer.policy, model.parameters_to_ignore
+        module, policy, ignored = model.module, model.reducer.policy, model.parameters_to_ignore
     policy = policy_of(bucket_cap_mb, first_bucket_mb) or policy
     names = {id(p): n for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
     found: list[GraphPlan] = []

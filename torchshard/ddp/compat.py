@@ -2,6 +2,10 @@
 
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
+
+from torchshard import _torch
 from torchshard.ddp.reducer import Reducer
 
 
@@ -16,12 +20,34 @@ class Compatibility:
     """
 
     reducer: Reducer
+    module: torch.nn.Module
+    process_group: dist.ProcessGroup
+    parameters_to_ignore: set[str]
+    require_forward_param_sync: bool
+    forward_sync_buffers: bool
 
     # ------------------------------------------------------------------------------------------ provided
 
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters: gradients are no longer reduced."""
         self.reducer.remove_hooks()
+
+    def _assign_modules_buffers(self) -> None:
+        """Look the module's buffers up anew; it may have replaced them."""
+        ignored = self.parameters_to_ignore
+        self.named_module_buffers = {n: b for n, b in self.module.named_buffers() if n not in ignored}
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward begins with a broadcast of buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+
+    def _check_default_group(self) -> None:
+        """Raise RuntimeError unless the process group is the default one, which pickles and copies come back to."""
+        if self.process_group != _torch.default_group():
+            raise RuntimeError(
+                "DDP pickling, unpickling and copying are only supported when using DDP with the default process group"
+            )
 
     def _check_reducer_finalized(self) -> None:
         """Raise RuntimeError if the last backward has left gradients of some parameters out."""

@@ -96,11 +96,12 @@ class FlatBucket:
             return
         self._closed = True
         if self.pending:
-            for i in sorted(self.pending):
-                self._take_absent(i)
-            for i, p in self._small.items():
-                if i not in self.pending:
-                    self.take(p, i)
+            with torch.no_grad():
+                for i in sorted(self.pending):
+                    self._take_absent(i)
+                for i, p in self._small.items():
+                    if i not in self.pending:
+                        self.take(p, i)
         elif self._small:
             self._take_small()
 
@@ -148,8 +149,8 @@ class FlatBucket:
     def finish(self, used: Collection[int]) -> None:
         """The sum is there. Give it to whom it does not belong yet; `used`: parameters that some rank has used."""
         with torch.no_grad():
-            for i, grad in self._kept.items():
-                grad.copy_(self._places()[i])
+            for i, kept in self._kept.items():
+                kept.copy_(self._places()[i])
             for i, (grad, before) in self._absent.items():
                 place = self._places()[i]
                 if i not in used:

@@ -49,7 +49,7 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
                 "supported by torchshard yet; give a mesh of its own, or process_group"
             )
         group = device_mesh.get_group(mesh_dim=0)
-    if group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+    if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:  # new_group gives others a number
         raise ValueError("DistributedDataParallel: this rank is not a member of the process group that it was given")
     return group
 

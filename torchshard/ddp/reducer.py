@@ -15,6 +15,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,13 @@ from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, plan_table
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.waiting import wait_for
+from torchshard.ddp import messages
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket, reduce_late
 from torchshard.ddp.layouts import Event, LaidBucket, decode, encode, is_milestone, lay_out, planned
 from torchshard.ddp.passes import ForwardPass, watch
 
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_get_grad = attrgetter("grad")
 _ONE_BUCKET = BucketPolicy(cap=1 << 62, first=1 << 62)
 
 
@@ -122,7 +124,7 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.heard.clear()  # by a backward that was none of ours
         if sync and (missing := self._missing()) and any(len(b.pending) < len(b.members) for b in self._buckets):
-            raise RuntimeError(_unfinished_text(self.group.rank(), missing, self.names))
+            raise RuntimeError(messages.unfinished_text(self.group.rank(), missing, self.names))
 
     def after_forward(self, output: object, sync: bool) -> None:
         """To be called after it, with what it returned; sync: whether its gradients are to be reduced."""
@@ -217,7 +219,7 @@ class Reducer:
         """Autograd is done with a parameter whose place is taken: by a graph, or else by mistake."""
         grad = self.params[index].grad
         if not isinstance(bucket, GraphBucket) or not bucket.is_filled(index):
-            raise RuntimeError(_twice_text(index, self.names[index]))
+            raise RuntimeError(messages.twice_text(index, self.names[index]))
         if grad is None:  # nothing came but from the graph
             return
         self._late[index], self.params[index].grad = grad, None
@@ -241,7 +243,7 @@ class Reducer:
         try:
             bucket.settle()
         except KeyError as error:
-            raise RuntimeError(_twice_text(error.args[0], self.names[error.args[0]])) from None
+            raise RuntimeError(messages.twice_text(error.args[0], self.names[error.args[0]])) from None
 
     def _launch(self, bucket: FlatBucket) -> None:
         if bucket is self._buckets[0]:
@@ -421,7 +423,7 @@ class Reducer:
 
     def _adopt(self, layout: tuple[LaidBucket, ...]) -> None:
         self._plan = planned(layout, self._gradients)
-        self._plan_text = _plan_text(self._plan, self.params)
+        self._plan_text = messages.plan_text(self._plan, self.params)
         if self._verified:
             self._agreement.adopt(self._plan_text)
         self._buckets: list[FlatBucket] = []
@@ -450,32 +452,3 @@ class Reducer:
         p = self.params[index]
         kind = (str(p.dtype).removeprefix("torch."), str(p.device))
         return Gradient(index, self.names[index], p.numel() * p.element_size(), kind)
-
-
-def _plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter]) -> str:
-    """The plan, a line for each bucket and each gradient, for comparison between ranks."""
-    lines = []
-    for number, bucket in enumerate(plan):
-        lines.append(f"bucket {number}: {bucket.kind}")
-        lines += [f"{g.name} {list(params[g.index].shape)}" for g in bucket.gradients]
-    return "\n".join(lines)
-
-
-def _unfinished_text(rank: int, missing: Sequence[int], names: Sequence[str]) -> str:
-    return (
-        "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
-        "that your module has parameters that were not used in producing loss. If they are unused on purpose, pass "
-        "find_unused_parameters=True to DistributedDataParallel; if all should be used, make sure that the loss "
-        "depends on every output of forward.\n"
-        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
-        f"Their names: {', '.join(names[i] for i in missing)}"
-    )
-
-
-def _twice_text(index: int, name: str) -> str:
-    return (
-        "Expected to mark a variable ready only once. A parameter got a gradient twice in one reduction: it is used "
-        "outside of the wrapper's forward, or in several reentrant checkpoints (use_reentrant=False mends that), or "
-        "backward ran twice for one forward. "
-        f"Parameter at index {index} with name {name} has been marked as ready twice."
-    )

@@ -85,6 +85,6 @@ def broadcast_coalesced(
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+    work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
     assert work is not None, "asynchronous collectives return their work"
     return work

@@ -40,7 +40,7 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
         >>> print(model.reducer)                        # the buckets       # doctest: +SKIP
     """
 
-    reducer: Reducer
+    reducer: Reducer  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
         if self.will_sync_module_buffers():
             self._sync_buffers()
         if self.device_ids:
-            moved = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            moved = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]
             return moved[0][0], moved[1][0]
         return inputs, kwargs
 

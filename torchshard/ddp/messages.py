@@ -1,0 +1,38 @@
+"""What the reducer says: the plan for comparison between ranks, and its errors."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from torchshard.buckets import PlannedBucket
+
+
+def plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter]) -> str:
+    """The plan, a line for each bucket and each gradient, for comparison between ranks."""
+    lines = []
+    for number, bucket in enumerate(plan):
+        lines.append(f"bucket {number}: {bucket.kind}")
+        lines += [f"{g.name} {list(params[g.index].shape)}" for g in bucket.gradients]
+    return "\n".join(lines)
+
+
+def unfinished_text(rank: int, missing: Sequence[int], names: Sequence[str]) -> str:
+    """A backward has left gradients out, and the next forward begins; starts as torch's message does."""
+    return (
+        "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
+        "that your module has parameters that were not used in producing loss. If they are unused on purpose, pass "
+        "find_unused_parameters=True to DistributedDataParallel; if all should be used, make sure that the loss "
+        "depends on every output of forward.\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
+        f"Their names: {', '.join(names[i] for i in missing)}"
+    )
+
+
+def twice_text(index: int, name: str) -> str:
+    """A gradient came twice; starts as torch's message does."""
+    return (
+        "Expected to mark a variable ready only once. A parameter got a gradient twice in one reduction: it is used "
+        "outside of the wrapper's forward, or in several reentrant checkpoints (use_reentrant=False mends that), or "
+        "backward ran twice for one forward. "
+        f"Parameter at index {index} with name {name} has been marked as ready twice."
+    )
