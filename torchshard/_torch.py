@@ -5,6 +5,7 @@ switches the optional ones off, so that the fallbacks are tested as they are.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -73,6 +74,15 @@ def queue_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback (2.11-2.15); nothing public tells that a backward has ended.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether backward is traced or run by compiled autograd (torch._dynamo.compiled_autograd, 2.11-2.15).
+
+    The end of such a backward is not announced: callbacks for it are dropped.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return any(getattr(module, name, False) for name in ("compiled_autograd_enabled", "in_compiled_autograd_region"))
 
 
 def will_run(node: Any) -> bool:

@@ -13,15 +13,15 @@ from tests.ranks import run_ranks
 class Trial:
     """A wrapped and compiled model, beside a plain one that sees every rank's batch."""
 
-    def __init__(self, rank, world, how="plain", **settings):
+    def __init__(self, rank, world):
         from tests.compiler.traced import traced
         from torchshard.ddp import DistributedDataParallel
 
         torch.manual_seed(0)
         self.rank, self.world = rank, world
-        module = Parts(how)
+        module = Parts()
         self.reference = copy.deepcopy(module)
-        self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01, **settings)
+        self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
         self.model = torch.compile(self.ddp, backend=traced)
 
     def step(self, objective, size=8):
@@ -35,6 +35,14 @@ class Trial:
         after = self.ddp.reducer.counters
         counts = after.in_graph - before.in_graph, after.by_hook - before.by_hook, after.late - before.late
         return error(self.ddp, self.reference), *counts
+
+
+def _run_all(rank, world):
+    answers = []
+    for run in TRIALS:
+        answers.append(run(rank, world))
+        torch._dynamo.reset()
+    return answers
 
 
 def _plain(model, module, rank, size):
@@ -57,8 +65,8 @@ def _run_other_sources(rank, world):
     return plain, late, trial.step(_plain), trial.step(_twice), trial.step(_plain)
 
 
-def test_gradients_from_outside_of_the_graph():
-    for plain, late, again, twice, after in run_ranks(2, _run_other_sources):
+def _gradients_from_outside_of_the_graph(answers):
+    for plain, late, again, twice, after in answers:
         assert all(worst < 1e-5 for worst, *_ in [*plain, *late, again, twice, after])
         assert plain[2][1:] == (6, 0, 0)
         assert late[0][1:] == (6, 0, 2)  # the graph's part and the rest are averaged one by one
@@ -75,8 +83,8 @@ def _run_hooks(rank, world):
     return plain, trial.step(_plain)
 
 
-def test_a_hook_of_the_user_sees_its_gradient():
-    for plain, hooked in run_ranks(2, _run_hooks):
+def _a_hook_of_the_user_sees_its_gradient(answers):
+    for plain, hooked in answers:
         assert plain[2][1:] == (6, 0, 0)
         assert hooked[0] < 1e-5
         assert hooked[1] < 6
@@ -97,8 +105,8 @@ def _run_partial(rank, world):
     return trial.step(_plain)
 
 
-def test_partial_backwards():
-    for answer in run_ranks(2, _run_partial):
+def _partial_backwards(answers):
+    for answer in answers:
         assert answer[0] < 1e-5
         assert answer[1:] == (6, 0, 0)
 
@@ -121,8 +129,8 @@ def _own_size(model, module, rank, size):
     return loss_of(model(x), y)
 
 
-def test_ranks_that_compile_at_different_times():
-    first, second = run_ranks(2, _run_one_rank_differs)
+def _ranks_that_compile_at_different_times(answers):
+    first, second = answers
     assert all(worst < 1e-5 for worst, *_ in first + second)
     assert all(counts == (6, 0, 0) for _, *counts in first[2:-1] for counts in [tuple(counts)])
     assert second[-2][1:] == (0, 6, 0)
@@ -151,8 +159,8 @@ def _run_failing(rank, world):
     return trial.step(_plain)
 
 
-def test_after_a_backward_that_failed():
-    for answer in run_ranks(2, _run_failing):
+def _after_a_backward_that_failed(answers):
+    for answer in answers:
         assert answer[0] < 1e-5
 
 
@@ -171,8 +179,77 @@ def _run_identity(rank, world):
     return untouched, same, trial.ddp.reducer.counters.late
 
 
-def test_gradients_keep_their_identity_and_are_never_overwritten():
-    assert run_ranks(2, _run_identity) == [(True, True, 0)] * 2
+def _gradients_keep_their_identity_and_are_never_overwritten(answers):
+    assert answers == [(True, True, 0)] * 2
+
+
+def _run_settings_of_dynamo(rank, world):
+    answers = []
+    for value in (True, False, "python_reducer", "python_reducer_without_compiled_forward", "no_optimization"):
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(optimize_ddp=value):
+            trial = Trial(rank, world)
+            answers.append([trial.step(_plain) for _ in range(2)])
+    return answers
+
+
+def _under_any_setting_of_dynamo(answers):
+    for first, second in (steps for answer in answers for steps in answer):
+        assert first[0] < 1e-5
+        assert second[0] < 1e-5
+        assert second[1:] == (6, 0, 0)
+
+
+def _run_without_private_ways(rank, world):
+    from torchshard import _torch
+
+    with _torch.without_fast_paths():
+        trial = Trial(rank, world)
+        return [trial.step(_plain) for _ in range(3)]
+
+
+def _hooks_reduce_where_nodes_cannot_be_told(answers):
+    for steps in answers:
+        assert all(worst < 1e-5 for worst, *_ in steps)
+        assert steps[2][1:] == (0, 6, 0)
+
+
+def _run_compiled_autograd(rank, world):
+    from torch._dynamo import compiled_autograd
+
+    trial = Trial(rank, world)
+    loss = _plain(trial.model, None, rank, 8)
+    try:
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def _compiled_autograd_is_refused(answers):
+    for message in answers:
+        assert "compiled autograd is not supported by torchshard yet" in message
+
+
+TRIALS = {
+    _run_settings_of_dynamo: _under_any_setting_of_dynamo,
+    _run_without_private_ways: _hooks_reduce_where_nodes_cannot_be_told,
+    _run_compiled_autograd: _compiled_autograd_is_refused,
+    _run_other_sources: _gradients_from_outside_of_the_graph,
+    _run_hooks: _a_hook_of_the_user_sees_its_gradient,
+    _run_partial: _partial_backwards,
+    _run_one_rank_differs: _ranks_that_compile_at_different_times,
+    _run_failing: _after_a_backward_that_failed,
+    _run_identity: _gradients_keep_their_identity_and_are_never_overwritten,
+}
+
+
+def test_trials():
+    """One start of the ranks for all."""
+    answers = run_ranks(2, _run_all, timeout=250)
+    for number, check in enumerate(TRIALS.values()):
+        check([answer[number] for answer in answers])
 
 
 def _run_wrapped_later(rank, world):

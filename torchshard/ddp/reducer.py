@@ -156,6 +156,11 @@ class Reducer:
             self._hook_up()
 
     def _enter(self, mode: _Mode) -> None:
+        if _torch.in_compiled_autograd():
+            raise NotImplementedError(
+                "DistributedDataParallel: compiled autograd is not supported by torchshard yet, gradients would not be "
+                "reduced; run backward without it"
+            )
         self._mode = mode
         end = functools.partial(self._end)  # the engine drops it if the backward fails
         self._end_of_backward = weakref.ref(end)
@@ -360,7 +365,7 @@ class Reducer:
         Args:
             slots: numbers of the parameters, in the order of the graph's bucket.
         """
-        if torch.is_grad_enabled() or len(self._forwards) > 1 or not self._is_reducing():
+        if not self._handles or torch.is_grad_enabled() or len(self._forwards) > 1 or not self._is_reducing():
             return None
         bucket = self._by_slots.get(slots)
         if bucket is None or not bucket.ready_for_graph():
