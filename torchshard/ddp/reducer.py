@@ -13,7 +13,7 @@ whose graph is another, or that has none, fills the same buckets through its hoo
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, plan_table
-from torchshard.comm.agreement import Agreement
-from torchshard.comm.waiting import wait_for
 from torchshard.ddp import messages
+from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket, reduce_late
 from torchshard.ddp.layouts import Event, LaidBucket, decode, encode, is_milestone, lay_out, planned
@@ -88,8 +87,7 @@ class Reducer:
         self.counters = Counters()
         self._views_stay, self._verified = views_stay, verified
         self._leaves = [torch.autograd.graph.get_gradient_edge(p).node for p in self.params]
-        self._agreement = Agreement(group, self.device)
-        self._issued = 0  # collectives for buckets
+        self.exchange = Exchange(group, self.device)
         self._mode = _Mode.IDLE
         self._end_of_backward: Callable[[], object] = lambda: None
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
@@ -112,10 +110,6 @@ class Reducer:
         self._adopt(lay_out((), self._gradients, (), _ONE_BUCKET))
 
     # ---------------------------------------------------------------------------------------------- forward
-
-    def raise_failure(self) -> None:
-        """If the ranks have come apart, say so again rather than start a collective that cannot end."""
-        self._agreement.raise_failure()
 
     def before_forward(self, sync: bool) -> None:
         """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
@@ -168,7 +162,7 @@ class Reducer:
         if mode is _Mode.LOCAL:
             self._heard_before = [list(b.heard) for b in self._buckets]
         else:
-            self._agreement.restart()
+            self.exchange.agreement.restart()
             if not self._views_stay:
                 grads = map(_get_grad, self.params)
                 self._existing.clear()
@@ -247,10 +241,10 @@ class Reducer:
 
     def _launch(self, bucket: FlatBucket) -> None:
         if bucket is self._buckets[0]:
-            self._agreement.confirm(self._plan_text, self._issued)
+            self.exchange.confirm(self._plan_text)
         bucket.close()
         bucket.launch(self.group)
-        self._issued += 1
+        self.exchange.issued += 1
 
     @_torch.untraced
     def _end(self) -> None:
@@ -302,38 +296,28 @@ class Reducer:
 
     def _reduce_late(self) -> None:
         if self._late:
-            self._agreement.confirm("late: " + ", ".join(self.names[i] for i in sorted(self._late)), self._issued)
-            reduce_late(self._late, self.params, self.scale, self.group, self.wait_for)
-            self._issued += 1
+            self.exchange.confirm("late: " + ", ".join(self.names[i] for i in sorted(self._late)))
+            reduce_late(self._late, self.params, self.scale, self.group, self.exchange.wait)
+            self.exchange.issued += 1
             self._late.clear()
 
     def _somebody_wishes(self) -> bool:
         """Whether the buckets do not fit the graphs of some rank."""
-        flag = torch.tensor([int(self._wish)], dtype=torch.int32, device=self.device)
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.wait_for([work])
+        (wishes,) = self.exchange.largest([int(self._wish)])
         self._wish = False
-        return bool(flag)
+        return bool(wishes)
 
     def _used_somewhere(self) -> set[int]:
         """Parameters that got a gradient on some rank since the last reduction."""
         absent = {i for b in self._buckets for i in b.absent} - self._touched
-        flags = torch.ones(len(self.params), dtype=torch.int32)
-        flags[list(absent)] = 0
-        flags = flags.to(self.device)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.wait_for([work])
-        return {i for i, flag in enumerate(flags.tolist()) if flag}
+        flags = self.exchange.largest([int(i not in absent) for i in range(len(self.params))])
+        return {i for i, flag in enumerate(flags) if flag}
 
     def _wait(self) -> None:
         for number, bucket in enumerate(self._buckets):
             if bucket.work is not None:
                 what = f"bucket {number} ({names_text(self._plan[number].params)})"
-                wait_for([bucket.work], self._agreement, self._issued, self.device, what)
-
-    def wait_for(self, works: Iterable[dist.Work], what: str = "the ranks' common knowledge of buckets") -> None:
-        """Wait for collectives, and raise RankMismatchError if one fails for want of a rank."""
-        wait_for(works, self._agreement, self._issued, self.device, what)
+                self.exchange.wait([bucket.work], what)
 
     def _missing(self) -> list[int]:
         """Parameters whose gradients have not arrived since the last reduction."""
@@ -406,26 +390,16 @@ class Reducer:
         """Lay the buckets out by what rank 0 has seen in this backward."""
         assert self._arrived is not None, "there is something to learn from"
         numbers = encode(lay_out(self._arrived, self._gradients, self._shared, self.policy))
-        size = torch.tensor([len(numbers)], dtype=torch.int32, device=self.device)
-        self._broadcast(size)
-        sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
-        if self.group.rank():
-            sent = sent.new_empty(int(size))
-        self._broadcast(sent)
+        numbers = self.exchange.of_first_rank(numbers)
         self._known_slots.update(event for event in self._arrived if isinstance(event, tuple))
         self._arrived = None
-        self._adopt(decode(sent.tolist()))
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
-        assert work is not None, "asynchronous collectives return their work"
-        self.wait_for([work])
+        self._adopt(decode(numbers))
 
     def _adopt(self, layout: tuple[LaidBucket, ...]) -> None:
         self._plan = planned(layout, self._gradients)
         self._plan_text = messages.plan_text(self._plan, self.params)
         if self._verified:
-            self._agreement.adopt(self._plan_text)
+            self.exchange.agreement.adopt(self._plan_text)
         self._buckets: list[FlatBucket] = []
         self._by_slots.clear()
         for laid in layout:

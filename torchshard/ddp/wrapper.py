@@ -161,7 +161,7 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
 
     @_torch.untraced
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.reducer.raise_failure()
+        self.reducer.exchange.agreement.raise_failure()
         if torch.is_grad_enabled():
             self._refuse_optimizers_in_backward()
             self.reducer.before_forward(self.require_backward_grad_sync)
@@ -185,7 +185,7 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
     def _sync_buffers(self) -> None:
         """Give all ranks the buffers of rank 0; they are looked up anew, as the module may have replaced them."""
         self._assign_modules_buffers()
-        wait = functools.partial(self.reducer.wait_for, what="the buffers of rank 0")
+        wait = functools.partial(self.reducer.exchange.wait, what="the buffers of rank 0")
         with _torch.preserve_versions(self.modules_buffers):
             broadcast_coalesced(self.modules_buffers, self.process_group, self.broadcast_bucket_size, wait)
 

@@ -1,0 +1,53 @@
+"""What the ranks of a wrapper say to one another beside gradients, in a common order of collectives."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from torchshard.comm.agreement import Agreement
+from torchshard.comm.waiting import wait_for
+
+
+class Exchange:
+    """The group of a reducer, the agreement of its ranks on what comes next, and how many collectives there were.
+
+    Every wait raises RankMismatchError where a rank does something else, or does not answer.
+
+    Attributes:
+        issued: collectives that carried gradients; the same number on all ranks that are at the same point.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device, self.issued = group, device, 0
+        self.agreement = Agreement(group, device)
+
+    def confirm(self, text: str) -> None:
+        """Make sure that all ranks are about to do what `text` says."""
+        self.agreement.confirm(text, self.issued)
+
+    def wait(self, works: Iterable[dist.Work], what: str = "the ranks' common knowledge of buckets") -> None:
+        """Wait for collectives; `what` they are is for the error."""
+        wait_for(works, self.agreement, self.issued, self.device, what)
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Place by place the largest on any rank."""
+        sent = torch.tensor(numbers, dtype=torch.int32).to(self.device)
+        work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.wait([work])
+        return [int(n) for n in sent.tolist()]
+
+    def of_first_rank(self, numbers: Sequence[int]) -> list[int]:
+        """The numbers that rank 0 has; others may have another count of them."""
+        size = torch.tensor([len(numbers)], dtype=torch.int32, device=self.device)
+        self._broadcast(size)
+        sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        if self.group.rank():
+            sent = sent.new_empty(int(size))
+        self._broadcast(sent)
+        return [int(n) for n in sent.tolist()]
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
+        assert work is not None, "asynchronous collectives return their work"
+        self.wait([work])
