@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_buckets, slices
+from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, plan_buckets, size_text, slices
 from torchshard.compiler import ops
 from torchshard.ddp.flat import gradient_strides
 
@@ -172,8 +172,6 @@ def _source_hash() -> str:
 
 def bucket_rows(inserted: Sequence[InsertedBucket]) -> list[tuple[object, ...]]:
     """Number, names, bytes, copies saved, and where launched: a row a bucket."""
-    from torchshard.buckets import names_text, size_text
-
     return [
         (
             number,
