@@ -172,15 +172,6 @@ def is_submesh(mesh: Any) -> bool:
     return bool(root is not None and root() != mesh)
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether this is torch's DTensor, without importing torch.distributed.tensor for plain ones."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 def functional_collectives() -> Any:
     """The operators `torch.ops._c10d_functional` (2.11-2.15): collectives on a group's name, which compile traces.
 

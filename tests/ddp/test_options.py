@@ -6,10 +6,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import torchshard
 from tests.models import mlp
 from torchshard.ddp import DistributedDataParallel, options
 
@@ -93,10 +95,9 @@ def test_bad_input_gets_a_sentence(fake_group, case):
 def test_modules_that_would_come_out_wrong_are_refused(fake_group):
     with pytest.raises(NotImplementedError, match=r"^DistributedDataParallel: 0 makes sparse gradients"):
         DistributedDataParallel(nn.Sequential(nn.Embedding(3, 3, sparse=True)))
-    from torch.distributed.tensor import distribute_module
-
-    with pytest.raises(NotImplementedError, match="DTensor parameters"):
-        DistributedDataParallel(distribute_module(mlp(8), _device_mesh(1)))
+    for distribute_module in (torch.distributed.tensor.distribute_module, torchshard.distribute_module):
+        with pytest.raises(NotImplementedError, match="DTensor parameters"):
+            DistributedDataParallel(distribute_module(mlp(8), _device_mesh(1)))
     with pytest.raises(NotImplementedError, match="device_mesh cut out of a larger mesh"):
         DistributedDataParallel(mlp(8), device_mesh=_device_mesh(2)["a"])
 

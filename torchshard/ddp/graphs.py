@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchshard import _torch
 from torchshard.buckets import slices
 from torchshard.ddp.flat import FlatBucket, gradient_strides
+from torchshard.ddp.layouts import LaidBucket
 
 
 class GraphBucket(FlatBucket):
@@ -36,6 +37,7 @@ class GraphBucket(FlatBucket):
         existing: Collection[int],
     ) -> None:
         super().__init__({i: params[i] for i in slots if i in members}, scale, views_stay, existing, small=0)
+        self.slots = tuple(slots)
         starts, self._numel = slices(params[i].numel() for i in slots)
         self._offsets = {i: start for i, start in zip(slots, starts, strict=True) if i in members}
         self._accumulated: set[int] = set()  # gradients that lie in their slots already
@@ -138,3 +140,20 @@ def reduce_late(
                 grad = params[i].grad
                 assert grad is not None, "the graph's part is there"
                 grad.add_(piece.view(late[i].shape))
+
+
+def make_buckets(
+    layout: Iterable[LaidBucket],
+    params: Sequence[torch.nn.Parameter],
+    scale: float,
+    views_stay: bool,
+    existing: Collection[int],
+) -> list[FlatBucket]:
+    """The buckets of a layout, in its order; arguments as for GraphBucket."""
+    made: list[FlatBucket] = []
+    for laid in layout:
+        if laid.slots:
+            made.append(GraphBucket(laid.slots, laid.members, params, scale, views_stay, existing))
+        else:
+            made.append(FlatBucket({i: params[i] for i in laid.members}, scale, views_stay, existing))
+    return made

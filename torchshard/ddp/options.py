@@ -77,10 +77,10 @@ def check_parameters(parameters: Sequence[torch.nn.Parameter]) -> None:
             "Run a dummy forward pass to correctly initialize the modules"
         )
     for p in parameters:
-        if _torch.is_dtensor(p):
+        if hasattr(type(p), "__tensor_flatten__"):  # made of other tensors: torch's DTensor, ours, ...
             raise NotImplementedError(
-                "DistributedDataParallel: DTensor parameters (data times tensor parallel) are not supported by "
-                "torchshard yet; wrap a module of plain tensors"
+                f"DistributedDataParallel: {type(p).__name__} parameters (data times tensor parallel) are not supported "
+                "by torchshard yet; wrap a module of plain tensors"
             )
 
 

@@ -14,7 +14,6 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
@@ -23,9 +22,10 @@ import torch.distributed as dist
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, plan_table
 from torchshard.ddp import messages
+from torchshard.ddp.counters import Counters
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
-from torchshard.ddp.graphs import GraphBucket, reduce_late
+from torchshard.ddp.graphs import GraphBucket, make_buckets, reduce_late
 from torchshard.ddp.layouts import Event, LaidBucket, decode, encode, is_milestone, lay_out, planned
 from torchshard.ddp.passes import ForwardPass, watch
 
@@ -39,23 +39,6 @@ class _Mode(enum.Enum):
     IDLE = enum.auto()  # no backward of ours runs
     LOCAL = enum.auto()  # a backward that belongs to no_sync runs
     SYNC = enum.auto()  # a backward runs whose gradients are reduced
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened so far, in gradients of parameters; for tests and the curious.
-
-    Attributes:
-        backwards: backwards that were reduced.
-        by_hook: gradients reduced after a hook reported them.
-        in_graph: gradients reduced by a compiled graph while it ran.
-        late: gradients that came through a hook after a graph had reduced others of the same parameter.
-    """
-
-    backwards: int = 0
-    by_hook: int = 0
-    in_graph: int = 0
-    late: int = 0
 
 
 class Reducer:
@@ -271,7 +254,7 @@ class Reducer:
                 self._launch(bucket)
         used = self._used_somewhere() if self.find_unused else range(len(self.params))
         self._wait()
-        self._count()
+        self.counters.count(self._buckets, self._late)
         for bucket in self._buckets:
             bucket.finish(used)
         self._reduce_late()
@@ -286,13 +269,6 @@ class Reducer:
         elif is_milestone(self.counters.backwards) and self._somebody_wishes():
             self._arrived = []
             self._hook_up()
-
-    def _count(self) -> None:
-        self.counters.backwards += 1
-        self.counters.late += len(self._late)
-        for bucket in self._buckets:
-            self.counters.in_graph += bucket.graph_filled
-            self.counters.by_hook += len(bucket.members) - len(bucket.absent) - bucket.graph_filled
 
     def _reduce_late(self) -> None:
         if self._late:
@@ -400,18 +376,8 @@ class Reducer:
         self._plan_text = messages.plan_text(self._plan, self.params)
         if self._verified:
             self.exchange.agreement.adopt(self._plan_text)
-        self._buckets: list[FlatBucket] = []
-        self._by_slots.clear()
-        for laid in layout:
-            if laid.slots:
-                bucket = GraphBucket(
-                    laid.slots, laid.members, self.params, self.scale, self._views_stay, self._existing
-                )
-                self._by_slots[laid.slots] = bucket
-                self._buckets.append(bucket)
-            else:
-                members = {i: self.params[i] for i in laid.members}
-                self._buckets.append(FlatBucket(members, self.scale, self._views_stay, self._existing))
+        self._buckets = make_buckets(layout, self.params, self.scale, self._views_stay, self._existing)
+        self._by_slots = {b.slots: b for b in self._buckets if isinstance(b, GraphBucket)}
         self._hook_up()
 
     def _hook_up(self) -> None:
