@@ -79,8 +79,8 @@ def check_parameters(parameters: Sequence[torch.nn.Parameter]) -> None:
     for p in parameters:
         if hasattr(type(p), "__tensor_flatten__"):  # made of other tensors: torch's DTensor, ours, ...
             raise NotImplementedError(
-                f"DistributedDataParallel: {type(p).__name__} parameters (data times tensor parallel) are not supported "
-                "by torchshard yet; wrap a module of plain tensors"
+                f"DistributedDataParallel: {type(p).__name__} parameters (data times tensor parallel) are not "
+                "supported by torchshard yet; wrap a module of plain tensors"
             )
 
 
