@@ -79,10 +79,11 @@ def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _target(
     shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    device_mesh: DeviceMesh | None,
-    placements: Placements,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements = None,
 ) -> TensorLayout:
     if layout is not torch.strided:
         raise ShardingError("A DTensor is strided.", expected="layout=torch.strided", got=layout)
@@ -99,47 +100,26 @@ def _target(
 
 
 def _filled(
-    make: Callable[..., Tensor],
-    size: tuple[Any, ...],
-    *,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements = None,
+    make: Callable[..., Tensor], size: tuple[Any, ...], *, requires_grad: bool = False, **options: Any
 ) -> DTensor:
-    target = _target(_shape(size), dtype, layout, device_mesh, placements)
-    local = make(target.local_shape, dtype=dtype, device=_device(target))
+    target = _target(_shape(size), **options)
+    local = make(target.local_shape, dtype=options.get("dtype"), device=_device(target))
     return _leaf(wrap(local, layout_for(target.sharding, target.shape, target.stride, local.dtype)), requires_grad)
 
 
 def _random(
-    make: Callable[..., Tensor],
-    size: tuple[Any, ...],
-    *,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements = None,
+    make: Callable[..., Tensor], size: tuple[Any, ...], *, requires_grad: bool = False, **options: Any
 ) -> DTensor:
-    target = _target(_shape(size), dtype, layout, device_mesh, placements)
+    target = _target(_shape(size), **options)
     device = torch.device(_device(target))
     drawn = draw(target, device, lambda _: make(target.shape, dtype=target.dtype, device=device))
     return _leaf(drawn, requires_grad)
 
 
 def _cut(
-    make: Callable[..., Tensor],
-    shape: tuple[int, ...],
-    *,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements = None,
+    make: Callable[..., Tensor], shape: tuple[int, ...], *, requires_grad: bool = False, **options: Any
 ) -> DTensor:
-    target = _target(shape, dtype, layout, device_mesh, placements)
+    target = _target(shape, **options)
     whole = make(dtype=target.dtype, device=_device(target))
     local = redistribute_local(whole, target.to(target.mesh.replicated()), target)
     return _leaf(wrap(local, target), requires_grad)
