@@ -262,9 +262,10 @@ def local_callable(func: Any) -> Callable[..., Any]:
     """What to call for an ATen operator on local tensors.
 
     torch's own Python binding where there is one: it parses arguments in half the time of an OpOverload (1.1 against
-    1.95 us for add; 2.11-2.15). Bindings take the same arguments in the same order.
+    1.95 us for add; 2.11-2.15). Bindings take the same arguments in the same order, but take the default reduction of
+    a loss for "none".
     """
-    if _fast_paths and func.namespace == "aten":
+    if _fast_paths and func.namespace == "aten" and not any(a.name == "reduction" for a in func._schema.arguments):
         name = func._overloadpacket.__name__
         for home in (torch._C._VariableFunctions, torch._C.TensorBase):
             found = getattr(home, name, None)
@@ -309,6 +310,11 @@ def operator_names(func: Any) -> tuple[str, str]:
 def schema(func: Any) -> Any:
     """Arguments and returns of an operator, with what they alias and write (OpOverload._schema, 2.11-2.15)."""
     return func._schema
+
+
+def below_dispatch() -> Any:
+    """Operators see a tensor subclass as its wrapper alone in this context (torch._C._DisableTorchDispatch)."""
+    return torch._C._DisableTorchDispatch()
 
 
 def no_torch_function() -> Any:

@@ -190,14 +190,14 @@ ENDLESS = {
 @pytest.mark.filterwarnings("ignore:safetensors holds tensors only")
 def test_containers_that_refer_to_each_other_end_soon(tmp_path, name, to):
     as_torch_file(tmp_path / "a.pt", b"\x80\x02}Vx\n" + {**HARMLESS, **ENDLESS}[name] + b"s.")
-    start = time.monotonic()
+    start = time.process_time()
     if name in HARMLESS:
         checkpoint.convert(tmp_path / "a.pt", tmp_path / "out", to=to)
         assert (tmp_path / "out").stat().st_size < 20_000
     else:
         with pytest.raises(CheckpointError, match=r"nested too deep|over and over"):
             checkpoint.convert(tmp_path / "a.pt", tmp_path / "out", to=to)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 @settings(max_examples=400, deadline=None)

@@ -112,5 +112,5 @@ def test_accumulation():
 
 
 def test_dynamic_batch_sizes():
-    for answers in run_ranks(2, _train, "traced", ["plain", "gpt"], (8, 8, 12, 16, 8)):
+    for answers in run_ranks(2, _train, "traced", ["plain", "gpt"], (8, 8, 12, 16, 8), timeout=240):
         _check(answers, IN_GRAPH)

@@ -115,6 +115,6 @@ def test_one_ranks_share_of_a_large_mesh_takes_milliseconds():
 
 
 def _seconds(work):
-    start = time.perf_counter()
+    start = time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.process_time() - start

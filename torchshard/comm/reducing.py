@@ -16,7 +16,7 @@ from torchshard.layout.reductions import parse_norm
 Terms = list[tuple[Tensor, str]]
 Finish = Callable[[Sequence[Tensor]], Tensor]
 
-_WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8}
+_WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8, torch.complex32: torch.complex64}
 _OF_BOOLS = {"band": "min", "bor": "max", "max": "max", "min": "min", "product": "min"}
 
 

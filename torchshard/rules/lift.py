@@ -56,6 +56,8 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     """
     mesh = layouts[0].mesh
     ways = list(_ways(bound, options, layouts))
+    if options.like and len(ways) == 1:  # results that share no dim with the operands, of which nothing is read
+        return Lifted(tuple([o.sharding for o in layouts]), (mesh.replicated(),) * len(bound.results))
     nbytes = [float(layout.largest_nbytes()) for layout in layouts]
     result_bytes = [
         float(math.prod(bound.known_shape(k)) * layouts[0].dtype.itemsize) for k in range(len(bound.results))
@@ -98,7 +100,8 @@ def _ways(bound: Bound, options: Options, layouts: Sequence[Layout]) -> Iterator
 
 def _split(bound: Bound, options: Options, factor: str) -> _Way | None:
     """The way that splits one factor; None where some operand or result does not allow it."""
-    partial = options.reduces.get("..." if factor[0] == "." else factor)
+    lacking = options.reduces.get("..." if factor[0] == "." else factor)
+    partial = lacking if isinstance(lacking, Partial) else None
     reduced = not any(factor in dim for dims in bound.results for dim in dims)
     even = False
     operands: list[Placement] = []
@@ -113,14 +116,14 @@ def _split(bound: Bound, options: Options, factor: str) -> _Way | None:
                 placements.append(Shard(at[0]))
             elif side is bound.operands:
                 placements.append(partial if reduced and partial and k in options.plus else R)
-            elif partial is None:
+            elif lacking is None:
                 return None
             else:
-                placements.append(partial)
+                placements.append(lacking)
     # Terms of an average count alike only where pieces are equal; max and min of nothing do not exist.
-    lossy = partial is not None and any(p is partial for p in results)
-    even = even or (lossy and partial is not None and partial.op == "avg")
-    full = options.full or (lossy and partial is not None and partial.op in ("max", "min"))
+    lossy = partial if any(p is partial for p in results) else None
+    even = even or (lossy is not None and lossy.op == "avg")
+    full = options.full or (lossy is not None and lossy.op in ("max", "min"))
     return _Way(tuple(operands), tuple(results), factor, even, full)
 
 

@@ -1,4 +1,4 @@
-"""Products of matrices."""
+"""Products of matrices, and linear algebra on batches of matrices."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,31 @@ from torchshard.layout.layout import Layout
 from torchshard.rules.rule import Rule, named, options, table
 
 _LINES = table("""
-    mm       | i k, k j -> i j        | lin=0,1 red=k:sum
-    bmm      | b i k, b k j -> b i j  | lin=0,1 red=k:sum
-    mv       | i k, k -> i            | lin=0,1 red=k:sum
-    dot      | k, k ->                | lin=0,1 red=k:sum
+    mm       | i k, k j -> i j                 | lin=0,1 red=k:sum
+    bmm      | b i k, b k j -> b i j           | lin=0,1 red=k:sum
+    mv       | i k, k -> i                     | lin=0,1 red=k:sum
+    dot vdot | k, k ->                         | lin=0,1 red=k:sum
+
+    _cdist_forward               | ... i K, ... j K -> ... i j                              |
+    _cdist_backward              | ... i j, ... i K, ... j K, ... i j -> ... i K            | lin=0 red=j:sum
+    linalg_cholesky_ex           | ... M N -> ... M N, ...                                  |
+    cholesky cholesky_inverse    | ... M N -> ... M N                                       |
+    cholesky_solve               | ... M k, ... M N -> ... M k                              | lin=0
+    linalg_inv_ex                | ... M N -> ... M N, ...                                  |
+    linalg_matrix_exp            | ... M N -> ... M N                                       |
+    _linalg_det                  | ... M N -> ..., ... M N, ... M                           |
+    _linalg_slogdet              | ... M N -> ..., ..., ... M N, ... M                      |
+    linalg_lu_factor_ex          | ... M N -> ... M N, ... K, ...                           |
+    linalg_lu                    | ... M N -> ... P Q, ... R K, ... K N                     |
+    linalg_lu_solve              | ... M N, ... M, ... M k -> ... M k                       |
+    linalg_ldl_factor_ex         | ... M N -> ... M N, ... K, ...                           |
+    linalg_ldl_solve             | ... M N, ... M, ... M k -> ... M k                       |
+    linalg_qr                    | ... M N -> ... P K, ... L Q                              |
+    geqrf                        | ... M N -> ... M N, ... K                                |
+    linalg_householder_product   | ... M N, ... K -> ... M N                                |
+    ormqr                        | ... M N, ... K, ... P Q -> ... P Q                       |
+    linalg_eig                   | ... M N -> ... M, ... M N                                |
+    linalg_eigvals _linalg_eigvals | ... M N -> ... M                                       |
 """)
 
 
@@ -23,11 +44,50 @@ def _added(product: str) -> Callable[..., str]:
     return build
 
 
+def _solve(a: Layout, b: Layout, *, left: bool = True, check_errors: bool = False) -> str:
+    """The columns that are solved for may be split: all ranks factor the same matrix."""
+    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    right = "... N" if vector else "... N k" if left else "... k N"
+    return f"... M N, {right} -> {right}, ... M N, ... M, ..."
+
+
+def _solve_triangular(a: Layout, b: Layout, *, upper: bool, left: bool = True, unitriangular: bool = False) -> str:
+    right = "... N k" if left else "... k N"
+    return f"... M N, {right} -> {right}"
+
+
+def _eigh(x: Layout, uplo: str = "L", compute_v: bool = True) -> str:
+    return f"... M N -> ... N, {'... M N' if compute_v else 'Z'}"
+
+
+def _svd(x: Layout, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None) -> str:
+    return "... M N -> ... P Q, ... K, ... R S" if compute_uv else "... M N -> Z, ... K, Z"
+
+
+def _lu_unpack(lu: Layout, pivots: Layout, unpack_data: bool = True, unpack_pivots: bool = True) -> str:
+    permutation = "... P Q" if unpack_pivots else "Z"
+    return f"... M N, ... K -> {permutation}, {'... R S, ... T U' if unpack_data else 'Z, Z'}"
+
+
+def _cross(a: Layout, b: Layout, *, dim: int = -1) -> str:
+    names = ["D" if k == dim % a.ndim else f"d{k}" for k in range(a.ndim)]
+    return f"{' '.join(names)}, {' '.join(names)} -> {' '.join(names)}"
+
+
 # The bias counts once, not once for every shard of k.
-_ADDED = options("lin=0+1,0+2 red=k:sum plus=0")
+_ADDED = "lin=0+1,0+2 plus=0 red=k:sum"
 
 RULES = {
     **_LINES,
-    **named("addmm", Rule(_added("i k, k j -> i j"), _ADDED)),
-    **named("baddbmm", Rule(_added("b i k, b k j -> b i j"), _ADDED)),
+    **named("addmm", Rule(_added("i k, k j -> i j"), options(_ADDED))),
+    **named("addmv", Rule(_added("i k, k -> i"), options(_ADDED))),
+    **named("addr", Rule(_added("i, j -> i j"), options("lin=0+1,0+2"))),
+    **named("baddbmm", Rule(_added("b i k, b k j -> b i j"), options(_ADDED))),
+    **named("addbmm", Rule(_added("b i k, b k j -> i j"), options(f"{_ADDED},b:sum"))),
+    **named("_linalg_solve_ex", Rule(_solve, options("red=k:same"))),
+    **named("linalg_solve_triangular", Rule(_solve_triangular, options("lin=1"))),
+    **named("lu_unpack", Rule(_lu_unpack)),
+    **named("_linalg_eigh", Rule(_eigh)),
+    **named("_linalg_svd", Rule(_svd)),
+    **named("linalg_cross", Rule(_cross, options("lin=0,1"))),
 }

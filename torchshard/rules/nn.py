@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchshard.layout.layout import Layout
+from torchshard.rules.losses import MEAN, NONE
 from torchshard.rules.reducing import dims_of, letters
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
 
 _LINES = table("""
-    embedding | V d, ... -> ... d | lin=0
+    embedding              | V d, ... -> ... d         | lin=0
+    _prelu_kernel          | ..., ... -> ...           |
+    _prelu_kernel_backward | ..., ..., ... -> ..., ... | lin=0
 """)
 
 
@@ -52,13 +55,10 @@ def _embedding_backward(grad: Layout, indices: Layout, rows: int, padding: int, 
     return Made(line, {"V": rows}, {"reduces": reduces({} if by_frequency else dict.fromkeys(batch, "sum"))})
 
 
-_NONE, _MEAN = 0, 1  # reductions of losses, as ATen numbers them
-
-
 def _nll_loss(x: Layout, target: Layout, weight: Layout | None, reduction: int, ignore: int) -> Made:
     """Loss and total weight. The mean needs the whole batch here; tensor/handlers makes it of sums instead."""
-    n = "" if x.ndim == 1 else "N" if reduction == _MEAN else "n"
-    line = f"{n} C, {n}{', C' if weight is not None else ''} -> {n if reduction == _NONE else ''}, "
+    n = "" if x.ndim == 1 else "N" if reduction == MEAN else "n"
+    line = f"{n} C, {n}{', C' if weight is not None else ''} -> {n if reduction == NONE else ''}, "
     return Made(line, options={"reduces": reduces({"n": "sum"})})
 
 
@@ -67,6 +67,84 @@ def _nll_loss_backward(
 ) -> str:
     n = "" if x.ndim == 1 else "n"
     return f"{n if grad.ndim else ''}, {n} C, {n}{', C' if weight is not None else ''}, -> {n} C"
+
+
+def _group_norm(
+    x: Layout, weight: Layout | None, bias: Layout | None, n: int, c: int, space: int, groups: int, eps: float
+) -> Made:
+    rows = " ".join(["n", "C", *[f"X{d}" for d in range(x.ndim - 2)]])
+    weights = ["C"] * ((weight is not None) + (bias is not None))
+
+    def local(op: Any, x: Any, weight: Any, bias: Any, n: int, *rest: Any) -> Any:
+        return op(x, weight, bias, x.shape[0], *rest)
+
+    return Made(f"{', '.join([rows, *weights])} -> {rows}, n G, n G", local=local)
+
+
+def _group_norm_backward(grad: Layout, x: Layout, mean: Layout, rstd: Layout, weight: Layout | None, *_: Any) -> Made:
+    rows = " ".join(["n", "C", *[f"X{d}" for d in range(x.ndim - 2)]])
+
+    def local(op: Any, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, n: int, *rest: Any) -> Any:
+        return op(grad, x, mean, rstd, weight, x.shape[0], *rest)
+
+    operands = [rows, rows, "n G", "n G", *(["C"] if weight is not None else [])]
+    return Made(f"{', '.join(operands)} -> {rows}, C, C", local=local)
+
+
+def _batch_norm(
+    x: Layout, weight: Layout | None, bias: Layout | None, mean: Layout | None, var: Layout | None, training: bool,
+    *_: Any,
+) -> str | None:  # fmt: skip
+    """With given statistics; those of a batch are of the whole batch, see tensor/handlers."""
+    if training:
+        return None
+    rows = " ".join(["n", "c", *[f"X{d}" for d in range(x.ndim - 2)]])
+    given = [t for t in (weight, bias, mean, var) if t is not None]
+    return f"{', '.join([rows, *['c'] * len(given)])} -> {rows}, Y, Z"
+
+
+def _batch_norm_backward(
+    grad: Layout, x: Layout, weight: Layout | None, mean: Layout | None, var: Layout | None, saved_mean: Layout | None,
+    saved_rstd: Layout | None, training: bool, *_: Any,
+) -> str | None:  # fmt: skip
+    if training:
+        return None
+    rows = " ".join(["n", "c", *[f"X{d}" for d in range(x.ndim - 2)]])
+    given = ["c" if t is not None else "" for t in (weight, mean, var)]
+    given += ["Y" if saved_mean is not None else "", "Z" if saved_rstd is not None else ""]
+    return f"{', '.join([rows, rows, *filter(None, given)])} -> {rows}, c, c"
+
+
+def _rms_norm(x: Layout, shape: Sequence[int], weight: Layout | None = None, *_: Any) -> str:
+    rows, normed, stats = _normalised(x, shape)
+    return f"{', '.join([rows, *([normed] if weight is not None else [])])} -> {rows}, {stats}"
+
+
+def _glu(x: Layout, dim: int = -1) -> str:
+    names = letters(x.ndim, [dim % x.ndim])
+    return f"{' '.join(names)} -> {' '.join([f'Z{f}' if f.isupper() else f for f in names])}"
+
+
+def _glu_backward(grad: Layout, x: Layout, dim: int) -> str:
+    names = letters(x.ndim, [dim % x.ndim])
+    return f"{' '.join([f'Z{f}' if f.isupper() else f for f in names])}, {' '.join(names)} -> {' '.join(names)}"
+
+
+def _embedding_bag(
+    table: Layout, indices: Layout, offsets: Layout, by_frequency: bool = False, mode: int = 0, sparse: bool = False,
+    weights: Layout | None = None, *_: Any, **__: Any,
+) -> str | None:  # fmt: skip
+    if indices.ndim != 1:
+        return None
+    return f"V d, N, B{', N' if weights is not None else ''} -> P d, X, Y, {'P d' if mode == 2 else 'Z'}"
+
+
+def _embedding_bag_backward(
+    grad: Layout, indices: Layout, bags: Layout, sizes: Layout, largest: Layout, rows: int, by_frequency: bool,
+    mode: int, weights: Layout | None, padding: int = -1,
+) -> Made:  # fmt: skip
+    line = f"P d, N, X, Y, {'P d' if largest.ndim == 2 else 'Z'}{', N' if weights is not None else ''} -> V d"
+    return Made(line, {"V": rows})
 
 
 def _attention(
@@ -93,6 +171,15 @@ RULES = {
     **named("native_layer_norm", Rule(_layer_norm)),
     **named("native_layer_norm_backward", Rule(_layer_norm_backward)),
     **named("embedding_dense_backward", Rule(_embedding_backward, options("lin=0"))),
+    **named("native_group_norm", Rule(_group_norm, options("full"))),
+    **named("native_group_norm_backward", Rule(_group_norm_backward, options("lin=0 red=n:sum full"))),
+    **named("native_batch_norm", Rule(_batch_norm, options("full red=n:same,c:same"))),
+    **named("native_batch_norm_backward", Rule(_batch_norm_backward, options("full red=n:sum"))),
+    **named("_fused_rms_norm", Rule(_rms_norm)),
+    **named("glu", Rule(_glu)),
+    **named("glu_backward", Rule(_glu_backward, options("lin=0"))),
+    **named("_embedding_bag _embedding_bag_forward_only", Rule(_embedding_bag, options("lin=0 red=d:same"))),
+    **named("_embedding_bag_dense_backward", Rule(_embedding_bag_backward, options("lin=0"))),
     **named("nll_loss_forward", Rule(_nll_loss)),
     **named("nll_loss_backward", Rule(_nll_loss_backward, options("lin=0"))),
     **named("_scaled_dot_product_flash_attention_for_cpu", Rule(_attention, options("full"))),

@@ -8,33 +8,49 @@ from torchshard.rules.rule import Made, Rule, named, table
 _LINES = table("""
     add.Tensor sub.Tensor add_.Tensor sub_.Tensor               | ..., ... -> ...      | lin=0+1
     mul.Tensor mul_.Tensor                                      | ..., ... -> ...      | lin=0,1
-    div.Tensor div_.Tensor                                      | ..., ... -> ...      | lin=0
+    div.Tensor div_.Tensor true_divide.Tensor                   | ..., ... -> ...      | lin=0
     mul.Scalar mul_.Scalar div.Scalar div_.Scalar neg neg_      | ... -> ...           | lin=0
-    clone alias detach contiguous positive                      | ... -> ...           | moves
-    zero_                                                       | ... -> ...           | lin=0
+    rad2deg rad2deg_ deg2rad deg2rad_ zero_                     | ... -> ...           | lin=0
+    _conj_physical conj_physical conj_physical_                 | ... -> ...           | lin=0
+    clone alias detach contiguous positive lift_fresh alias_copy detach_copy | ... -> ... | moves
+    resolve_conj resolve_neg                                    | ... -> ...           | moves
+    _conj _neg_view real imag _neg_view_copy _conj_copy         | ... -> ...           | lin=0
+    complex rsub.Tensor                                         | ..., ... -> ...      | lin=0+1
+    view_as_real view_as_real_copy                              | ... -> ... Z         | lin=0
+    view_as_complex view_as_complex_copy                        | ... Z -> ...         | lin=0
+    rsub.Scalar floor_divide.Scalar floor_divide_.Scalar        | ... -> ...           |
+    floor_divide floor_divide_.Tensor                           | ..., ... -> ...      |
     relu relu_ exp exp_ sigmoid sigmoid_ tanh tanh_ expm1       | ... -> ...           | mono
-    erf atan asinh sinh                                         | ... -> ...           | mono
+    erf atan asinh sinh exp2 relu6                              | ... -> ...           | mono
     ceil floor round trunc                                      | ... -> ...           | mono
-    gelu gelu_ silu silu_ mish leaky_relu elu softplus hardtanh hardswish hardsigmoid selu | ... -> ... |
-    abs sgn sign rsqrt rsqrt_ sin cos tan asin acos cosh reciprocal reciprocal_ erfc square | ... -> ... |
-    sqrt sqrt_ log log_ log2 log10 log1p                        | ... -> ...           | # terms may be below 0
-    add.Scalar add_.Scalar sub.Scalar rsub.Scalar fill_.Scalar  | ... -> ...           |
-    pow.Tensor_Scalar pow_.Scalar pow.Scalar                    | ... -> ...           |
-    clamp clamp_ clamp_min clamp_max clamp_min_ clamp_max_ nan_to_num | ... -> ...     |
-    eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar | ... -> ...           |
-    isnan isinf isfinite logical_not bitwise_not signbit        | ... -> ...           |
-    eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor | ..., ... -> ...      |
-    logical_and logical_or logical_xor maximum minimum atan2 hypot fmod.Tensor remainder.Tensor | ..., ... -> ... |
-    bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor     | ..., ... -> ...      |
-    pow.Tensor_Tensor fill_.Tensor                              | ..., ... -> ...      |
     threshold_backward gelu_backward silu_backward              | ..., ... -> ...      | lin=0
-    sigmoid_backward tanh_backward                              | ..., ... -> ...      | lin=0
-    where.self addcmul addcdiv addcmul_ addcdiv_ lerp.Tensor lerp_.Tensor clamp.Tensor | ..., ..., ... -> ... |
-    lerp.Scalar lerp_.Scalar                                    | ..., ... -> ...      | lin=0+1
-    masked_fill.Scalar masked_fill_.Scalar                      | ..., ... -> ...      |
+    sigmoid_backward tanh_backward elu_backward mish_backward   | ..., ... -> ...      | lin=0
+    leaky_relu_backward hardtanh_backward hardswish_backward    | ..., ... -> ...      | lin=0
+    hardsigmoid_backward softplus_backward logit_backward       | ..., ... -> ...      | lin=0
+    softshrink_backward hardshrink_backward                     | ..., ... -> ...      | lin=0
+    log_sigmoid_forward frexp.Tensor                            | ... -> ..., ...      |
+    polar                                                       | ..., ... -> ...      |
+    fill.Scalar                                                 | ... -> ...           | like
+    fill.Tensor                                                 | ...,  -> ...         |
+    log_sigmoid_backward                                        | ..., ..., ... -> ... | lin=0
+    native_dropout_backward                                     | ..., ... -> ...      | lin=0
+    gelu_ hardswish hardswish_ mish_ celu_ fill_.Scalar         | ... -> ...           |
+    fill_.Tensor masked_fill_.Scalar                            | ..., ... -> ...      |
+    bucketize.Tensor                                            | ..., B -> ...        |
     masked_fill.Tensor masked_fill_.Tensor                      | ..., ..., ... -> ... |
+    lerp.Scalar lerp_.Scalar                                    | ..., ... -> ...      | lin=0+1
     zeros_like ones_like empty_like full_like                   | ... -> ...           | like
 """)
+
+
+def _by_element(*args: Any, **kwargs: Any) -> str:
+    """As many operands as there are tensors, broadcast against one another."""
+    operands = ["..." for a in (*args, *kwargs.values()) if isinstance(a, Layout)]
+    return f"{', '.join(operands)} -> ..."
+
+
+# For all operators that torch itself tags as pointwise; those above have more to say, or no tag.
+BY_ELEMENT = Rule(_by_element)
 
 
 def _cast_is_linear(source: Any, target: Any) -> bool:

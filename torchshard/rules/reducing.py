@@ -1,7 +1,7 @@
 """Operators that eliminate dims, or need some of them whole."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchshard.layout.layout import Layout
@@ -42,7 +42,7 @@ def _mean(x: Layout, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
     dims = dims_of(dim, x.ndim)
     count = math.prod([x.shape[d] for d in dims])
 
-    def weighted(t: Any, *_: Any, **__: Any) -> Any:
+    def weighted(_: Any, t: Any, *__: Any, **___: Any) -> Any:
         held = math.prod([t.shape[d] for d in dims])
         if held == count:
             return t.mean(dims, keepdim, dtype=dtype)
@@ -60,37 +60,39 @@ def _vector_norm(x: Layout, ord: float = 2, dim: Dims = None, keepdim: bool = Fa
     return Made(_eliminated(x, dims, keepdim), options={"reduces": gone})
 
 
-def _along(results: int) -> Callable[..., str]:
-    """Each line along `dim` is handled as a whole; results have the shape of the operand, or lack or shorten dim."""
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str, default: Any) -> Any:
+    """An argument after the first, by its position among those or by its name."""
+    return args[position - 1] if len(args) >= position else kwargs.get(name, default)
+
+
+def along(results: int = 1, *, position: int = 1, name: str = "dim", default: Dims = -1) -> Callable[..., str]:
+    """Lines along some dims are handled as a whole; results have the dims of the operand, if not their lengths."""
 
     def build(x: Layout, *args: Any, **kwargs: Any) -> str:
-        ints = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
-        names = letters(x.ndim, dims_of(kwargs.get("dim", ints[0] if ints else -1), x.ndim))
-        return f"{' '.join(names)} -> {', '.join([' '.join(names)] * results)}"
+        dims = dims_of(argument(args, kwargs, position, name, default), x.ndim)
+        operand = letters(x.ndim, dims)
+        result = " ".join([f"Z{f}" if d in dims else f for d, f in enumerate(operand)])
+        return f"{' '.join(operand)} -> {', '.join([result] * results)}"
 
     return build
 
 
-def _extreme(x: Layout, dim: int, keepdim: bool = False) -> str:
-    """max.dim and min.dim: values and indices."""
-    dims = dims_of(dim, x.ndim)
-    names = letters(x.ndim, dims)
-    kept = " ".join(["1" if d in dims else f for d, f in enumerate(names) if keepdim or d not in dims])
-    return f"{' '.join(names)} -> {kept}, {kept}"
+def statistic(results: int = 1, *, position: int = 1, default: Dims = None) -> Callable[..., str]:
+    """Lines along some dims become one number each, for which they must be whole; `keepdim` follows the dims."""
+
+    def build(x: Layout, *args: Any, **kwargs: Any) -> str:
+        dims = dims_of(argument(args, kwargs, position, "dim", default), x.ndim)
+        keepdim = argument(args, kwargs, position + 1, "keepdim", False)
+        names = letters(x.ndim, dims)
+        kept = " ".join(["1" if d in dims else f for d, f in enumerate(names) if keepdim or d not in dims])
+        return f"{' '.join(names)} -> {', '.join([kept] * results)}"
+
+    return build
 
 
-def _arg_extreme(x: Layout, dim: int | None = None, keepdim: bool = False) -> str:
-    dims = dims_of(dim, x.ndim)
-    names = letters(x.ndim, dims)
-    kept = " ".join(["1" if d in dims else f for d, f in enumerate(names) if keepdim or d not in dims])
-    return f"{' '.join(names)} -> {kept}"
-
-
-def _topk(x: Layout, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> str:
-    dims = dims_of(dim, x.ndim)
-    names = letters(x.ndim, dims)
-    kept = " ".join(["Z" if d in dims else f for d, f in enumerate(names)])
-    return f"{' '.join(names)} -> {kept}, {kept}"
+def _renorm(x: Layout, p: Any, dim: int, limit: Any) -> str:
+    names = " ".join(letters(x.ndim, [d for d in range(x.ndim) if d != dim % x.ndim]))
+    return f"{names} -> {names}"
 
 
 def _triangle(x: Layout, diagonal: int = 0) -> str:
@@ -100,18 +102,28 @@ def _triangle(x: Layout, diagonal: int = 0) -> str:
 
 RULES = {
     **named("sum sum.dim_IntList", Rule(_reduction("sum"), options("lin=0"))),
+    **named("nansum count_nonzero.dim_IntList count_nonzero", Rule(_reduction("sum"))),
     **named("mean mean.dim", Rule(_mean, options("lin=0"))),
     **named("amax max", Rule(_reduction("max"))),
     **named("amin min", Rule(_reduction("min"))),
-    **named("prod", Rule(_reduction("product"))),
+    **named("prod prod.dim_int", Rule(_reduction("product"))),
     **named("any any.dim any.dims", Rule(_reduction("bor"))),
     **named("all all.dim all.dims", Rule(_reduction("band"))),
     **named("linalg_vector_norm", Rule(_vector_norm, options("reads=ord"))),
-    **named("cumsum", Rule(_along(1), options("lin=0"))),
-    **named("cumprod logcumsumexp", Rule(_along(1))),
-    **named("sort", Rule(_along(2))),
-    **named("max.dim min.dim", Rule(_extreme)),
-    **named("argmax argmin", Rule(_arg_extreme)),
-    **named("topk", Rule(_topk)),
+    **named("var.correction std.correction logsumexp hash_tensor median nanmedian", Rule(statistic())),
+    **named("var_mean.correction std_mean.correction aminmax", Rule(statistic(2))),
+    **named("argmax argmin", Rule(statistic())),
+    **named("max.dim min.dim median.dim nanmedian.dim", Rule(statistic(2))),
+    **named("mode", Rule(statistic(2, default=-1))),
+    **named("kthvalue", Rule(statistic(2, position=2, default=-1))),
+    **named("cumsum", Rule(along(), options("lin=0"))),
+    **named("flip", Rule(along(name="dims"), options("moves"))),
+    **named("roll", Rule(along(position=2, name="dims", default=None), options("moves"))),
+    **named("cumprod logcumsumexp", Rule(along())),
+    **named("sort cummax cummin", Rule(along(2))),
+    **named("sort.stable", Rule(along(2, position=2))),
+    **named("topk", Rule(along(2, position=2))),
+    **named("renorm", Rule(_renorm)),
     **named("tril triu", Rule(_triangle, options("lin=0"))),
+    **named("_fft_c2c _fft_r2c _fft_c2r", Rule(along(), options("lin=0"))),
 }

@@ -3,11 +3,20 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from torchshard.rules import linalg, nn, pointwise, reducing, views
+from torchshard.rules import convolution, indexing, linalg, losses, nn, pointwise, reducing, views
 from torchshard.rules.rule import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {**pointwise.RULES, **linalg.RULES, **reducing.RULES, **views.RULES, **nn.RULES}
+    {
+        **pointwise.RULES,
+        **linalg.RULES,
+        **reducing.RULES,
+        **views.RULES,
+        **indexing.RULES,
+        **convolution.RULES,
+        **nn.RULES,
+        **losses.RULES,
+    }
 )
 
 

@@ -9,14 +9,16 @@ Names are those of ATen without the namespace; `.default` is understood. Options
                    averages of these may pass through, while all other operands are whole
     moves          only moves elements of operand 0: Partials of every kind pass through
     mono           rises with operand 0, and is defined everywhere: Partial max and min pass through
-    red=k:sum      splitting factor k, which no result has, leaves this Partial ("...": any broadcast factor)
+    red=k:sum      splitting factor k leaves this Partial in every result that lacks k ("...": any broadcast factor);
+                   k:same says that such a result is the same on every rank
     plus=0         operand 0 is added to that sum, so it must count once: it becomes Partial too
     like           only shape, stride and dtype of the operands are read
     full           no rank may hold an empty piece: the kernel would fail or has no identity
     reads=a,b      number arguments whose value, not only type, decides the rule
 
 Where the shape of the arguments decides, a rule is a function instead: it takes the operator's arguments, with a Layout
-(which has `shape` and `ndim`) for each tensor, and returns a line, or a Made with what the line cannot say.
+(which has `shape` and `ndim`) for each tensor, and returns a line, a Made with what the line cannot say, or None where
+it knows nothing of such arguments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torchshard.errors import ShardingError
-from torchshard.layout.placements import Partial
+from torchshard.layout.placements import Partial, Placement, R
 from torchshard.rules.notation import parse
 
 
@@ -36,7 +38,7 @@ class Options:
     linear: tuple[tuple[int, ...], ...] = ()
     moves: bool = False
     mono: bool = False
-    reduces: Mapping[str, Partial] = field(default_factory=dict)
+    reduces: Mapping[str, Placement] = field(default_factory=dict)
     plus: tuple[int, ...] = ()
     like: bool = False
     full: bool = False
@@ -53,7 +55,7 @@ class Made:
         options: changes to the row's options.
         local_size: position of an argument that is the size of the result, to be replaced by its local size.
         local_stride: position of an argument that is the stride of the result, likewise.
-        local: what to call on local tensors instead of the operator.
+        local: what to call on local tensors instead of the operator, which it gets before its arguments.
     """
 
     line: str
@@ -64,7 +66,7 @@ class Made:
     local: Callable[..., Any] | None = None
 
 
-Builder = Callable[..., "str | Made"]
+Builder = Callable[..., "str | Made | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,11 @@ class Rule:
     how: str | Builder
     options: Options = field(default_factory=Options)
 
-    def made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Made, Options]:
-        """The line and options for these arguments (layouts in place of tensors)."""
+    def made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Made, Options] | None:
+        """The line and options for these arguments (layouts in place of tensors); None where the rule has none."""
         made = self.how if isinstance(self.how, str) else self.how(*args, **kwargs)
+        if made is None:
+            return None
         if isinstance(made, str):
             made = Made(made)
         return made, replace(self.options, **made.options) if made.options else self.options
@@ -135,6 +139,6 @@ def options(words: str) -> Options:
     return Options(**found)
 
 
-def reduces(ops: Mapping[str, str]) -> Mapping[str, Partial]:
-    """Factor -> Partial, from factor -> name of the reduction."""
-    return MappingProxyType({factor: Partial(op) for factor, op in ops.items()})
+def reduces(ops: Mapping[str, str]) -> Mapping[str, Placement]:
+    """Factor -> placement of results that lack it, from factor -> name of the reduction, or "same"."""
+    return MappingProxyType({factor: R if op == "same" else Partial(op) for factor, op in ops.items()})

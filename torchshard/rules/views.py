@@ -6,7 +6,7 @@ from typing import Any
 
 from torchshard.layout.layout import Layout
 from torchshard.rules.reducing import dims_of, letters
-from torchshard.rules.rule import Made, Rule, named, options
+from torchshard.rules.rule import Made, Rule, named, options, table
 
 
 def _line(operand: Sequence[str], *results: Sequence[str]) -> str:
@@ -89,10 +89,10 @@ def _unsqueeze(x: Layout, dim: int) -> str:
 
 
 def _squeeze(x: Layout, dim: Any = None) -> Made:
-    dropped = [d for d in dims_of(dim, x.ndim) if x.shape[d] == 1]
+    dropped = [d for d in ([] if dim == [] else dims_of(dim, x.ndim)) if x.shape[d] == 1]
     names = ["1" if d in dropped else f for d, f in enumerate(letters(x.ndim))]
     # On a local tensor by number: a piece may have length 1 where the whole has not.
-    local = lambda t, *_: t.squeeze(dropped)  # noqa: E731
+    local = lambda _, t, *__: t.squeeze(dropped)  # noqa: E731
     return Made(_line(names, [f for d, f in enumerate(names) if d not in dropped]), local=local)
 
 
@@ -171,6 +171,82 @@ def _stack(tensors: Sequence[Layout], dim: int = 0) -> Made:
     return Made(line, options={"linear": (tuple(range(len(tensors))),)})
 
 
+def _pad(x: Layout, pad: Sequence[int], value: Any = 0) -> Made:
+    names = letters(x.ndim)
+    for k in range(len(pad) // 2):
+        if pad[2 * k] or pad[2 * k + 1]:
+            names[x.ndim - 1 - k] = f"W{k}"
+    result = [f"Z{f}" if f[0] == "W" else f for f in names]
+    return Made(_line(names, result), options={} if value else {"linear": ((0,),)})
+
+
+def _repeat(x: Layout, repeats: Sequence[int]) -> str:
+    names, lead = letters(x.ndim), len(repeats) - x.ndim
+    result = [f"N{d}" for d in range(lead)]
+    for d, n in enumerate(repeats[lead:]):
+        names[d] = names[d] if n == 1 else f"W{d}"
+        result.append(names[d] if n == 1 else f"Z{d}")
+    return _line(names, result)
+
+
+def _diagonal(x: Layout, offset: int = 0, one: int = 0, other: int = 1) -> str:
+    dims = one % x.ndim, other % x.ndim
+    names = letters(x.ndim, dims)
+    return _line(names, [*[f for d, f in enumerate(names) if d not in dims], "Z"])
+
+
+def _diagonal_backward(grad: Layout, size: Sequence[int], offset: int, one: int, other: int) -> Made:
+    dims = one % len(size), other % len(size)
+    names = letters(len(size), dims)
+    operand = [*[f for d, f in enumerate(names) if d not in dims], "Z"]
+    return Made(_line(operand, names), {names[d]: size[d] for d in dims}, local_size=1)
+
+
+def _diag_embed(x: Layout, offset: int = 0, one: int = -2, other: int = -1) -> str:
+    dims = one % (x.ndim + 1), other % (x.ndim + 1)
+    names = letters(x.ndim, [x.ndim - 1])
+    rest = iter(names[:-1])
+    return _line(names, [f"Z{d}" if d in dims else next(rest) for d in range(x.ndim + 1)])
+
+
+def _unfold(x: Layout, dim: int, size: int, step: int) -> str:
+    names = letters(x.ndim, dims_of(dim, x.ndim))
+    return _line(names, [*[f"Z{f}" if f.isupper() else f for f in names], "W"])
+
+
+def _unfold_backward(grad: Layout, sizes: Sequence[int], dim: int, size: int, step: int) -> Made:
+    names = letters(len(sizes), dims_of(dim, len(sizes)))
+    operand = [*[f"Z{f}" if f.isupper() else f for f in names], "W"] if sizes else ["W"]
+    return Made(_line(operand, names), {f: n for f, n in zip(names, sizes, strict=True) if f.isupper()}, local_size=1)
+
+
+def _rot90(x: Layout, k: int = 1, dims: Sequence[int] = (0, 1)) -> str:
+    one, other = dims_of(dims, x.ndim)
+    names = letters(x.ndim, [one, other])
+    result = list(names)
+    if k % 2:
+        result[one], result[other] = names[other], names[one]
+    return _line(names, result)
+
+
+_LINES = table("""
+    pixel_shuffle          | ... C H W -> ... D P Q  | moves full
+    pixel_unshuffle        | ... C H W -> ... D P Q  | moves full
+    im2col                 | ... C H W -> ... K L    | lin=0 full
+    reflection_pad1d replication_pad1d                    | ... W -> ... Z              | lin=0 full
+    reflection_pad2d replication_pad2d                    | ... H W -> ... P Q          | lin=0 full
+    reflection_pad3d replication_pad3d                    | ... D H W -> ... O P Q      | lin=0 full
+    reflection_pad1d_backward replication_pad1d_backward  | ... Z, ... W -> ... W       | lin=0 full
+    reflection_pad2d_backward replication_pad2d_backward  | ... P Q, ... H W -> ... H W | lin=0 full
+    reflection_pad3d_backward replication_pad3d_backward  | ... O P Q, ... D H W -> ... D H W | lin=0 full
+""")
+
+
+def _channel_shuffle(x: Layout, groups: int) -> str:
+    names = letters(x.ndim, [1])
+    return _line(names, names)
+
+
 def _new(x: Layout, size: Sequence[int], *_: Any, **__: Any) -> Made:
     """new_zeros and its kin: sharded as the operand where the shape is the same, whole otherwise."""
     if tuple(size) == tuple(x.shape):
@@ -187,19 +263,30 @@ def _new_strided(x: Layout, size: Sequence[int], stride: Sequence[int], **_: Any
 
 
 RULES = {
-    **named("view _unsafe_view reshape", Rule(_view, options("moves"))),
-    **named("permute", Rule(_permute, options("moves"))),
-    **named("transpose.int", Rule(_transpose, options("moves"))),
-    **named("t", Rule(_transpose, options("moves"))),
-    **named("unsqueeze", Rule(_unsqueeze, options("moves"))),
+    **_LINES,
+    **named("view view_copy _unsafe_view reshape _reshape_alias _reshape_copy", Rule(_view, options("moves"))),
+    **named("permute permute_copy", Rule(_permute, options("moves"))),
+    **named("transpose.int transpose_copy.int t t_copy", Rule(_transpose, options("moves"))),
+    **named("unsqueeze unsqueeze_copy", Rule(_unsqueeze, options("moves"))),
     **named("squeeze squeeze.dim squeeze.dims", Rule(_squeeze, options("moves"))),
-    **named("expand", Rule(_expand, options("moves"))),
-    **named("slice.Tensor", Rule(_slice, options("moves"))),
-    **named("select.int", Rule(_select, options("moves"))),
-    **named("split.Tensor split_with_sizes", Rule(_split, options("moves"))),
-    **named("unbind.int", Rule(_unbind, options("moves"))),
+    **named("squeeze_copy squeeze_copy.dim squeeze_copy.dims", Rule(_squeeze, options("moves"))),
+    **named("expand expand_copy", Rule(_expand, options("moves"))),
+    **named("slice.Tensor slice_copy.Tensor", Rule(_slice, options("moves"))),
+    **named("select.int select_copy.int", Rule(_select, options("moves"))),
+    **named("split.Tensor split_copy.Tensor unsafe_split.Tensor", Rule(_split, options("moves"))),
+    **named("split_with_sizes split_with_sizes_copy unsafe_split_with_sizes", Rule(_split, options("moves"))),
+    **named("unbind.int unbind_copy.int", Rule(_unbind, options("moves"))),
+    **named("diagonal diagonal_copy", Rule(_diagonal, options("moves"))),
+    **named("unfold unfold_copy", Rule(_unfold, options("moves"))),
+    **named("rot90", Rule(_rot90, options("moves"))),
+    **named("repeat", Rule(_repeat, options("moves"))),
+    **named("native_channel_shuffle", Rule(_channel_shuffle, options("moves full"))),
+    **named("diag_embed", Rule(_diag_embed, options("lin=0"))),
+    **named("constant_pad_nd", Rule(_pad)),
     **named("slice_backward", Rule(_slice_backward, options("lin=0"))),
     **named("select_backward", Rule(_select_backward, options("lin=0"))),
+    **named("diagonal_backward", Rule(_diagonal_backward, options("lin=0"))),
+    **named("unfold_backward", Rule(_unfold_backward, options("lin=0"))),
     **named("cat", Rule(_cat)),
     **named("stack", Rule(_stack)),
     **named("new_zeros new_ones new_empty new_full", Rule(_new, options("like"))),

@@ -1,7 +1,9 @@
 """A call of an operator: its arguments, which of them are tensors, and what must be true of those."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +22,18 @@ def operator_name(func: Any) -> str:
     """Name and overload, as rules have it: "mm.default", and with the namespace outside of ATen."""
     name = ".".join(operator_names(func))
     return name if func.namespace == "aten" else f"{func.namespace}::{name}"
+
+
+def works_by_element(func: Any) -> bool:
+    """Whether torch itself says of an operator that it works element by element, and gives one new tensor."""
+    tags, returns = func.tags, schema(func).returns
+    return (
+        torch.Tag.pointwise in tags
+        and torch.Tag.nondeterministic_seeded not in tags
+        and len(returns) == 1
+        and str(returns[0].type) == "Tensor"
+        and not any(a.is_out for a in schema(func).arguments)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +113,7 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
     ]
     if not plain:
         return None
-    # Autograd fills the unused pieces of a split with zeros of its own making, the same on every rank.
-    from_autograd = call.name == "cat.default" and in_backward()
-    if not (replicates_plain_tensors() or from_autograd):
+    if not (replicates_plain_tensors() or _called_by_formula()):
         name, x = plain[0]
         raise UnsupportedOperatorError(
             f"{call.name}: the argument {name!r} is a plain torch.Tensor among DTensors.",
@@ -120,6 +132,18 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
         return x
 
     return [wrapped(x) for x in call.values]
+
+
+def _called_by_formula() -> bool:
+    """Whether one of autograd's own formulas calls, which makes plain zeros, masks and indices out of sizes alone, the
+    same on every rank. Hooks and functions of the user run in frames of their own.
+    """
+    if not in_backward():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"].startswith(("torchshard.", "torch._ops")):
+        frame = frame.f_back
+    return frame is None or frame.f_globals["__name__"] == "torch.autograd.graph"
 
 
 def require_one_mesh(call: Call, operands: Sequence[Operand]) -> None:

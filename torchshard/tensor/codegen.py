@@ -57,7 +57,7 @@ def entry({args}):
     except TypeError: return uncached(({args},))
     return plan({args}) if plan is not None else miss(({key},), ({args},))
 """
-    space = dict(scope)
+    space = {"__name__": __name__, **scope}
     exec(source, space)
     made: Callable[..., Any] = space["entry"]
     return made
@@ -88,7 +88,7 @@ def make({", ".join(["fn", "new", "D", "outs", *bound, "copying=None", "severed=
         {body}
     return plan
 """
-    space: dict[str, Any] = {}
+    space: dict[str, Any] = {"__name__": __name__}
     exec(source, space)
     made: Callable[..., Callable[..., Any]] = space["make"]
     return made

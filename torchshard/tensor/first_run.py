@@ -1,6 +1,7 @@
 """The first run of a call on local tensors: its result, and the plan for further calls of its kind."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ class FirstRun:
         """
         call = self.call
         arguments, bound = self._arguments(shape_of, results)
-        function = self.made.local or local_callable(call.func)
+        function = local_callable(call.func)
+        if self.made.local is not None:
+            function = partial(self.made.local, function)
         written = call.written()
         if written:
             returns = len(schema(call.func).returns)
@@ -161,8 +164,10 @@ class FirstRun:
         return result, plan if self._lasts(outs) else None
 
     def _lasts(self, outs: Sequence[TensorLayout | None]) -> bool:
-        """Whether a plan may be kept: not where the dtype of a result came from torch.get_default_dtype()."""
+        """Whether a plan may be kept: not where shapes depend on values, or a dtype on torch.get_default_dtype()."""
         dtypes = [o.layout.dtype for o in self.operands if not o.fixed]
+        if torch.Tag.dynamic_output_shape in self.call.func.tags:
+            return False
         floats_in = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
         floats_out = any(out is not None and out.dtype.is_floating_point for out in outs)
         return floats_in or not floats_out

@@ -8,9 +8,15 @@ version of its base: writing to it is refused, and so is reading it once its bas
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from torchshard._torch import storage_uses
 from torchshard.errors import UnsupportedOperatorError
+from torchshard.layout.placements import Partial
+from torchshard.layout.reductions import reduction
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.layout import SEVERED
+from torchshard.tensor.layout import SEVERED, TensorLayout
+from torchshard.tensor.redistribute import redistribute_local
 
 
 def severed(view: DTensor, base: DTensor) -> DTensor:
@@ -63,3 +69,27 @@ def refuse_write(x: DTensor, name: str) -> UnsupportedOperatorError:
         got=f"a view that had to be moved to {x._spec.sharding}, which is a copy",
         fix="write to a .clone(), or write to the base with an operator on all of it, such as torch.where",
     )
+
+
+def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
+    """Write to `x` what an operator has made of its gathered values.
+
+    Where its layout holds terms that no value can be turned into (those of norms, say), `x` takes over the gathered
+    values and their layout, if nothing else shares its memory.
+
+    Raises:
+        UnsupportedOperatorError: something else does.
+    """
+    layout = x._spec
+    terms = [p for p in layout.placements if isinstance(p, Partial)]
+    if all(reduction(p.op).mask for p in terms):
+        x._local_tensor.copy_(redistribute_local(whole, target, layout))
+    elif storage_uses(x._local_tensor.untyped_storage()) == 2:  # the tensor and the storage object
+        x._local_tensor, x._spec = whole, target
+    else:
+        raise UnsupportedOperatorError(
+            "A Partial DTensor of which there are views would be written to.",
+            expected=f"terms of a sum, an average, a maximum or a minimum, not of {terms[0]}",
+            got=layout,
+            fix="redistribute it to Replicate() or Shard(dim) first",
+        )

@@ -9,11 +9,14 @@ gathering        every operand whole on every rank; said once
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from torchshard._torch import decomposition, schema
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
 from torchshard.rules.notation import parse
+from torchshard.rules.pointwise import BY_ELEMENT
 from torchshard.rules.registry import find
 from torchshard.rules.rule import Made
 from torchshard.tensor import foreach, guards, handlers
@@ -25,10 +28,12 @@ from torchshard.tensor.call import (
     require_one_mesh,
     run_on_meta,
     with_plain_wrapped,
+    works_by_element,
 )
+from torchshard.tensor.dtensor import wrap
 from torchshard.tensor.first_run import FirstRun, Plan
-from torchshard.tensor.layout import SEVERED
-from torchshard.tensor.modes import say_replicated
+from torchshard.tensor.layout import SEVERED, TensorLayout, layout_for
+from torchshard.tensor.modes import implicit_replication, say_replicated
 from torchshard.tensor.redistribute import redistribute_local
 
 
@@ -59,9 +64,21 @@ def _plan_of_one_mesh(call: Call, operands: Sequence[Operand]) -> tuple[Any, Pla
     if by_rule is not None:
         return by_rule
     if (composed := decomposition(call.func)) is not None:
-        by_parts = _of_arguments(call, composed)
+        by_parts = _of_arguments(call, _closed(composed))
         return by_parts(*call.values), by_parts
     return _by_gathering(call, operands)
+
+
+def _closed(composed: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition, all of whose tensors are DTensors: plain ones among its parts are of its own making, and so the
+    same on every rank.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with implicit_replication():
+            return composed(*args, **kwargs)
+
+    return run
 
 
 def _of_arguments(call: Call, function: Callable[..., Any]) -> Plan:
@@ -79,11 +96,14 @@ def _of_arguments(call: Call, function: Callable[..., Any]) -> Plan:
 
 def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None] | None:
     """The call run by its rule; None where there is none, or none for these arguments."""
-    rule = find(call.name)
+    rule = find(call.name) or (BY_ELEMENT if works_by_element(call.func) else None)
     if rule is None:
         return None
     layouts = [o.layout for o in operands]
-    made, options = rule.made(*call.with_values(_with_layouts(call, operands)))
+    ruled = rule.made(*call.with_values(_with_layouts(call, operands)))
+    if ruled is None:
+        return None
+    made, options = ruled
     bound = bind_rule(parse(made.line), [layout.shape for layout in layouts], made.sizes)
     if bound is None:
         run_on_meta(call)  # raises what eager torch raises for these shapes
@@ -139,12 +159,19 @@ def _said_again(call: Call, plan: Plan | None) -> Plan | None:
     return run
 
 
+def _replicated(x: Any, like: TensorLayout) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return wrap(x, layout_for(like.mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
+
+
 def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     """An operator that writes, where its operand cannot be written in place: on gathered copies, then written back."""
     written = call.written()
     whole = operands[0].layout.mesh.replicated()
     pairs = [(o, o.layout.to(whole)) for o in operands]
-    returns = len(schema(call.func).returns)
+    # What is returned: an argument that was written, or something new.
+    returns = [r.alias_info is not None and r.alias_info.is_write for r in schema(call.func).returns]
 
     def plan(*values: Any) -> Any:
         copies: list[Any] = [list(v) if isinstance(v, (list, tuple)) else v for v in values]
@@ -159,7 +186,7 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
             else:
                 copies[o.at][o.item] = copy
         args, kwargs = call.with_values(copies)
-        call.func(*args, **kwargs)
+        made = call.func(*args, **kwargs)
         for o, target in pairs:
             if o.at in written:
                 x, local = values[o.at], copies[o.at]
@@ -172,8 +199,13 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
                         got=f"one of shape {tuple(o.layout.shape)}",
                         fix="use the operator's variant that returns its result",
                     )
-                x._local_tensor.copy_(redistribute_local(local, target, o.layout))
-        outs = [values[at] for at in written[:returns]]
-        return None if not returns else outs[0] if returns == 1 else tuple(outs)
+                guards.write_back(x, local, target)
+        arguments = iter([values[at] for at in written])
+        parts = made if isinstance(made, (list, tuple)) else [made]
+        outs = [
+            next(arguments) if back else _replicated(new, operands[0].layout)
+            for back, new in zip(returns, parts, strict=False)
+        ]
+        return None if not returns else outs[0] if len(returns) == 1 else tuple(outs)
 
     return plan(*call.values), plan

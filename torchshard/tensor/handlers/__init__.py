@@ -11,19 +11,18 @@ if TYPE_CHECKING:
     from torchshard.tensor.call import Call
 
 # Read one value or compare: gathering is what they are for, and nobody need be told.
-QUIET = frozenset({"_local_scalar_dense.default", "equal.default"})
+QUIET = frozenset({"_local_scalar_dense.default", "equal.default", "_linalg_check_errors.default"})
 
 # Their meaning lies in the memory of one tensor, which a sharded one does not have.
-_OF_MEMORY = frozenset(
-    {"as_strided.default", "as_strided_.default", "as_strided_scatter.default", "set_.source_Tensor", "resize_.default"}
-)
+_OF_MEMORY = frozenset({"as_strided_.default", "as_strided_scatter.default", "set_.source_Tensor", "resize_.default"})
 
 
 def find(name: str) -> Callable[..., Any] | None:
     """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
-    from torchshard.tensor.handlers import losses, norms, random
+    from torchshard.tensor.handlers import batch_norm, losses, norms, random, statistics, views
 
-    tables: list[Mapping[str, Callable[..., Any]]] = [losses.HANDLERS, norms.HANDLERS, random.HANDLERS]
+    rooms = batch_norm, losses, norms, random, statistics, views
+    tables: list[Mapping[str, Callable[..., Any]]] = [room.HANDLERS for room in rooms]
     return next((table[name] for table in tables if name in table), None)
 
 

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchshard.rules.losses import MEAN, SUM
 from torchshard.tensor.autograd import redistribute
-
-_MEAN, _SUM = 1, 2  # reductions, as ATen numbers them
 
 
 def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
     """The mean is a sum over a total weight, and both are sums over the ranks' parts of the batch."""
-    if reduction != _MEAN:
+    if reduction != MEAN:
         return NotImplemented
-    loss, total = func(x, target, weight, _SUM, ignore)
+    loss, total = func(x, target, weight, SUM, ignore)
     loss, total = (redistribute(t, t._spec.mesh.replicated()) for t in (loss, total))
     return loss / total, total
 

@@ -1,0 +1,86 @@
+"""Calls of torch's operators with plain tensors, taken from torch's own operator database."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+LOOKED_AT = 60  # calls of an operator among which to choose
+
+# Operators that read the memory of an argument to learn sizes: that one stays a plain tensor.
+SIZES_IN_A_TENSOR = ("tensor_split",)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: `run(tensors)` puts tensors in the place of those that the database has, in order."""
+
+    op: str
+    number: int
+    tensors: tuple[torch.Tensor, ...]
+    run: Callable[[Any], Any]
+    differentiable: bool
+
+
+@functools.lru_cache(1)
+def database() -> dict[str, Any]:
+    """All operators by name; some have several entries."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {op.formatted_name: op for op in op_db}
+
+
+def dtype_of(op: Any) -> torch.dtype | None:
+    """float32, or the first other dtype that the operator knows on the CPU, if any."""
+    known = op.supported_dtypes("cpu")
+    order = (torch.float32, torch.int64, torch.bool, torch.complex64, torch.float64, torch.bfloat16)
+    return next((d for d in (*order, *known) if d in known), None)
+
+
+def samples(name: str, limit: int) -> list[Sample]:
+    """Up to `limit` usable calls of an operator: those that eager torch runs, with a tensor that can be split. The first
+    ones that the database has, and the one with the most dims.
+    """
+    op = database()[name]
+    dtype = dtype_of(op)
+    if dtype is None:
+        return []
+    grad = bool(op.supports_autograd) and (dtype.is_floating_point or dtype.is_complex)
+    torch.manual_seed(0)
+    given = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), LOOKED_AT)
+    usable = [made for number, sample in enumerate(given) if (made := _sample(name, number, op, sample, grad))]
+    if len(usable) <= limit:
+        return usable
+    first = usable[: limit - 1]
+    return [*first, max(usable[limit - 1 :], key=lambda s: (max(t.ndim for t in s.tensors), -s.number))]
+
+
+def _sample(name: str, number: int, op: Any, sample: Any, grad: bool) -> Sample | None:
+    leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if name in SIZES_IN_A_TENSOR:
+        at = at[:1]
+    tensors = tuple([leaves[k] for k in at])
+    if not any(t.ndim for t in tensors) or any(t.layout is not torch.strided for t in tensors):
+        return None
+    if sum(t.numel() for t in tensors) > 50_000:
+        return None
+
+    def run(given: Any) -> Any:
+        filled = list(leaves)
+        for k, t in zip(at, given, strict=True):
+            filled[k] = t
+        x, args, kwargs = tree_unflatten(filled, spec)
+        return op.op(x, *args, **kwargs)
+
+    plain = tuple([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors])
+    made = Sample(name, number, plain, run, grad)
+    try:
+        run([t.detach().clone() for t in plain])
+    except Exception:
+        return None
+    return made

@@ -1,0 +1,129 @@
+"""All trials of operators on a mesh of real ranks.
+
+python -m tests.coverage.sweep --mesh 2 --samples 3 --out coverage.json [names ...]
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tests.coverage import pool as pools
+
+
+@dataclass(frozen=True)
+class Task:
+    """An operator, and how many of its samples to try."""
+
+    op: str
+    samples: int
+    skip: tuple[str, ...] = ()
+
+
+def run_operator(task: Task, mesh: Any, counter: Any, report: Callable[[Any], None]) -> None:
+    """On a rank: try an operator; report ("begin", label) before each trial and ("done", ...) after it."""
+    from tests.coverage.samples import samples
+    from tests.coverage.trial import placements, try_one
+
+    for sample in samples(task.op, task.samples):
+        for where in placements(sample, mesh.ndim):
+            label = f"{sample.number} {_shown(where)} of {[tuple(t.shape) for t in sample.tensors]}"
+            if label in task.skip:
+                continue
+            report(("begin", label))
+            outcome = try_one(sample, where, mesh, counter)
+            report(("done", (label, asdict(outcome))))
+            if "imeout" in outcome.text or "Connection" in outcome.text:
+                raise SystemExit(3)  # the group is of no use any more
+
+
+def _shown(where: Any) -> str:
+    short = lambda p: f"S({p.dim})" if p.is_shard() else f"P({p.reduce_op})" if p.is_partial() else "R"  # noqa: E731
+    return " ".join("".join(map(short, ps)) for ps in where)
+
+
+def sweep_operator(pool: Any, name: str, samples: int, limit: float = 25.0) -> dict[str, dict[str, Any]]:
+    """Label -> outcome of each trial, the worst of all ranks; a trial that broke the ranks counts as "dies"."""
+    trials: dict[str, dict[str, Any]] = {}
+    for _ in range(6):
+        reports, broken = pool.run(Task(name, samples, tuple(trials)), limit)
+        begun = None
+        for rank_reports in reports:
+            for kind, value in rank_reports:
+                if kind == "begin":
+                    begun = value
+                else:
+                    label, outcome = value
+                    trials[label] = worst(trials.get(label), outcome)
+                    begun = None
+            if broken and begun is not None:
+                trials[begun] = {"forward": "dies", "backward": None, "text": broken, "gathers": 0}
+        if not broken:
+            break
+        pool.stop()
+    return trials
+
+
+_ORDER = ("dies", "wrong", "error", "refused", "right", None)
+
+
+def worst(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """The worse of what two ranks say of one trial."""
+    if one is None:
+        return other
+    rank = lambda o: (_ORDER.index(o["forward"]), _ORDER.index(o["backward"]))  # noqa: E731
+    if one["forward"] != other["forward"]:
+        return {
+            **min(one, other, key=rank),
+            "forward": "wrong" if "wrong" in (one["forward"], other["forward"]) else "error",
+        }
+    return min(one, other, key=rank)
+
+
+def verdict(trials: dict[str, dict[str, Any]], side: str) -> str | None:
+    """Of an operator: its worst trial."""
+    found = [t[side] for t in trials.values() if t[side] is not None]
+    return min(found, key=_ORDER.index) if found else None
+
+
+def main() -> None:
+    from tests.coverage.samples import database
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mesh", default="2")
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--out", default="")
+    parser.add_argument("-v", action="store_true")
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    pools.prepare()
+    pool = pools.Pool(tuple(map(int, options.mesh.split("x"))))
+    names = options.names or list(database())
+    found: dict[str, Any] = {}
+    for name in names:
+        start = time.monotonic()
+        trials = found[name] = sweep_operator(pool, name, options.samples)
+        gathered = sum(1 for t in trials.values() if t["gathers"])
+        line = f"{name}: {verdict(trials, 'forward')} {verdict(trials, 'backward')}"
+        print(f"{line} ({len(trials)} trials, {gathered} gather, {time.monotonic() - start:.1f} s)", flush=True)
+        for label, t in trials.items():
+            if options.v and (t["forward"] != "right" or t["backward"] not in (None, "right")):
+                print("   ", label, t["forward"], t["backward"], t["text"], flush=True)
+        if options.out:
+            with open(options.out, "w") as file:
+                json.dump(found, file)
+    for side in ("forward", "backward"):
+        counts: dict[str | None, int] = {}
+        for trials in found.values():
+            v = verdict(trials, side)
+            counts[v] = counts.get(v, 0) + 1
+        print(side, counts)
+    pool.stop()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

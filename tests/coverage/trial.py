@@ -1,0 +1,164 @@
+"""One sample in one placement of its operands, compared with eager torch: right, refused, wrong or an error."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tests.coverage.samples import Sample
+from tests.tensor.proving import place
+
+UNINITIALISED = ("empty", "new_empty", "resize_")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended.
+
+    forward, backward: "right", "refused", "wrong", "error"; None where there is none.
+    text: what was wrong.
+    gathers: all-gathers in the forward.
+    fallbacks: ATen operators that ran on gathered operands, forward and backward.
+    """
+
+    forward: str
+    backward: str | None = None
+    text: str = ""
+    gathers: int = 0
+    fallbacks: tuple[str, ...] = ()
+
+
+def placements(sample: Sample, axes: int) -> Iterator[tuple[Any, ...]]:
+    """Placements for all operands: each alone and all together, whole, split along their dims, and Partial."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    whole = (Replicate(),) * axes
+
+    def split(t: torch.Tensor, *dims: int) -> tuple[Any, ...]:
+        return tuple([Shard(d % t.ndim) if t.ndim and -t.ndim <= d < t.ndim else Replicate() for d in dims])
+
+    def terms(t: torch.Tensor, op: str) -> tuple[Any, ...]:
+        return (Partial(op),) * axes if t.is_floating_point() and t.dtype.itemsize > 1 else whole
+
+    ts = sample.tensors
+    dims = [(0,) * axes, (1,) * axes, (-1,) * axes] if axes == 1 else [(0, 0), (0, 1), (1, 0), (-1, 0)]
+    chosen = [
+        tuple([whole for _ in ts]),
+        *[tuple([split(t, *d) for t in ts]) for d in dims],
+        *[tuple([split(t, *d) if k == 0 else whole for k, t in enumerate(ts)]) for d in dims[::2]],
+        tuple([whole if k == 0 else split(t, *dims[0]) for k, t in enumerate(ts)]),
+        tuple([terms(t, "sum") for t in ts]),
+        tuple([terms(t, ("avg", "max", "min")[k % 3]) for k, t in enumerate(ts)]),
+    ]
+    return iter(dict.fromkeys(chosen))
+
+
+def same(got: Any, want: Any, initialised: bool) -> None:
+    """Raise AssertionError where two results differ."""
+    from torchshard.tensor.dtensor import DTensor
+
+    ours, theirs = tree_leaves(got), tree_leaves(want)
+    assert len(ours) == len(theirs), f"{len(ours)} results for {len(theirs)}"
+    for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if not isinstance(b, torch.Tensor):
+            if isinstance(b, float):
+                torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-3, atol=1e-4)
+            else:
+                assert (a, type(a)) == (b, type(b)), f"result {k}: {a!r} for {b!r}"
+            continue
+        assert isinstance(a, torch.Tensor), f"result {k}: a {type(a).__name__}"
+        assert tuple(a.shape) == tuple(b.shape), f"result {k}: shape {tuple(a.shape)} for {tuple(b.shape)}"
+        assert a.dtype == b.dtype, f"result {k}: dtype {a.dtype} for {b.dtype}"
+        whole = a.detach().full_tensor() if isinstance(a, DTensor) else a.detach()
+        if b.dtype.itemsize == 1 and b.dtype.is_floating_point:
+            whole, b = whole.float(), b.float()
+        assert tuple(whole.shape) == tuple(b.shape), f"result {k}: whole {tuple(whole.shape)} for {tuple(b.shape)}"
+        if initialised:
+            torch.testing.assert_close(
+                whole, b.detach(), equal_nan=True, rtol=1e-3, atol=1e-4, msg=lambda m, k=k: f"result {k}: {m}"
+            )
+
+
+def try_one(sample: Sample, where: Sequence[Any], mesh: Any, counter: Any) -> Outcome:
+    """Run a sample in these placements of its operands; `counter` counts collectives and fallbacks by name."""
+    counter.clear()
+    outcome = _try(sample, where, mesh, counter)
+    return replace(outcome, fallbacks=tuple(sorted(name for name in counter if "." in name)))
+
+
+def _try(sample: Sample, where: Sequence[Any], mesh: Any, counter: Any) -> Outcome:
+    initialised = not any(word in sample.op for word in UNINITIALISED)
+    plain = [_leaf(t) for t in sample.tensors]
+    torch.manual_seed(1)
+    want = sample.run(plain)
+    placed = [place(t, mesh, list(p)) for t, p in zip(plain, where, strict=True)]
+    torch.manual_seed(1)
+    counter["all_gather"] = 0  # what placing the operands took
+    try:
+        got = sample.run(placed)
+        gathers = counter["all_gather"]
+        same(got, want, initialised)
+    except Exception as error:
+        return Outcome(_kind(error), None, _said(error))
+    if not sample.differentiable or not initialised:
+        return Outcome("right", None, "", gathers)
+    return _backward(plain, placed, want, got, gathers)
+
+
+def _leaf(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def _backward(plain: Any, placed: Any, want: Any, got: Any, gathers: int) -> Outcome:
+    pairs = [
+        (a, b)
+        for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True)
+        if isinstance(b, torch.Tensor) and b.requires_grad
+    ]
+    leaves = [k for k, t in enumerate(plain) if t.requires_grad]
+    if not pairs or not leaves:
+        return Outcome("right", None, "", gathers)
+    g = torch.Generator().manual_seed(3)
+    cotangents = [torch.randn(b.shape, generator=g, dtype=b.dtype) for _, b in pairs]
+    try:
+        wanted = torch.autograd.grad([b for _, b in pairs], [plain[k] for k in leaves], cotangents, allow_unused=True)
+    except Exception:
+        return Outcome("right", None, "", gathers)
+    try:
+        gave = torch.autograd.grad(
+            [a for a, _ in pairs],
+            [placed[k] for k in leaves],
+            [_whole(c, a) for c, (a, _) in zip(cotangents, pairs, strict=True)],
+            allow_unused=True,
+        )
+        for k, a, b in zip(leaves, gave, wanted, strict=True):
+            assert (a is None) == (b is None), f"gradient {k} is {a}, not {b}"
+        same([a for a in gave if a is not None], [b for b in wanted if b is not None], True)
+    except Exception as error:
+        return Outcome("right", _kind(error), _said(error), gathers)
+    return Outcome("right", "right", "", gathers)
+
+
+def _whole(t: torch.Tensor, like: Any) -> Any:
+    from torch.distributed.tensor import Replicate
+
+    from torchshard import DTensor
+
+    if not isinstance(like, DTensor):
+        return t
+    mesh = like.device_mesh
+    return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
+
+
+def _kind(error: Exception) -> str:
+    from torchshard.errors import UnsupportedOperatorError
+
+    if isinstance(error, UnsupportedOperatorError):
+        return "refused"
+    return "wrong" if type(error) is AssertionError else "error"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:600]}"

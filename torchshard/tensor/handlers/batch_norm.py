@@ -1,0 +1,81 @@
+"""Batch normalisation in training: one set of statistics for the whole batch, however it is split.
+
+Written as formulas of DTensors, whose sums are reduced over ranks where the batch is split.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def _forward(
+    func: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    if not training:
+        return NotImplemented
+    dims = [d for d in range(x.ndim) if d != 1]
+    count = x.numel() // max(x.shape[1], 1)
+    wide = _wide(x)
+    now = wide.mean(dims)
+    centred = wide - _by_channel(now, x)
+    spread = centred.square().mean(dims)
+    rstd = torch.rsqrt(spread + eps)
+    result = centred * _by_channel(rstd, x)
+    if weight is not None:
+        result = result * _by_channel(weight, x)
+    if bias is not None:
+        result = result + _by_channel(bias, x)
+    if mean is not None:
+        mean.lerp_(now.to(mean.dtype), momentum)
+    if var is not None:
+        var.lerp_((spread * (count / max(count - 1, 1))).to(var.dtype), momentum)
+    return result.to(x.dtype), now, rstd
+
+
+def _without_statistics(func: Any, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
+    return _forward(func, x, weight, bias, None, None, training, momentum, eps)
+
+
+def _with_update(func: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
+    results = _forward(func, x, weight, bias, mean, var, True, momentum, eps)
+    return (*results, x.new_empty([0], dtype=torch.uint8))  # what a kernel would keep for its backward
+
+
+def _wide(x: Any) -> Any:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _by_channel(t: Any, x: Any) -> Any:
+    return t.view([-1 if d == 1 else 1 for d in range(x.ndim)])
+
+
+def _backward(
+    func: Any, grad: Any, x: Any, weight: Any, mean: Any, var: Any, saved_mean: Any, saved_rstd: Any, training: bool,
+    eps: float, mask: Any, reserve: Any = None,
+) -> Any:  # fmt: skip
+    if not training:
+        return NotImplemented
+    dims = [d for d in range(x.ndim) if d != 1]
+    count = max(x.numel() // max(x.shape[1], 1), 1)
+    grad, dtype = _wide(grad), grad.dtype
+    normed = (_wide(x) - _by_channel(saved_mean, x)) * _by_channel(saved_rstd, x)
+    sums = grad.sum(dims)
+    moments = (grad * normed).sum(dims)
+    scale = saved_rstd if weight is None else saved_rstd * weight
+    inner = grad - (_by_channel(sums, x) + normed * _by_channel(moments, x)) / count
+    return (
+        (inner * _by_channel(scale, x)).to(dtype) if mask[0] else None,
+        moments.to(scale.dtype) if mask[1] else None,
+        sums.to(scale.dtype) if mask[2] else None,
+    )
+
+
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "native_batch_norm.default": _forward,
+    "_native_batch_norm_legit.default": _forward,
+    "_native_batch_norm_legit.no_stats": _without_statistics,
+    "_batch_norm_with_update.default": _with_update,
+    "native_batch_norm_backward.default": _backward,
+    "batch_norm_backward.default": _backward,
+}

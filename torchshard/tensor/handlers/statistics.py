@@ -1,0 +1,68 @@
+"""Statistics along dims that are split: formulas of sums and maxima, which are reduced, instead of gathering.
+
+Where the dims are whole on every rank, the rule of the operator is as good, and is left to run.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchshard.layout.placements import Shard
+from torchshard.rules.reducing import Dims, dims_of
+from torchshard.tensor.dtensor import DTensor
+
+
+def _split_along(x: DTensor, dims: Sequence[int]) -> bool:
+    return any(isinstance(p, Shard) and p.dim in dims for p in x._spec.placements)
+
+
+def _moments(x: DTensor, dims: list[int], correction: float | None, keepdim: bool) -> tuple[Any, Any]:
+    """Variance and mean; the squares are taken of what is left after subtracting the mean, as nothing cancels there."""
+    count = math.prod([x.shape[d] for d in dims])
+    mean = x.mean(dims, True)
+    centred = x - mean
+    squares = (centred * centred.conj()).real if x.is_complex() else centred.square()
+    freedom = max(count - (1 if correction is None else correction), 0)
+    variance = squares.sum(dims, keepdim) / freedom if count else squares.sum(dims, keepdim) * math.nan
+    return variance, mean if keepdim else mean.view(variance.shape)
+
+
+def _variance(finish: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def run(func: Any, x: Any, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+        dims = dims_of(dim, x.ndim)
+        if not _split_along(x, dims):
+            return NotImplemented
+        return finish(*_moments(x, dims, correction, keepdim))
+
+    return run
+
+
+def _logsumexp(func: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
+    dims = dims_of(dim, x.ndim)
+    if not _split_along(x, dims) or not x.is_floating_point():
+        return NotImplemented
+    largest = x.amax(dims, True)
+    finite = torch.where(largest.abs() == math.inf, 0.0, largest)
+    total = (x - finite).exp().sum(dims, True).log() + finite
+    return total if keepdim else total.view([n for d, n in enumerate(x.shape) if d not in dims])
+
+
+def _dist(func: Any, x: Any, y: Any, p: float = 2) -> Any:
+    return torch.linalg.vector_norm(x - y, p)
+
+
+def _allclose(func: Any, x: Any, y: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    return bool(torch.isclose(x, y, rtol, atol, equal_nan).all())
+
+
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "var.correction": _variance(lambda variance, mean: variance),
+    "std.correction": _variance(lambda variance, mean: variance.sqrt()),
+    "var_mean.correction": _variance(lambda variance, mean: (variance, mean)),
+    "std_mean.correction": _variance(lambda variance, mean: (variance.sqrt(), mean)),
+    "logsumexp.default": _logsumexp,
+    "dist.default": _dist,
+    "allclose.default": _allclose,
+}

@@ -1,0 +1,63 @@
+"""Views that no rule can tell: those that change a tensor's own shape in place, and those into its memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchshard._torch import below_dispatch, operator_names
+from torchshard.errors import UnsupportedOperatorError
+from torchshard.tensor import guards
+from torchshard.tensor.autograd import redistribute
+from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.layout import SEVERED, dense_stride, layout_for
+
+aten = torch.ops.aten
+
+
+def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
+    """squeeze_, unsqueeze_, t_, transpose_: `x` takes over part and layout of what the variant without _ returns."""
+    name, overload = operator_names(func)
+    view = getattr(getattr(aten, name.rstrip("_")), overload)(x, *args)
+    if view._spec.marks & SEVERED and not x._spec.marks & SEVERED:
+        raise UnsupportedOperatorError(
+            f"{name} would have to move a DTensor to change its shape in place.",
+            expected="a change of shape that leaves the pieces where they are",
+            got=f"{x._spec} to {view._spec}",
+            fix=f"use the variant without the underscore: {name.rstrip('_')}",
+        )
+    with below_dispatch():
+        func(x, *args)
+    x._local_tensor, x._spec = view._local_tensor, view._spec
+    return x
+
+
+def _as_strided(
+    func: Any, x: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> DTensor:
+    """A window on the memory that the whole tensor would have; the result is a copy on every rank."""
+    layout, start = x._spec, offset or 0
+    reach = start + 1 + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
+    dense = layout.stride == dense_stride(layout.shape, layout.stride)
+    if x._base is not None or not dense or (0 not in size and reach > x.numel()):
+        raise UnsupportedOperatorError(
+            "as_strided looks at the memory of a tensor, which a DTensor spreads over ranks.",
+            expected="a DTensor that is no view and has no gaps, and a window within it",
+            got=f"size {tuple(size)}, stride {tuple(stride)}, offset {start} of {layout}",
+            fix="use indexing, unfold or expand; or as_strided on x.to_local() or x.full_tensor()",
+        )
+    whole = redistribute(x, layout.mesh.replicated())._local_tensor
+    window = func(whole.as_strided(layout.shape, layout.stride), size, stride, start)
+    out = layout_for(layout.mesh.replicated(), tuple(window.shape), tuple(window.stride()), window.dtype)
+    result = wrap(window if whole is not x._local_tensor else window.clone(), out)
+    return guards.severed(result, x) if func is aten.as_strided.default else result
+
+
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "as_strided.default": _as_strided,
+    "as_strided_copy.default": _as_strided,
+    **dict.fromkeys(
+        ["squeeze_.default", "squeeze_.dim", "squeeze_.dims", "unsqueeze_.default", "t_.default", "transpose_.default"],
+        in_place,
+    ),
+}
