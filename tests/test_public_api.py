@@ -72,6 +72,7 @@ logspace(start, end, steps, base=10.0, **options)
 ones(*size, **options)
 rand(*size, **options)
 randn(*size, **options)
+validate_rule(op, samples, *, backward=True, meshes=((2,), (3,), (2, 2)), strict=True)
 zeros(*size, **options)""",
     )
 

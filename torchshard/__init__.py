@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchshard.tensor.dtensor import DTensor, layout_of
     from torchshard.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from torchshard.tensor.modes import fallback, implicit_replication
+    from torchshard.tensor.validate import validate_rule
 
 __all__ = [
     "DTensor",
@@ -38,6 +39,7 @@ __all__ = [
     "ones",
     "rand",
     "randn",
+    "validate_rule",
     "zeros",
 ]
 
@@ -49,6 +51,7 @@ _HOMES = {
     "torchshard.tensor.dtensor": "DTensor layout_of",
     "torchshard.tensor.factories": "empty full linspace logspace ones rand randn zeros",
     "torchshard.tensor.modes": "fallback implicit_replication",
+    "torchshard.tensor.validate": "validate_rule",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

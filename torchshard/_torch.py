@@ -306,9 +306,40 @@ def operator_names(func: Any) -> tuple[str, str]:
     return func._overloadpacket.__name__, func._overloadname
 
 
+def operator_in(ops: Any, name: str) -> Any:
+    """The operator of a name such as "mm", "mm.default" or "mylib::scale", below torch.ops; all its overloads if it has
+    several and the name tells none (2.11-2.15).
+
+    Raises:
+        AttributeError: there is none.
+    """
+    space, _, rest = name.rpartition("::")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(ops, space or "aten"), packet)
+    overloads = found.overloads()
+    if overload or len(overloads) == 1:
+        return getattr(found, overload or overloads[0])
+    return found
+
+
 def schema(func: Any) -> Any:
     """Arguments and returns of an operator, with what they alias and write (OpOverload._schema, 2.11-2.15)."""
     return func._schema
+
+
+def intercepting(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[None]:
+    """A context in which every operator of this thread, those of backward too, becomes run(operator, args, kwargs).
+
+    torch.utils._python_dispatch.TorchDispatchMode (2.11-2.15); there is no public way to see operators below autograd.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Intercepting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(func, args, kwargs or {})
+
+    mode: Any = Intercepting
+    return cast(AbstractContextManager[None], mode())
 
 
 def no_torch_function() -> Any:
