@@ -72,6 +72,7 @@ logspace(start, end, steps, base=10.0, **options)
 ones(*size, **options)
 rand(*size, **options)
 randn(*size, **options)
+register_rule(op, notation, *, lin=None, red=None, plus=None, moves=False, mono=False, like=False, full=False, reads=None, samples=None, override=False)
 validate_rule(op, samples, *, backward=True, meshes=((2,), (3,), (2, 2)), strict=True)
 zeros(*size, **options)""",
     )

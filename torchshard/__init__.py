@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchshard.tensor.dtensor import DTensor, layout_of
     from torchshard.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from torchshard.tensor.modes import fallback, implicit_replication
+    from torchshard.tensor.register import register_rule
     from torchshard.tensor.validate import validate_rule
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "ones",
     "rand",
     "randn",
+    "register_rule",
     "validate_rule",
     "zeros",
 ]
@@ -51,6 +53,7 @@ _HOMES = {
     "torchshard.tensor.dtensor": "DTensor layout_of",
     "torchshard.tensor.factories": "empty full linspace logspace ones rand randn zeros",
     "torchshard.tensor.modes": "fallback implicit_replication",
+    "torchshard.tensor.register": "register_rule",
     "torchshard.tensor.validate": "validate_rule",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

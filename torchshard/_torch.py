@@ -307,8 +307,9 @@ def operator_names(func: Any) -> tuple[str, str]:
 
 
 def operator_in(ops: Any, name: str) -> Any:
-    """The operator of a name such as "mm", "mm.default" or "mylib::scale", below torch.ops; all its overloads if it has
-    several and the name tells none (2.11-2.15).
+    """The operator of a name such as "mm", "mm.out" or "mylib::scale", below torch.ops (2.11-2.15).
+
+    All its overloads where the name tells none.
 
     Raises:
         AttributeError: there is none.
@@ -316,9 +317,23 @@ def operator_in(ops: Any, name: str) -> Any:
     space, _, rest = name.rpartition("::")
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(ops, space or "aten"), packet)
-    overloads = found.overloads()
-    if overload or len(overloads) == 1:
-        return getattr(found, overload or overloads[0])
+    return getattr(found, overload) if overload else found
+
+
+def one_operator(op: Any) -> Any:
+    """The overload that is meant by a name, an overload, all overloads (the default one) or a custom_op (2.11-2.15).
+
+    Raises:
+        TypeError: none of these.
+        AttributeError: there is no operator of this name, or several overloads without a default one.
+    """
+    found = operator_in(torch.ops, op) if isinstance(op, str) else op
+    found = getattr(found, "_opoverload", found)  # of a CustomOpDef
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        overloads = found.overloads()
+        return getattr(found, overloads[0] if len(overloads) == 1 else "default")
+    if not isinstance(found, torch._ops.OpOverload):
+        raise TypeError(f"expected an operator, such as torch.ops.aten.mm.default or its name, not {op!r}")
     return found
 
 

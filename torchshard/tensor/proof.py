@@ -52,8 +52,9 @@ class Outcome:
     detail: str = ""
 
     def __str__(self) -> str:
-        said = f"{self.operator}({self.call}) by {self.line!r} on {'x'.join(map(str, self.mesh))} ranks"
-        return f"{said}, {' and '.join(self.ways)}: {self.verdict}{': ' * bool(self.detail)}{self.detail}"
+        played = f" on {'x'.join(map(str, self.mesh))} ranks, {' and '.join(self.ways)}" if self.mesh else ""
+        detail = f", {self.detail}" if self.detail else ""
+        return f"{self.operator}({self.call}) by {self.line!r}{played}: {self.verdict}{detail}"
 
 
 @dataclass(frozen=True, slots=True)
