@@ -62,6 +62,7 @@ Shard: torch's own
 distribute_module(module, device_mesh=None, partition_fn=None, input_fn=None, output_fn=None)
 distribute_tensor(tensor, device_mesh=None, placements=None, *, src_data_rank=0)
 empty(*size, **options)
+explain(fn, *args, **kwargs)
 fallback(mode)
 full(size, fill_value, **options)
 implicit_replication()

@@ -29,6 +29,7 @@ from torchshard.tensor.call import (
 from torchshard.tensor.first_run import FirstRun, Plan
 from torchshard.tensor.layout import SEVERED
 from torchshard.tensor.modes import say_replicated
+from torchshard.tensor.observing import tell
 from torchshard.tensor.redistribute import redistribute_local
 
 
@@ -44,8 +45,11 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
         args, kwargs = call.with_values(call.values)
         result = handler(call.func, *args, **kwargs)
         if result is not NotImplemented:
+            tell("handler")
             return result, _of_arguments(call, lambda *a, **k: handler(call.func, *a, **k))
     by_list = foreach.handles(call.name)
+    if by_list:
+        tell("list")
     result, plan = foreach.make_plan(call, operands) if by_list else _plan_of_one_mesh(call, operands)
     cut = sorted({o.at for o in operands if o.layout.marks & SEVERED})
     if cut and plan is not None:
@@ -59,6 +63,7 @@ def _plan_of_one_mesh(call: Call, operands: Sequence[Operand]) -> tuple[Any, Pla
     if by_rule is not None:
         return by_rule
     if (composed := decomposition(call.func)) is not None:
+        tell("decomposition")
         by_parts = _of_arguments(call, composed)
         return by_parts(*call.values), by_parts
     return _by_gathering(call, operands)
@@ -98,6 +103,7 @@ def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]
     targets = [layout.to(sharding) for layout, sharding in zip(layouts, lifted.operands, strict=True)]
     if call.name == "view.default":
         run_on_meta(call)  # a view that eager torch refuses
+    tell("rule", made.line, [(call.names[o.at], o.layout, t) for o, t in zip(operands, targets, strict=True)])
     run = FirstRun(call, operands, made, targets)
     return run.finish(lambda k, local: bound.result_shape(k, tuple(local.shape)), lifted.results)
 
@@ -117,10 +123,11 @@ def _by_gathering(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | 
     handlers.refuse_ungatherable(call)
     if call.name not in handlers.QUIET:
         say_replicated(call.name, "no rule for these operands")
-    if call.written():
-        return _round_trip(call, operands)
     whole = operands[0].layout.mesh.replicated()
     targets = [o.layout.to(whole) for o in operands]
+    tell("gathered", "", [(call.names[o.at], o.layout, t) for o, t in zip(operands, targets, strict=True)])
+    if call.written():
+        return _round_trip(call, operands)
     run = FirstRun(call, operands, Made(""), targets)
     result, plan = run.finish(lambda k, local: tuple(local.shape), None)
     return result, _said_again(call, plan)

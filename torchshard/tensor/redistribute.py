@@ -22,6 +22,7 @@ from torchshard.layout.reductions import reduction
 from torchshard.layout.transitions import Step, Transition, transition
 from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride
 from torchshard.tensor.mesh import BoundMesh
+from torchshard.tensor.observing import observers
 
 Run = Callable[[Tensor], Tensor]
 
@@ -39,6 +40,8 @@ def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) ->
     """
     if source.sharding is target.sharding:
         return x
+    if observers.moved is not None:
+        observers.moved(source, target)
     if source.mesh.coordinate is None:
         return x  # a rank outside of the mesh holds nothing, before and after
     if source.marks & ASSUMED:
