@@ -1,7 +1,7 @@
 """Who is told, in this thread, how operators are run and what is moved; usually nobody.
 
-`explain` and `debug` listen here. What is asked is asked where something is met for the first time, or is about to be
-sent; operators that run from a kept plan on local tensors do not come here.
+`explain` and `debug` listen here. What is told is told where an operator is met for the first time, or where something
+is about to be sent; operators that run from a kept plan on local tensors do not come here.
 """
 
 import threading
@@ -15,16 +15,16 @@ RanBy = Callable[[str, str, list[tuple[str, TensorLayout, TensorLayout]]], None]
 
 
 class _Observers(threading.local):
-    moved: Moved | None = None
-    ran_by: RanBy | None = None
+    moved: tuple[Moved, ...] = ()
+    ran_by: tuple[RanBy, ...] = ()
 
 
 observers = _Observers()
 
 
 @contextmanager
-def observing(moved: Moved | None, ran_by: RanBy | None = None) -> Iterator[None]:
-    """Tell these two in place of whoever is told now.
+def observing(moved: Moved, ran_by: RanBy | None = None) -> Iterator[None]:
+    """Tell these two as well; once, however often it is said.
 
     Args:
         moved: of every redistribution, before it is done: source and target.
@@ -32,7 +32,10 @@ def observing(moved: Moved | None, ran_by: RanBy | None = None) -> Iterator[None
             which arguments (by name) go from which layout to which.
     """
     before = observers.moved, observers.ran_by
-    observers.moved, observers.ran_by = moved, ran_by
+    if moved not in observers.moved:
+        observers.moved = (*observers.moved, moved)
+    if ran_by is not None and ran_by not in observers.ran_by:
+        observers.ran_by = (*observers.ran_by, ran_by)
     try:
         yield
     finally:
@@ -41,5 +44,5 @@ def observing(moved: Moved | None, ran_by: RanBy | None = None) -> Iterator[None
 
 def tell(how: str, line: str = "", moves: Iterable[tuple[str, TensorLayout, TensorLayout]] = ()) -> None:
     """Tell how the operator at hand is run."""
-    if observers.ran_by is not None:
-        observers.ran_by(how, line, list(moves))
+    for ran_by in observers.ran_by:
+        ran_by(how, line, list(moves))

@@ -40,8 +40,8 @@ def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) ->
     """
     if source.sharding is target.sharding:
         return x
-    if observers.moved is not None:
-        observers.moved(source, target)
+    for moved_from_to in observers.moved:
+        moved_from_to(source, target)
     if source.mesh.coordinate is None:
         return x  # a rank outside of the mesh holds nothing, before and after
     if source.marks & ASSUMED:
