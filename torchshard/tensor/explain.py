@@ -44,7 +44,7 @@ class Move:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a rank receives at most, as the cost model has it."""
+        """Bytes that a rank receives at most, as the cost model has it; 0 where that is not known."""
         return self.transition.nbytes if self.transition else 0
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Explanation:
                 "\n".join(map(_short, row.inputs)),
                 row.line or row.how,
                 "\n".join(map(str, row.moves)),
-                "\n".join(_size(move.nbytes) for move in row.moves),
+                "\n".join(_size(move.nbytes) if move.transition else "?" for move in row.moves),
                 "\n".join(map(_short, row.results)),
             ]
             for row in self.rows

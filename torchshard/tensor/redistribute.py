@@ -40,8 +40,6 @@ def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) ->
     """
     if source.sharding is target.sharding:
         return x
-    for moved_from_to in observers.moved:
-        moved_from_to(source, target)
     if source.mesh.coordinate is None:
         return x  # a rank outside of the mesh holds nothing, before and after
     if source.marks & ASSUMED:
@@ -62,6 +60,8 @@ def moved(source: TensorLayout, target: TensorLayout) -> TensorLayout:
 def _program(source: TensorLayout, target: TensorLayout) -> list[Run]:
     mesh = source.mesh
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+    for about_to_move in observers.moved:
+        about_to_move(source, target)
     key = source.sharding, target.sharding, source.shape, source.stride, source.dtype
     try:
         found = mesh.programs.get(key)
