@@ -155,6 +155,8 @@ def test_values_that_are_not_finite():
         (aten.sum.dim_IntList, (x, [1])),
     ):
         assert not check_call(func, args).wrong
+    huge = torch.full((4,), -torch.finfo(torch.float32).max)
+    assert not check_call(aten.add.Tensor, (huge, torch.zeros(4))).wrong
 
 
 def test_dtypes():

@@ -51,6 +51,11 @@ class Outcome:
     verdict: Verdict
     detail: str = ""
 
+    @property
+    def split(self) -> bool:
+        """Whether some operand stayed sharded along a factor."""
+        return any(" split: " in way for way in self.ways)
+
     def __str__(self) -> str:
         played = f" on {'x'.join(map(str, self.mesh))} ranks, {' and '.join(self.ways)}" if self.mesh else ""
         detail = f", {self.detail}" if self.detail else ""
@@ -113,7 +118,7 @@ class Proof:
         random = torch.Tag.nondeterministic_seeded in tags or call.name.split(".")[0] in _UNINITIALISED
         dtypes = [t.dtype for t in (*tensors, *self.expected) if t is not None]
         self.close = None if random else tolerance(dtypes)
-        self.finite = all(_is_finite(t) for t in (*tensors, *self.expected) if t is not None)
+        self.has_room = all(_has_room(t) for t in (*tensors, *self.expected) if t is not None)
 
     def outcomes(self, meshes: Sequence[tuple[int, ...]], limit: int) -> Iterator[Outcome]:
         """What comes of every way on meshes of one axis, and of up to `limit` combinations on those of several."""
@@ -200,8 +205,8 @@ class Proof:
                 assert isinstance(placement, Partial), f"axis {axis} of {sharding} is not Partial"
                 if not has_terms(tensor.dtype, placement.op):
                     return f"no Partial({placement.op}) of {tensor.dtype}"
-                if not self.finite:
-                    return "terms of infinite values"
+                if not self.has_room:
+                    return "terms of values that are not finite, or nearly so"
         return None
 
     def _local(self) -> Callable[..., Any]:
@@ -268,5 +273,8 @@ def _is_partial(way: Way) -> bool:
     return any(isinstance(p, Partial) for p in way.operands)
 
 
-def _is_finite(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex()) or bool(x.isfinite().all())
+def _has_room(x: Tensor) -> bool:
+    """Whether terms of the values can be written without overflow."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return True
+    return bool((x.abs() < torch.finfo(x.dtype).max / 64).all())
