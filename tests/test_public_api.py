@@ -62,6 +62,7 @@ Shard: torch's own
 distribute_module(module, device_mesh=None, partition_fn=None, input_fn=None, output_fn=None)
 distribute_tensor(tensor, device_mesh=None, placements=None, *, src_data_rank=0)
 empty(*size, **options)
+explain(fn, *args, **kwargs)
 fallback(mode)
 full(size, fill_value, **options)
 implicit_replication()
@@ -72,6 +73,8 @@ logspace(start, end, steps, base=10.0, **options)
 ones(*size, **options)
 rand(*size, **options)
 randn(*size, **options)
+register_rule(op, notation, *, lin=None, red=None, plus=None, moves=False, mono=False, like=False, full=False, reads=None, samples=None, override=False)
+validate_rule(op, samples, *, backward=True, meshes=((2,), (3,), (2, 2)), strict=True)
 zeros(*size, **options)""",
     )
 

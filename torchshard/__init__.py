@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from torchshard.ddp.wrapper import DistributedDataParallel
     from torchshard.tensor.distribute import distribute_module, distribute_tensor
     from torchshard.tensor.dtensor import DTensor, layout_of
+    from torchshard.tensor.explain import explain
     from torchshard.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from torchshard.tensor.modes import fallback, implicit_replication
+    from torchshard.tensor.register import register_rule
+    from torchshard.tensor.validate import validate_rule
 
 __all__ = [
     "DTensor",
@@ -28,6 +31,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "fallback",
     "full",
     "implicit_replication",
@@ -38,6 +42,8 @@ __all__ = [
     "ones",
     "rand",
     "randn",
+    "register_rule",
+    "validate_rule",
     "zeros",
 ]
 
@@ -47,8 +53,11 @@ _HOMES = {
     "torchshard.ddp.wrapper": "DistributedDataParallel",
     "torchshard.tensor.distribute": "distribute_module distribute_tensor",
     "torchshard.tensor.dtensor": "DTensor layout_of",
+    "torchshard.tensor.explain": "explain",
     "torchshard.tensor.factories": "empty full linspace logspace ones rand randn zeros",
     "torchshard.tensor.modes": "fallback implicit_replication",
+    "torchshard.tensor.register": "register_rule",
+    "torchshard.tensor.validate": "validate_rule",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

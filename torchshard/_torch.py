@@ -307,14 +307,65 @@ def operator_names(func: Any) -> tuple[str, str]:
     return func._overloadpacket.__name__, func._overloadname
 
 
+def operator_in(ops: Any, name: str) -> Any:
+    """The operator of a name such as "mm", "mm.out" or "mylib::scale", below torch.ops (2.11-2.15).
+
+    All its overloads where the name tells none.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    space, _, rest = name.rpartition("::")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(ops, space or "aten"), packet)
+    return getattr(found, overload) if overload else found
+
+
+def one_operator(op: Any) -> Any:
+    """The overload that is meant by a name, an overload, all overloads (the default one) or a custom_op (2.11-2.15).
+
+    Raises:
+        TypeError: none of these.
+        AttributeError: there is no operator of this name, or several overloads without a default one.
+    """
+    found = operator_in(torch.ops, op) if isinstance(op, str) else op
+    found = getattr(found, "_opoverload", found)  # of a CustomOpDef
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        overloads = found.overloads()
+        return getattr(found, overloads[0] if len(overloads) == 1 else "default")
+    if not isinstance(found, torch._ops.OpOverload):
+        raise TypeError(f"expected an operator, such as torch.ops.aten.mm.default or its name, not {op!r}")
+    return found
+
+
 def schema(func: Any) -> Any:
     """Arguments and returns of an operator, with what they alias and write (OpOverload._schema, 2.11-2.15)."""
     return func._schema
 
 
+def is_view(x: Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another (Tensor._is_view, 2.11-2.15)."""
+    return x._is_view()
+
+
 def below_dispatch() -> Any:
     """Operators see a tensor subclass as its wrapper alone in this context (torch._C._DisableTorchDispatch)."""
     return torch._C._DisableTorchDispatch()
+
+
+def intercepting(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[None]:
+    """A context in which every operator of this thread, those of backward too, becomes run(operator, args, kwargs).
+
+    torch.utils._python_dispatch.TorchDispatchMode (2.11-2.15); there is no public way to see operators below autograd.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Intercepting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(func, args, kwargs or {})
+
+    mode: Any = Intercepting
+    return cast(AbstractContextManager[None], mode())
 
 
 def no_torch_function() -> Any:

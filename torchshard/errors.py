@@ -56,6 +56,10 @@ class UnsupportedOperatorError(TorchshardError, NotImplementedError):
     """An operator that cannot be run right on these layouts; says the way out."""
 
 
+class ImplicitRedistributionError(TorchshardError, RuntimeError):
+    """An operator would redistribute an argument where that has to be asked for; names both."""
+
+
 class RankMismatchError(TorchshardError, RuntimeError):
     """Ranks that should do the same do not; names the first difference."""
 

@@ -153,3 +153,22 @@ def test_a_line_need_not_follow_the_ranks_of_its_group():
 def test_reductions_without_a_meaning_are_refused(dtype, op):
     with pytest.raises(UnsupportedOperatorError, match="cannot be reduced"):
         prepare(torch.zeros(2, dtype=dtype), op, 2)
+
+
+def _put_off(rank, world):
+    """Conjugated and negated tensors whose bits are still those of before."""
+    group = _group(rank, world)
+    source = torch.tensor([[1 + 2j, 3 - 1j], [0 + 1j, 2 + 0j]])
+    for x in (source.conj(), source.conj().imag):
+        assert x.is_conj() or x.is_neg()
+        plain = x.resolve_conj().resolve_neg().clone()
+        assert torch.equal(C.all_gather(x, 0, [2] * world, group), torch.cat([plain] * world))
+        assert torch.equal(C.all_reduce(x, "sum", group), plain * world)
+        assert torch.equal(C.broadcast(x, 0, group), plain)
+        assert torch.equal(C.reduce_scatter(x, "sum", 0, [1, 1], group), plain[rank : rank + 1] * world)
+        assert torch.equal(C.exchange([x[:1], x[1:]], [(1, 2)] * 2, group)[rank], plain[rank : rank + 1])
+    return True
+
+
+def test_what_torch_has_put_off_is_carried_out():
+    assert run_ranks(2, _put_off) == [True, True]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-LOOKED_AT = 60  # calls of an operator among which to choose
+LOOKED_AT = 24  # calls of an operator among which to choose
 
 # Operators that read the memory of an argument to learn sizes: that one stays a plain tensor.
 SIZES_IN_A_TENSOR = ("tensor_split",)

@@ -32,7 +32,7 @@ def all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Ten
     if x.dtype not in _CARRIED:
         return _uncarried(all_gather(_carried(x), dim, lengths, group), x.dtype)
     longest = max(lengths)
-    piece = _padded(x, dim, longest).contiguous()
+    piece = _dense(_padded(x, dim, longest))
     got = _wait(_c10d.all_gather_into_tensor(piece, group.size, group.name))
     if group.seats is None and dim == 0 and min(lengths) == longest:
         return got
@@ -83,7 +83,7 @@ def exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: G
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     """The reduction of all ranks' terms, on every rank; `op` is a name of layout/reductions.py."""
     terms, finish = prepare(x, op, group.size)
-    return finish([_wait(_c10d.all_reduce(term.contiguous(), name, group.name)) for term, name in terms])
+    return finish([_wait(_c10d.all_reduce(_dense(term), name, group.name)) for term, name in terms])
 
 
 def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
@@ -103,7 +103,7 @@ def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: 
 def _reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
     longest, mine = max(lengths), lengths[group.position]
     if dim == 0 and min(lengths) == longest and group.seats is None:
-        return _wait(_c10d.reduce_scatter_tensor(x.contiguous(), name, group.size, group.name))
+        return _wait(_c10d.reduce_scatter_tensor(_dense(x), name, group.size, group.name))
     # The collective splits the first dim: the pieces have to lie one after another in it.
     pieces = [_padded(piece, dim, longest) for piece in x.split(list(lengths), dim)]
     if group.seats is not None:
@@ -136,7 +136,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     if x.dtype not in _CARRIED:
         return _uncarried(broadcast(_carried(x), source, group), x.dtype)
     seat = group.seats[source] if group.seats else source
-    return _wait(_c10d.broadcast(x.contiguous(), seat, group.name))
+    return _wait(_c10d.broadcast(_dense(x), seat, group.name))
 
 
 def _wait(x: Tensor) -> Tensor:
@@ -160,9 +160,16 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
+def _dense(x: Tensor) -> Tensor:
+    """Without gaps, and with the conjugation or negation carried out that torch may have put off."""
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.contiguous()
+
+
 def _carried(x: Tensor) -> Tensor:
     """The same bits in a type that travels; complex numbers get a last dim of 2."""
-    return torch.view_as_real(x.contiguous()) if x.is_complex() else x.contiguous().view(_SAME_WIDTH[x.itemsize])
+    return torch.view_as_real(_dense(x)) if x.is_complex() else _dense(x).view(_SAME_WIDTH[x.itemsize])
 
 
 def _uncarried(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -174,7 +174,7 @@ RULES = {
     **named("index_copy index_copy_ index_fill.int_Scalar index_fill_.int_Scalar", Rule(_index_write(False))),
     **named("index_fill.int_Tensor index_fill_.int_Tensor index_reduce index_reduce_", Rule(_index_write(False))),
     **named("index.Tensor _unsafe_index.Tensor", Rule(_index, options("lin=0"))),
-    **named("index_put index_put_ _unsafe_index_put _index_put_impl_", Rule(_index_put)),
+    **named("index_put index_put_ _unsafe_index_put", Rule(_index_put)),
     **named("take", Rule(_take, options("lin=0"))),
     **named("searchsorted.Tensor", Rule(_searchsorted)),
     **named("isin.Tensor_Tensor", Rule(_isin)),

@@ -8,7 +8,7 @@ the next. All numbers are those of the largest pieces: every rank decides the sa
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchshard.layout.layout import Layout, Mesh, Sharding
@@ -32,14 +32,22 @@ class Lifted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """One way to run on one axis."""
+class Way:
+    """One way to run on one axis.
+
+    Attributes:
+        operands: what the axis does to each operand.
+        results: what it then does to each result.
+        factor: the one that is split; None where nothing is.
+        even: every rank must hold an equal piece of the factor.
+        full: no rank may hold an empty piece of it.
+    """
 
     operands: Placements
     results: Placements
     factor: str | None = None
-    even: bool = False  # every rank must hold an equal piece of the factor
-    full: bool = False  # no rank may hold an empty piece of it
+    even: bool = False
+    full: bool = False
 
 
 def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mapping[int, int | None]) -> Lifted | None:
@@ -55,18 +63,19 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
         None where the operands that cannot be moved leave no way.
     """
     mesh = layouts[0].mesh
-    ways = list(_ways(bound, options, layouts))
-    if options.like and len(ways) == 1:  # results that share no dim with the operands, of which nothing is read
+    kinds = [p for layout in layouts for p in layout.placements if isinstance(p, Partial)]
+    possible = list(ways(bound, options, kinds))
+    if options.like and len(possible) == 1:  # results that share no dim with the operands, of which nothing is read
         return Lifted(tuple([o.sharding for o in layouts]), (mesh.replicated(),) * len(bound.results))
     nbytes = [float(layout.largest_nbytes()) for layout in layouts]
     result_bytes = [
         float(math.prod(bound.known_shape(k)) * layouts[0].dtype.itemsize) for k in range(len(bound.results))
     ]
-    pieces: dict[str, list[int]] = {f: [n] for f, n in bound.sizes.items()}
-    chosen: list[_Way] = []
+    pieces = {f: [n] for f, n in bound.sizes.items()}
+    chosen: list[Way] = []
     for axis, parts in enumerate(mesh.shape):
         best, least = None, (True, math.inf)
-        for way in ways:
+        for way in possible:
             if not _possible(way, parts, pieces, chosen):
                 continue
             price = _price(way, axis, parts, layouts, nbytes, fixed, options.like)
@@ -77,28 +86,47 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
         if best is None:
             return None
         chosen.append(best)
-        if best.factor is not None:
-            pieces[best.factor] = [piece(n, parts, k)[1] for n in pieces[best.factor] for k in (0, parts - 1)]
+        _cut(pieces, best, parts)
     return _assembled(mesh, bound, chosen, layouts, fixed, options.like)
 
 
-def _ways(bound: Bound, options: Options, layouts: Sequence[Layout]) -> Iterator[_Way]:
+def take(bound: Bound, chosen: Sequence[Way], layouts: Sequence[Layout]) -> Lifted | None:
+    """What operands and results are where each axis runs in the way given for it, whatever that costs.
+
+    Args:
+        bound: the rule for these shapes.
+        chosen: one way an axis.
+        layouts: of the operands; what nests several axes that split one dim.
+
+    Returns:
+        None where the lengths, or Partials that do not mix, forbid it.
+    """
+    mesh = layouts[0].mesh
+    pieces = {f: [n] for f, n in bound.sizes.items()}
+    for axis, (way, parts) in enumerate(zip(chosen, mesh.shape, strict=True)):
+        if not _possible(way, parts, pieces, chosen[:axis]):
+            return None
+        _cut(pieces, way, parts)
+    return _assembled(mesh, bound, chosen, layouts, {}, False)
+
+
+def ways(bound: Bound, options: Options, kinds: Iterable[Partial]) -> Iterator[Way]:
+    """All ways to run on one axis, where operands may hold Partials of these kinds."""
     count, results = len(bound.operands), len(bound.results)
-    yield _Way((R,) * count, (R,) * results)
+    yield Way((R,) * count, (R,) * results)
     factors = dict.fromkeys(f for dims in bound.operands for dim in dims for f in dim if not is_whole(f))
     for factor in factors:
         way = _split(bound, options, factor)
         if way is not None:
             yield way
-    kinds = dict.fromkeys(p for layout in layouts for p in layout.placements if isinstance(p, Partial))
-    for partial in kinds:
+    for partial in dict.fromkeys(kinds):
         for group in _passing(partial, options):
             if max(group) < count:
                 operands = tuple([partial if k in group else R for k in range(count)])
-                yield _Way(operands, (partial,) * results)
+                yield Way(operands, (partial,) * results)
 
 
-def _split(bound: Bound, options: Options, factor: str) -> _Way | None:
+def _split(bound: Bound, options: Options, factor: str) -> Way | None:
     """The way that splits one factor; None where some operand or result does not allow it."""
     lacking = options.reduces.get("..." if factor[0] == "." else factor)
     partial = lacking if isinstance(lacking, Partial) else None
@@ -124,7 +152,7 @@ def _split(bound: Bound, options: Options, factor: str) -> _Way | None:
     lossy = partial if any(p is partial for p in results) else None
     even = even or (lossy is not None and lossy.op == "avg")
     full = options.full or (lossy is not None and lossy.op in ("max", "min"))
-    return _Way(tuple(operands), tuple(results), factor, even, full)
+    return Way(tuple(operands), tuple(results), factor, even, full)
 
 
 def _passing(partial: Partial, options: Options) -> tuple[tuple[int, ...], ...]:
@@ -136,7 +164,13 @@ def _passing(partial: Partial, options: Options) -> tuple[tuple[int, ...], ...]:
     return ((0,),) if options.mono and partial.op in ("max", "min") else ()
 
 
-def _possible(way: _Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Sequence[_Way]) -> bool:
+def _cut(pieces: dict[str, list[int]], way: Way, parts: int) -> None:
+    """Note in `pieces` the lengths that a way leaves of its factor: the longest and the shortest."""
+    if way.factor is not None:
+        pieces[way.factor] = [piece(n, parts, k)[1] for n in pieces[way.factor] for k in (0, parts - 1)]
+
+
+def _possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Sequence[Way]) -> bool:
     if way.factor is not None:
         lengths = pieces[way.factor]
         if way.even and any(n % parts for n in lengths):
@@ -151,7 +185,7 @@ def _possible(way: _Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen
 
 
 def _price(
-    way: _Way,
+    way: Way,
     axis: int,
     parts: int,
     layouts: Sequence[Layout],
@@ -185,7 +219,7 @@ def _move(now: Placement, wanted: Placement, nbytes: float, parts: int) -> float
     return _LAUNCH + (share if isinstance(wanted, Shard) else nbytes * (parts - 1))
 
 
-def _pending(way: _Way, layouts: Sequence[Layout], axis: int, parts: int, result_bytes: Sequence[float]) -> float:
+def _pending(way: Way, layouts: Sequence[Layout], axis: int, parts: int, result_bytes: Sequence[float]) -> float:
     """What a new Partial result will cost when it is reduced (scattered, at best)."""
     if any(isinstance(layout.placements[axis], Partial) for layout in layouts):
         return 0.0
@@ -197,7 +231,7 @@ def _pending(way: _Way, layouts: Sequence[Layout], axis: int, parts: int, result
 def _assembled(
     mesh: Mesh,
     bound: Bound,
-    chosen: Sequence[_Way],
+    chosen: Sequence[Way],
     layouts: Sequence[Layout],
     fixed: Mapping[int, int | None],
     like: bool,
@@ -222,7 +256,7 @@ def _assembled(
 
 
 def _orders(
-    bound: Bound, chosen: Sequence[_Way], layouts: Sequence[Layout], fixed: Mapping[int, int | None]
+    bound: Bound, chosen: Sequence[Way], layouts: Sequence[Layout], fixed: Mapping[int, int | None]
 ) -> dict[str, tuple[int, ...]]:
     """Factor -> its axes, the first to split first: as an operand has them, above all one that cannot move."""
     axes: dict[str, tuple[int, ...]] = {}

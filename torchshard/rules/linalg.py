@@ -30,7 +30,7 @@ _LINES = table("""
     linalg_householder_product   | ... M N, ... K -> ... M N                                |
     ormqr                        | ... M N, ... K, ... P Q -> ... P Q                       |
     linalg_eig                   | ... M N -> ... M, ... M N                                |
-    linalg_eigvals _linalg_eigvals | ... M N -> ... M                                       |
+    linalg_eigvals               | ... M N -> ... M                                         |
 """)
 
 

@@ -8,16 +8,15 @@ from torchshard.rules.rule import Made, Rule, named, table
 _LINES = table("""
     add.Tensor sub.Tensor add_.Tensor sub_.Tensor               | ..., ... -> ...      | lin=0+1
     mul.Tensor mul_.Tensor                                      | ..., ... -> ...      | lin=0,1
-    div.Tensor div_.Tensor true_divide.Tensor                   | ..., ... -> ...      | lin=0
+    div.Tensor div_.Tensor                                      | ..., ... -> ...      | lin=0
     mul.Scalar mul_.Scalar div.Scalar div_.Scalar neg neg_      | ... -> ...           | lin=0
     rad2deg rad2deg_ deg2rad deg2rad_ zero_                     | ... -> ...           | lin=0
     _conj_physical conj_physical conj_physical_                 | ... -> ...           | lin=0
-    clone alias detach contiguous positive lift_fresh alias_copy detach_copy | ... -> ... | moves
-    resolve_conj resolve_neg                                    | ... -> ...           | moves
-    _conj _neg_view real imag _neg_view_copy _conj_copy         | ... -> ...           | lin=0
+    clone alias alias_copy detach contiguous positive            | ... -> ...           | moves
+    _conj _neg_view real imag                                   | ... -> ...           | lin=0
     complex rsub.Tensor                                         | ..., ... -> ...      | lin=0+1
-    view_as_real view_as_real_copy                              | ... -> ... Z         | lin=0
-    view_as_complex view_as_complex_copy                        | ... Z -> ...         | lin=0
+    view_as_real                                                | ... -> ... Z         | lin=0
+    view_as_complex                                             | ... Z -> ...         | lin=0
     rsub.Scalar floor_divide.Scalar floor_divide_.Scalar        | ... -> ...           |
     floor_divide floor_divide_.Tensor                           | ..., ... -> ...      |
     relu relu_ exp exp_ sigmoid sigmoid_ tanh tanh_ expm1       | ... -> ...           | mono

@@ -125,5 +125,5 @@ RULES = {
     **named("topk", Rule(along(2, position=2))),
     **named("renorm", Rule(_renorm)),
     **named("tril triu", Rule(_triangle, options("lin=0"))),
-    **named("_fft_c2c _fft_r2c _fft_c2r", Rule(along(), options("lin=0"))),
+    **named("_fft_c2c _fft_r2c _fft_c2r", Rule(along(), options("lin=0 full"))),
 }

@@ -1,4 +1,4 @@
-"""All rules by the name of their operator."""
+"""All rules by the name of their operator: those of the tables, and before them those that users have registered."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,7 +19,22 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     }
 )
 
+_registered: dict[str, list[Rule]] = {}  # the last one counts
+
 
 def find(name: str) -> Rule | None:
-    """The rule of an ATen operator such as "mm.default"; None where there is none."""
-    return RULES.get(name)
+    """The rule of an operator such as "mm.default" or "mylib::scale.default"; None where there is none."""
+    mine = _registered.get(name)
+    return mine[-1] if mine else RULES.get(name)
+
+
+def add(name: str, rule: Rule) -> None:
+    """Put a rule before the one that the operator has."""
+    _registered.setdefault(name, []).append(rule)
+
+
+def remove(name: str, rule: Rule) -> None:
+    """Take back what `add` put there; nothing happens where it is gone."""
+    kept = [r for r in _registered.pop(name, []) if r is not rule]
+    if kept:
+        _registered[name] = kept

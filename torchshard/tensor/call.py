@@ -1,6 +1,6 @@
 """A call of an operator: its arguments, which of them are tensors, and what must be true of those."""
 
-import sys
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from torchshard._torch import in_backward, operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.rules.pointwise import BY_ELEMENT
+from torchshard.rules.registry import find
+from torchshard.rules.rule import Rule
 from torchshard.tensor import guards
 from torchshard.tensor.codegen import KeyPart
 from torchshard.tensor.dtensor import DTensor, wrap
@@ -24,8 +27,13 @@ def operator_name(func: Any) -> str:
     return name if func.namespace == "aten" else f"{func.namespace}::{name}"
 
 
-def works_by_element(func: Any) -> bool:
-    """Whether torch itself says of an operator that it works element by element, and gives one new tensor."""
+def rule_of(call: "Call") -> Rule | None:
+    """The rule that an operator has, or that torch's own tags tell."""
+    return find(call.name) or (BY_ELEMENT if _works_by_element(call.func) else None)
+
+
+def _works_by_element(func: Any) -> bool:
+    """Whether torch says of an operator that it works element by element; and whether it gives one tensor."""
     tags, returns = func.tags, schema(func).returns
     return (
         torch.Tag.pointwise in tags
@@ -140,7 +148,7 @@ def _called_by_formula() -> bool:
     """
     if not in_backward():
         return False
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_globals["__name__"].startswith(("torchshard.", "torch._ops")):
         frame = frame.f_back
     return frame is None or frame.f_globals["__name__"] == "torch.autograd.graph"

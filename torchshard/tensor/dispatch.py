@@ -4,7 +4,7 @@ The hot path is generated, see codegen.py; here is what runs when something is m
 """
 
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,22 +37,36 @@ def cached_plans() -> int:
 def add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[..., Any]:
     """Make and keep the entry of an operator called with `count` positional arguments and these keywords."""
     name = operator_name(func)
-    arguments = schema(func).arguments
-    by_name = {a.name: a for a in arguments}
-    chosen = [*arguments[:count], *[by_name[k] for k in keywords]]
-    names = [a.name + "_" if keyword.iskeyword(a.name) else a.name for a in chosen]
-    rule = find(name)
-    reads = rule.options.reads if rule else ()
-    parts = [_key_part(str(a.type), a.name in reads) for a in chosen]
+    names, parts = _arguments(func, name, count, keywords)
 
     def call(values: tuple[Any, ...]) -> Call:
-        return Call(func, name, tuple(names), count, tuple(parts), values)
+        return Call(func, name, names, count, parts, values)
 
     entry = _entry(names, parts, call)
     if any(keyword.iskeyword(k) for k in keywords):
         plain, entry = entry, lambda *a, **k: plain(*a, *[k[word] for word in keywords])
     ENTRIES.setdefault(id(func), {})[count if not keywords else (count, *keywords)] = entry
     return entry
+
+
+def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """One call of an operator, for those who make its plan themselves."""
+    name = operator_name(func)
+    names, parts = _arguments(func, name, len(args), tuple(kwargs))
+    return Call(func, name, names, len(args), parts, (*args, *kwargs.values()))
+
+
+def _arguments(
+    func: Any, name: str, count: int, keywords: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[KeyPart, ...]]:
+    """Name of each argument that is passed, and what it contributes to the key of a plan."""
+    arguments = schema(func).arguments
+    by_name = {a.name: a for a in arguments}
+    chosen = [*arguments[:count], *[by_name[k] for k in keywords]]
+    rule = find(name)
+    reads = rule.options.reads if rule else ()
+    names = tuple([a.name + "_" if keyword.iskeyword(a.name) else a.name for a in chosen])
+    return names, tuple([_key_part(str(a.type), a.name in reads) for a in chosen])
 
 
 def _key_part(kind: str, by_value: bool) -> KeyPart:
@@ -63,7 +77,9 @@ def _key_part(kind: str, by_value: bool) -> KeyPart:
     return "value"
 
 
-def _entry(names: list[str], parts: list[KeyPart], call: Callable[[tuple[Any, ...]], Call]) -> Callable[..., Any]:
+def _entry(
+    names: Sequence[str], parts: Sequence[KeyPart], call: Callable[[tuple[Any, ...]], Call]
+) -> Callable[..., Any]:
     plans: dict[Any, Callable[..., Any]] = {}
     _plan_tables.append(plans)
 

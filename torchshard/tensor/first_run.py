@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import local_callable, schema
+from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.notation import parse
@@ -107,6 +108,12 @@ class FirstRun:
         results: Sequence[Sharding] | None,
     ) -> TensorLayout:
         """The layout of result k; checked against its local tensor, which a wrong rule would contradict."""
+        if local.layout is not torch.strided:
+            raise UnsupportedOperatorError(
+                f"{self.call.name} gives a tensor of layout {local.layout}, which a DTensor cannot hold.",
+                expected="strided tensors",
+                fix="use it on x.to_local(), or on x.full_tensor()",
+            )
         sharding = self.mesh.replicated() if results is None else results[k]
         shape = shape_of(k, local)
         last = sharding.box(shape, [n - 1 for n in self.mesh.shape]).size

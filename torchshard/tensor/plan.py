@@ -16,8 +16,6 @@ from torchshard.errors import UnsupportedOperatorError
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
 from torchshard.rules.notation import parse
-from torchshard.rules.pointwise import BY_ELEMENT
-from torchshard.rules.registry import find
 from torchshard.rules.rule import Made
 from torchshard.tensor import foreach, guards, handlers
 from torchshard.tensor.call import (
@@ -26,14 +24,15 @@ from torchshard.tensor.call import (
     operands_of,
     refuse_writes_to_severed,
     require_one_mesh,
+    rule_of,
     run_on_meta,
     with_plain_wrapped,
-    works_by_element,
 )
 from torchshard.tensor.dtensor import wrap
 from torchshard.tensor.first_run import FirstRun, Plan
 from torchshard.tensor.layout import SEVERED, TensorLayout, layout_for
 from torchshard.tensor.modes import implicit_replication, say_replicated
+from torchshard.tensor.observing import tell
 from torchshard.tensor.redistribute import redistribute_local
 
 
@@ -49,8 +48,11 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
         args, kwargs = call.with_values(call.values)
         result = handler(call.func, *args, **kwargs)
         if result is not NotImplemented:
+            tell("handler")
             return result, _of_arguments(call, lambda *a, **k: handler(call.func, *a, **k))
     by_list = foreach.handles(call.name)
+    if by_list:
+        tell("list")
     result, plan = foreach.make_plan(call, operands) if by_list else _plan_of_one_mesh(call, operands)
     cut = sorted({o.at for o in operands if o.layout.marks & SEVERED})
     if cut and plan is not None:
@@ -64,6 +66,7 @@ def _plan_of_one_mesh(call: Call, operands: Sequence[Operand]) -> tuple[Any, Pla
     if by_rule is not None:
         return by_rule
     if (composed := decomposition(call.func)) is not None:
+        tell("decomposition")
         by_parts = _of_arguments(call, _closed(composed))
         return by_parts(*call.values), by_parts
     return _by_gathering(call, operands)
@@ -96,7 +99,7 @@ def _of_arguments(call: Call, function: Callable[..., Any]) -> Plan:
 
 def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None] | None:
     """The call run by its rule; None where there is none, or none for these arguments."""
-    rule = find(call.name) or (BY_ELEMENT if works_by_element(call.func) else None)
+    rule = rule_of(call)
     if rule is None:
         return None
     layouts = [o.layout for o in operands]
@@ -118,6 +121,7 @@ def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]
     targets = [layout.to(sharding) for layout, sharding in zip(layouts, lifted.operands, strict=True)]
     if call.name == "view.default":
         run_on_meta(call)  # a view that eager torch refuses
+    tell("rule", made.line, [(call.names[o.at], o.layout, t) for o, t in zip(operands, targets, strict=True)])
     run = FirstRun(call, operands, made, targets)
     return run.finish(lambda k, local: bound.result_shape(k, tuple(local.shape)), lifted.results)
 
@@ -137,10 +141,11 @@ def _by_gathering(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | 
     handlers.refuse_ungatherable(call)
     if call.name not in handlers.QUIET:
         say_replicated(call.name, "no rule for these operands")
-    if call.written():
-        return _round_trip(call, operands)
     whole = operands[0].layout.mesh.replicated()
     targets = [o.layout.to(whole) for o in operands]
+    tell("gathered", "", [(call.names[o.at], o.layout, t) for o, t in zip(operands, targets, strict=True)])
+    if call.written():
+        return _round_trip(call, operands)
     run = FirstRun(call, operands, Made(""), targets)
     result, plan = run.finish(lambda k, local: tuple(local.shape), None)
     return result, _said_again(call, plan)

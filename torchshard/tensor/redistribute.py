@@ -22,6 +22,7 @@ from torchshard.layout.reductions import reduction
 from torchshard.layout.transitions import Step, Transition, transition
 from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride
 from torchshard.tensor.mesh import BoundMesh
+from torchshard.tensor.observing import observers
 
 Run = Callable[[Tensor], Tensor]
 
@@ -59,6 +60,8 @@ def moved(source: TensorLayout, target: TensorLayout) -> TensorLayout:
 def _program(source: TensorLayout, target: TensorLayout) -> list[Run]:
     mesh = source.mesh
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+    for about_to_move in observers.moved:
+        about_to_move(source, target)
     key = source.sharding, target.sharding, source.shape, source.stride, source.dtype
     try:
         found = mesh.programs.get(key)

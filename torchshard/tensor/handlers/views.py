@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchshard._torch import below_dispatch, operator_names
+from torchshard._torch import below_dispatch, is_view, operator_names
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor import guards
 from torchshard.tensor.autograd import redistribute
@@ -39,7 +39,7 @@ def _as_strided(
     layout, start = x._spec, offset or 0
     reach = start + 1 + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
     dense = layout.stride == dense_stride(layout.shape, layout.stride)
-    if x._base is not None or not dense or (0 not in size and reach > x.numel()):
+    if is_view(x) or not dense or (0 not in size and reach > x.numel()):
         raise UnsupportedOperatorError(
             "as_strided looks at the memory of a tensor, which a DTensor spreads over ranks.",
             expected="a DTensor that is no view and has no gaps, and a window within it",

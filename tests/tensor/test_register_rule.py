@@ -1,0 +1,202 @@
+"""Rules that users register: a custom operator with backward on real ranks, and what is refused."""
+
+import warnings
+
+import expecttest
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from tests.ranks import run_ranks
+from tests.tensor.proving import exact
+from torchshard import distribute_tensor, register_rule, validate_rule
+from torchshard.errors import ShardingError
+from torchshard.rules.registry import find
+
+
+@torch.library.custom_op("register_rule_test::scaled_product", mutates_args=())
+def scaled_product(a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
+    return a @ b * factor
+
+
+@torch.library.custom_op("register_rule_test::scaled_product_backward", mutates_args=())
+def scaled_product_backward(
+    grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return grad @ b.T * factor, a.T @ grad * factor
+
+
+def _backward(ctx, grad):
+    return *scaled_product_backward(grad, *ctx.saved_tensors, ctx.factor), None
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2])
+    ctx.factor = inputs[2]
+
+
+scaled_product.register_autograd(_backward, setup_context=_setup)
+
+LINE = "i k, k j -> i j"
+BACKWARD = "i j, i k, k j -> i k, k j"
+
+
+def full(*shape):
+    return exact(shape, torch.Generator().manual_seed(len(shape)))
+
+
+SAMPLES = [(full(5, 4), full(4, 6), 0.5), (full(6, 3), full(3, 1), 2.0)]
+
+
+def _on_ranks(rank, world):
+    warnings.simplefilter("error")  # gathering would warn
+    mesh = init_device_mesh("cpu", (world,))
+    register_rule(scaled_product, LINE, lin="0,1", red="k:sum")
+    register_rule(scaled_product_backward, BACKWARD, lin=0, red={"i": "sum", "j": "sum"})
+    a, b = full(5, 4).requires_grad_(), full(4, 6).requires_grad_()
+    want = scaled_product(a, b, 0.5)
+    want.sum().backward()
+    seen = []
+    for pa, pb in ((Shard(0), Replicate()), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
+        x = distribute_tensor(a.detach(), mesh, [pa]).requires_grad_()
+        y = distribute_tensor(b.detach(), mesh, [pb]).requires_grad_()
+        got = scaled_product(x, y, 0.5)
+        got.sum().backward()
+        seen.append(str(got.placements[0]))
+        torch.testing.assert_close(got.full_tensor(), want)
+        torch.testing.assert_close(x.grad.full_tensor(), a.grad)
+        torch.testing.assert_close(y.grad.full_tensor(), b.grad)
+    return seen
+
+
+def test_a_custom_operator_and_its_backward_on_real_ranks():
+    expected = [str(p) for p in (Shard(0), Partial(), Shard(1))]
+    assert run_ranks(2, _on_ranks) == [expected] * 2
+
+
+def test_a_rule_is_proved_on_samples_and_later():
+    with register_rule("register_rule_test::scaled_product", LINE, lin="0,1", red="k:sum", samples=SAMPLES) as handle:
+        assert handle.name == "register_rule_test::scaled_product.default"
+        report = validate_rule(scaled_product, SAMPLES)
+        assert handle.name in {o.operator for o in report.right}
+        with register_rule(scaled_product_backward, BACKWARD, lin=0, red="i:sum,j:sum"):
+            report = validate_rule(scaled_product, SAMPLES)
+            assert "register_rule_test::scaled_product_backward.default" in {o.operator for o in report.right}
+    assert find(handle.name) is None
+
+
+def test_a_wrong_rule_is_not_registered():
+    wrong = [
+        {"lin": "0+1", "red": "k:sum"},
+        {"lin": "0,1", "red": "k:max"},
+        {"mono": True},
+    ]
+    for options in wrong:
+        with pytest.raises(ShardingError, match="is wrong in"):
+            register_rule(scaled_product, LINE, samples=SAMPLES, **options)
+    with pytest.raises(ShardingError, match="is wrong in"):
+        register_rule(scaled_product, "i k, k j -> j i", samples=SAMPLES)
+    assert find("register_rule_test::scaled_product.default") is None
+
+
+def test_a_wrong_rule_is_found_later():
+    with register_rule(scaled_product, LINE, lin="0+1"), pytest.raises(ShardingError, match="is wrong in"):
+        validate_rule(scaled_product, SAMPLES)
+
+
+def test_a_rule_replaces_another_only_if_told():
+    with register_rule(scaled_product, LINE):
+        with pytest.raises(ShardingError, match="has a rule already"):
+            register_rule(scaled_product, LINE, red="k:sum")
+        before = find("register_rule_test::scaled_product.default")
+        with register_rule(scaled_product, LINE, red="k:sum", override=True):
+            assert find("register_rule_test::scaled_product.default") is not before
+        assert find("register_rule_test::scaled_product.default") is before
+    table = find("mm.default")
+    with pytest.raises(ShardingError, match="has a rule already"):
+        register_rule(torch.ops.aten.mm.default, LINE)
+    handle = register_rule("mm", LINE, override=True)
+    assert find("mm.default") is handle.rule
+    handle.remove()
+    handle.remove()
+    assert find("mm.default") is table
+
+
+def test_a_rule_may_be_a_function():
+    def line(a, b, factor):
+        return "i k, k j -> i j" if factor == 2.0 else "I K, K J -> I J"
+
+    with register_rule(scaled_product, line, reads="factor", samples=[SAMPLES[1]]) as handle:
+        report = validate_rule(scaled_product, SAMPLES, backward=False)
+        assert {o.line for o in report.right if o.operator == handle.name} == {LINE, "I K, K J -> I J"}
+
+
+def test_operators_that_rules_do_not_decide_about():
+    for name in ("native_dropout", "_foreach_add.List"):
+        with pytest.raises(ShardingError, match="communicates inside"):
+            register_rule(name, "... -> ...", override=True)
+    with pytest.raises(ShardingError, match="made of other operators"):
+        register_rule("matmul", LINE)
+    with pytest.raises(TypeError, match="expected an operator"):
+        register_rule(torch.relu, "... -> ...")
+    with pytest.raises(AttributeError):
+        register_rule("no_such_operator", "... -> ...")
+
+
+class Messages(expecttest.TestCase):
+    def test_what_does_not_fit(self):
+        shown = []
+        for line, options in (
+            ("i k, k j > i j", {}),
+            ("i k -> i", {}),
+            ("i k, k j -> i, j", {}),
+            (LINE, {"lin": "0,2"}),
+            (LINE, {"red": "z:sum"}),
+            (LINE, {"lin": 0, "plus": 5}),
+        ):
+            with pytest.raises(ShardingError) as caught:
+                register_rule(scaled_product, line, **options)
+            shown.append(str(caught.value))
+        self.assertExpectedInline(
+            "\n".join(shown),
+            """\
+A rule cannot be read at column 10.
+  expected: a factor, 1, '...', ',', '(', ')' or '->'
+  got:      '>'
+            i k, k j > i j
+                     ^
+  fix:      a line such as  i k, k j -> i j
+The line 'i k -> i' does not fit register_rule_test::scaled_product.default.
+  expected: 2 operands
+  got:      1
+  fix:      left of '->' write the dims of each tensor argument, with commas between
+The line 'i k, k j -> i, j' does not fit register_rule_test::scaled_product.default.
+  expected: 1 results
+  got:      2
+  fix:      right of '->' write the dims of each result, with commas between
+The line 'i k, k j -> i j' does not fit register_rule_test::scaled_product.default.
+  expected: operands from 0 to 1 in lin= and plus=
+  got:      [0, 2]
+  fix:      count operands from 0
+The line 'i k, k j -> i j' does not fit register_rule_test::scaled_product.default.
+  expected: factors of the operands in red=
+  got:      z
+  fix:      red=k:sum, with k a dim that no result has
+The line 'i k, k j -> i j' does not fit register_rule_test::scaled_product.default.
+  expected: operands from 0 to 1 in lin= and plus=
+  got:      [0, 5]
+  fix:      count operands from 0""",
+        )
+
+    def test_what_fits_no_sample(self):
+        with pytest.raises(ShardingError) as caught:
+            register_rule(scaled_product, "i k b, k j -> i j", samples=SAMPLES)
+        self.assertExpectedInline(
+            str(caught.value),
+            """\
+The rule of register_rule_test::scaled_product.default was proved on no sample.
+  expected: a line that fits the shapes of the samples
+  got:      register_rule_test::scaled_product.default(float32[5, 4], float32[4, 6]) by 'i k b, k j -> i j': not possible, the rule has no line for these shapes
+  fix:      samples=[(torch.randn(5, 4), ...)], with a length for each dim of the line""",
+        )
