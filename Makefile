@@ -7,7 +7,7 @@ VENV   := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
 RUN    := $(VENV)/bin/python
 JOBS   ?= 2
 
-.PHONY: demo test test-full check bench setup clean
+.PHONY: demo test test-full check bench coverage setup clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt tools/setup.py
 	@$(PYTHON) tools/setup.py --venv $(VENV) --torch $(TORCH)
@@ -29,6 +29,9 @@ check: setup
 
 bench: setup
 	$(RUN) -m benchmarks
+
+coverage: setup
+	$(RUN) -m tests.coverage $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* build dist demo-output

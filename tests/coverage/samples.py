@@ -27,11 +27,21 @@ class Sample:
 
 
 @functools.lru_cache(1)
-def database() -> dict[str, Any]:
-    """All operators by name; some have several entries."""
+def database() -> dict[str, tuple[Any, Callable[..., Any]]]:
+    """Name -> entry of torch's database, and the function to call. In-place variants have an underscore at the end, and
+    write to a copy.
+    """
     from torch.testing._internal.common_methods_invocations import op_db
 
-    return {op.formatted_name: op for op in op_db}
+    found = {op.formatted_name: (op, op.op) for op in op_db}
+    for op in op_db:
+        if op.inplace_variant is not None and not op.formatted_name.endswith("_"):
+            found[f"{op.formatted_name}_"] = op, functools.partial(_in_place, op.inplace_variant)
+    return found
+
+
+def _in_place(function: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return function(x.clone(), *args, **kwargs)
 
 
 def dtype_of(op: Any) -> torch.dtype | None:
@@ -45,26 +55,28 @@ def samples(name: str, limit: int) -> list[Sample]:
     """Up to `limit` usable calls of an operator: those that eager torch runs, with a tensor that can be split. The first
     ones that the database has, and the one with the most dims.
     """
-    op = database()[name]
+    op, function = database()[name]
     dtype = dtype_of(op)
     if dtype is None:
         return []
     grad = bool(op.supports_autograd) and (dtype.is_floating_point or dtype.is_complex)
     torch.manual_seed(0)
     given = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), LOOKED_AT)
-    usable = [made for number, sample in enumerate(given) if (made := _sample(name, number, op, sample, grad))]
+    usable = [made for number, sample in enumerate(given) if (made := _sample(name, number, function, sample, grad))]
     if len(usable) <= limit:
         return usable
     first = usable[: limit - 1]
     return [*first, max(usable[limit - 1 :], key=lambda s: (max(t.ndim for t in s.tensors), -s.number))]
 
 
-def _sample(name: str, number: int, op: Any, sample: Any, grad: bool) -> Sample | None:
+def _sample(name: str, number: int, function: Callable[..., Any], sample: Any, grad: bool) -> Sample | None:
     leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if name in SIZES_IN_A_TENSOR:
         at = at[:1]
     tensors = tuple([leaves[k] for k in at])
+    if name.endswith("_") and sample.broadcasts_input:
+        return None
     if not any(t.ndim for t in tensors) or any(t.layout is not torch.strided for t in tensors):
         return None
     if sum(t.numel() for t in tensors) > 50_000:
@@ -75,7 +87,7 @@ def _sample(name: str, number: int, op: Any, sample: Any, grad: bool) -> Sample 
         for k, t in zip(at, given, strict=True):
             filled[k] = t
         x, args, kwargs = tree_unflatten(filled, spec)
-        return op.op(x, *args, **kwargs)
+        return function(x, *args, **kwargs)
 
     plain = tuple([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors])
     made = Sample(name, number, plain, run, grad)

@@ -3,15 +3,9 @@
 python -m tests.coverage.sweep --mesh 2 --samples 3 --out coverage.json [names ...]
 """
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from tests.coverage import pool as pools
 
 
 @dataclass(frozen=True)
@@ -87,43 +81,3 @@ def verdict(trials: dict[str, dict[str, Any]], side: str) -> str | None:
     """Of an operator: its worst trial."""
     found = [t[side] for t in trials.values() if t[side] is not None]
     return min(found, key=_ORDER.index) if found else None
-
-
-def main() -> None:
-    from tests.coverage.samples import database
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mesh", default="2")
-    parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--out", default="")
-    parser.add_argument("-v", action="store_true")
-    parser.add_argument("names", nargs="*")
-    options = parser.parse_args()
-    pools.prepare()
-    pool = pools.Pool(tuple(map(int, options.mesh.split("x"))))
-    names = options.names or list(database())
-    found: dict[str, Any] = {}
-    for name in names:
-        start = time.monotonic()
-        trials = found[name] = sweep_operator(pool, name, options.samples)
-        gathered = sum(1 for t in trials.values() if t["gathers"])
-        line = f"{name}: {verdict(trials, 'forward')} {verdict(trials, 'backward')}"
-        print(f"{line} ({len(trials)} trials, {gathered} gather, {time.monotonic() - start:.1f} s)", flush=True)
-        for label, t in trials.items():
-            if options.v and (t["forward"] != "right" or t["backward"] not in (None, "right")):
-                print("   ", label, t["forward"], t["backward"], t["text"], flush=True)
-        if options.out:
-            with open(options.out, "w") as file:
-                json.dump(found, file)
-    for side in ("forward", "backward"):
-        counts: dict[str | None, int] = {}
-        for trials in found.values():
-            v = verdict(trials, side)
-            counts[v] = counts.get(v, 0) + 1
-        print(side, counts)
-    pool.stop()
-    sys.exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,46 @@
+"""docs/coverage.md is true: a part of the sweep is run again."""
+
+import pytest
+
+from tests.coverage import report
+from tests.coverage.pool import Pool
+from tests.coverage.samples import database
+from tests.coverage.sweep import sweep_operator
+
+STEP = 24  # one in so many operators is tried in the default run
+
+
+def _sweep(names, mesh, samples):
+    pool = Pool(mesh)
+    try:
+        return {name: sweep_operator(pool, name, samples) for name in names}
+    finally:
+        pool.stop()
+
+
+def _complaints(found):
+    kept = report.listed("Keep a split operand split") | report.listed("In-place variants that do")
+    refused = report.refused()
+    for name, trials in found.items():
+        if trials and name not in refused and not report.is_right(trials):
+            bad = [(label, t["text"]) for label, t in trials.items() if "right" not in (t["forward"], t["backward"])]
+            yield f"{name} is not right any more: {bad[:1]}"
+        if name in kept and not report.keeps(trials):
+            yield f"{name} gathers a split operand in every placement"
+
+
+def test_some_operators_do_as_the_page_says():
+    names = sorted(database())[::STEP]
+    assert list(_complaints(_sweep(names, (2,), 3))) == []
+
+
+def test_the_page_keeps_what_was_reached():
+    assert len(report.listed("Keep a split operand split")) >= 500
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("start", range(1, STEP, 4))
+def test_all_operators_do_as_the_page_says(start):
+    names = [name for k in range(start, min(start + 4, STEP)) for name in sorted(database())[k::STEP]]
+    assert list(_complaints(_sweep(names, (2,), 3))) == []
