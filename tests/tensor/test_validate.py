@@ -63,11 +63,22 @@ def test_a_function_that_is_said_to_be_linear():
     assert verdicts(aten.exp.default, [full(5, 4)], "... -> ...", "mono") == set()
 
 
-def test_a_function_that_is_said_to_rise():
-    assert verdicts(aten.neg.default, [full(5, 4)], "... -> ...", "mono") == {
-        "terms: P(max) -> P(max)",
-        "terms: P(min) -> P(min)",
-    }
+BENT = (
+    "abs atan ceil cos elu erf exp expm1 floor gelu hardtanh leaky_relu log log1p logical_not reciprocal relu round rsqrt"
+    " sigmoid sign silu sin softplus sqrt square tanh trunc"
+)
+
+
+@pytest.mark.parametrize("name", BENT.split())
+def test_no_other_function_passes_as_linear(name):
+    x = full(5, 4)
+    x = x.abs() + 0.1 if name in ("log", "log1p", "sqrt", "rsqrt") else x
+    assert verdicts(getattr(aten, name).default, (x,), "... -> ...", "lin=0", meshes=((2,),))
+
+
+@pytest.mark.parametrize("name", ["abs", "cos", "neg", "reciprocal", "sin", "square"])
+def test_no_other_function_passes_as_rising(name):
+    assert verdicts(getattr(aten, name).default, (full(5, 4),), "... -> ...", "mono", meshes=((2,),))
 
 
 def test_a_factor_that_must_be_whole():
