@@ -353,6 +353,15 @@ def below_dispatch() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
+def lacks_fake(error: RuntimeError) -> bool:
+    """Whether a torch.library.custom_op refused meta tensors because it has no register_fake.
+
+    Such an operator raises a plain RuntimeError (2.11-2.15), where others without a meta kernel raise
+    NotImplementedError; only the message tells.
+    """
+    return "no fake impl registered" in str(error)
+
+
 def intercepting(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[None]:
     """A context in which every operator of this thread, those of backward too, becomes run(operator, args, kwargs).
 

@@ -1,5 +1,6 @@
 """Counting collectives, showing pieces, refusing implicit redistributions; against torch's own on its own tensors."""
 
+import inspect
 import warnings
 
 import pytest
@@ -259,3 +260,17 @@ def test_backward_is_watched_inside(mesh):
     y = torch.softmax(w, 0)
     y.sum().backward()
     assert w.grad.placements is not None
+
+
+def test_signatures_are_those_of_torch():
+    def parameters(function):
+        return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+    from torch.distributed.tensor._utils import ExplicitRedistributionContext as Upstream
+
+    assert parameters(ExplicitRedistributionContext.__init__) == parameters(Upstream.__init__)
+    assert parameters(visualize_sharding) == parameters(upstream_debug.visualize_sharding)
+    public = {name for name in vars(upstream_debug.CommDebugMode) if not name.startswith("_")}
+    assert {"get_total_counts", "get_comm_counts", "generate_comm_debug_tracing_table"} <= public
+    for name in public & set(vars(CommDebugMode)):
+        assert parameters(getattr(CommDebugMode, name)) == parameters(getattr(upstream_debug.CommDebugMode, name))

@@ -80,18 +80,21 @@ redistributions: 2, received by a rank at most: 1.8 KiB, collectives: 1 all_redu
     )
 
 
+@torch.library.custom_op("explain_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
 def test_without_a_rule(mesh):
     x = placed(mesh, (64, 64), Shard(0), Replicate())
     with fallback("silent"):
         assert_expected_inline(
-            str(explain(torch.linalg.svdvals, x)),
+            str(explain(twice, x)),
             """\
 mesh (dp=64, tp=8)
- operator            | operands              | by       | moved                       | bytes    | results
----------------------+-----------------------+----------+-----------------------------+----------+--------------------
- _linalg_svd.default | f32[64, 64] (S(0), R) | gathered | A: all_gather(dp) -> (R, R) | 15.8 KiB | f32[64, 64] (R, R)
-                     |                       |          |                             |          | f32[64] (R, R)
-                     |                       |          |                             |          | f32[64, 64] (R, R)
+ operator                    | operands              | by       | moved                       | bytes    | results
+-----------------------------+-----------------------+----------+-----------------------------+----------+--------------------
+ explain_test::twice.default | f32[64, 64] (S(0), R) | gathered | x: all_gather(dp) -> (R, R) | 15.8 KiB | f32[64, 64] (R, R)
 redistributions: 1, received by a rank at most: 15.8 KiB, collectives: 1 all_gather_into_tensor""",
         )
 

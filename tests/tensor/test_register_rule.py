@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.ranks import run_ranks
 from tests.tensor.proving import exact
-from torchshard import distribute_tensor, register_rule, validate_rule
+from torchshard import distribute_tensor, fallback, register_rule, validate_rule
 from torchshard.errors import ShardingError
 from torchshard.rules.registry import find
 
@@ -142,6 +142,40 @@ def test_operators_that_rules_do_not_decide_about():
         register_rule(torch.relu, "... -> ...")
     with pytest.raises(AttributeError):
         register_rule("no_such_operator", "... -> ...")
+
+
+def _without_fake(rank, world):
+    """Pieces of length 1 do not show strides, and the operator cannot be asked: it has no register_fake."""
+    mesh = init_device_mesh("cpu", (world,))
+    a, b = full(3, 4), full(4, 6)
+    with register_rule(scaled_product, LINE):
+        got = scaled_product(distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Replicate()]), 0.5)
+        assert got.placements == (Shard(0),)
+        assert got.stride() == (6, 1)
+        torch.testing.assert_close(got.full_tensor(), scaled_product(a, b, 0.5))
+    with fallback("silent"), register_rule(scaled_product, "i k b, k j -> i j"):  # fits no matrix: gathered
+        got = scaled_product(distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Replicate()]), 0.5)
+        torch.testing.assert_close(got.full_tensor(), scaled_product(a, b, 0.5))
+
+
+def test_an_operator_that_knows_no_meta_tensors():
+    run_ranks(2, _without_fake)
+
+
+def _wrong_shapes(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    a, b = (distribute_tensor(full(*shape), mesh, [Shard(0)]) for shape in ((5, 4), (4, 6)))
+    messages = []
+    for line in ("i k, k j -> j i", "i k, k j -> i", "i k, k j -> i j k"):
+        with register_rule(scaled_product, line), pytest.raises(ShardingError, match=r"rule.* is wrong") as caught:
+            scaled_product(a, b, 0.5)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_wrong_shape_is_found_at_the_first_call():
+    messages = run_ranks(2, _wrong_shapes)
+    assert "expected: 2 dims" in messages[0][1]
 
 
 class Messages(expecttest.TestCase):

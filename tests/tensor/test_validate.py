@@ -23,6 +23,15 @@ def verdicts(func, args, how, words="", **more):
     return {w for o in report.wrong for w in o.ways if len(o.ways) == 1}
 
 
+@contextmanager
+def library(space, name, function):
+    """An operator of one tensor, for a while."""
+    home = torch.library.Library(space, "FRAGMENT")
+    home.define(f"{name}(Tensor x) -> Tensor")
+    home.impl(name, function, "CompositeExplicitAutograd")
+    yield getattr(getattr(torch.ops, space), name).default
+
+
 def proved(cases, **more):
     """Operators whose rule was right in all ways, with the forward and backward of these cases."""
     right = set()
@@ -53,11 +62,22 @@ def test_a_function_that_is_said_to_be_linear():
     assert verdicts(aten.exp.default, [full(5, 4)], "... -> ...", "mono") == set()
 
 
-def test_a_function_that_is_said_to_rise():
-    assert verdicts(aten.neg.default, [full(5, 4)], "... -> ...", "mono") == {
-        "terms: P(max) -> P(max)",
-        "terms: P(min) -> P(min)",
-    }
+BENT = (
+    "abs atan ceil cos elu erf exp expm1 floor gelu hardtanh leaky_relu log log1p logical_not reciprocal relu round rsqrt"
+    " sigmoid sign silu sin softplus sqrt square tanh trunc"
+)
+
+
+@pytest.mark.parametrize("name", BENT.split())
+def test_no_other_function_passes_as_linear(name):
+    x = full(5, 4)
+    x = x.abs() + 0.1 if name in ("log", "log1p", "sqrt", "rsqrt") else x
+    assert verdicts(getattr(aten, name).default, (x,), "... -> ...", "lin=0", meshes=((2,),))
+
+
+@pytest.mark.parametrize("name", ["abs", "cos", "neg", "reciprocal", "sin", "square"])
+def test_no_other_function_passes_as_rising(name):
+    assert verdicts(getattr(aten, name).default, (full(5, 4),), "... -> ...", "mono", meshes=((2,),))
 
 
 def test_a_factor_that_must_be_whole():
@@ -98,17 +118,14 @@ def test_a_bias_that_would_count_on_every_rank():
 
 
 def test_pieces_that_would_have_to_be_even():
-    swap = torch.library.Library("validate_even", "FRAGMENT")
-    swap.define("swap(Tensor x) -> Tensor")
-    swap.impl("swap", lambda x: x.view(-1, 2).flip(1).reshape(-1), "CompositeExplicitAutograd")
-    op = torch.ops.validate_even.swap.default
-    assert verdicts(op, [full(8)], "n -> n", meshes=((2,),)) == set()
-    (found,) = verdicts(op, [full(6)], "n -> n", meshes=((2,),))  # pieces of 3 cannot be swapped in twos
-    assert found.startswith("n split")
-    pairs = Rule(lambda x: Made("(n P) -> (n P)", {"n": x.shape[0] // 2, "P": 2}))
-    report = check_call(op, [full(12)], rule=pairs)
-    assert not report.wrong
-    assert any(o.verdict == "right" and "n split" in o.ways[0] for o in report.outcomes)
+    with library("validate_even", "swap", lambda x: x.view(-1, 2).flip(1).reshape(-1)) as op:
+        assert verdicts(op, [full(8)], "n -> n", meshes=((2,),)) == set()
+        (found,) = verdicts(op, [full(6)], "n -> n", meshes=((2,),))  # pieces of 3 cannot be swapped in twos
+        assert found.startswith("n split")
+        pairs = Rule(lambda x: Made("(n P) -> (n P)", {"n": x.shape[0] // 2, "P": 2}))
+        report = check_call(op, [full(12)], rule=pairs)
+        assert not report.wrong
+        assert any(o.verdict == "right" and o.split for o in report.outcomes)
 
 
 def test_a_kernel_that_fails_on_an_empty_piece():
@@ -175,14 +192,14 @@ The rule of exp.default is wrong in 16 of 24 trials.
         )
 
     def test_what_nobody_has_a_rule_for(self):
-        with pytest.raises(ShardingError) as caught:
-            validate_rule("histc", [(full(4, 4),)], backward=False)
+        with library("validate_none", "twice", lambda x: x + x), pytest.raises(ShardingError) as caught:
+            validate_rule("validate_none::twice", [(full(4, 4),)], backward=False)
         self.assertExpectedInline(
             str(caught.value),
             """\
 Nothing was proved: no operator that was called has a rule for these samples.
   expected: an operator with a rule
-  got:      histc.default
+  got:      validate_none::twice.default
   fix:      torchshard.register_rule(op, "i k, k j -> i j", ...)""",
         )
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchshard.errors import ShardingError
 from torchshard.rules.notation import DOTS, Dim, Operand, Signature
 
 ONE: Dim = ("1",)
@@ -24,9 +25,20 @@ class Bound:
     sizes: Mapping[str, int]
 
     def result_shape(self, which: int, local: Sequence[int]) -> tuple[int, ...]:
-        """Global shape of a result: from the factors, and from its local shape for dims that no factor tells."""
+        """Global shape of a result: from the factors, and from its local shape for dims that no factor tells.
+
+        Raises:
+            ShardingError: the line has another number of dims for it.
+        """
         if which >= len(self.results):
             return tuple(local)
+        if len(self.results[which]) != len(local):
+            raise ShardingError(
+                f"A rule is wrong: result {which} has another number of dims.",
+                expected=f"{len(local)} dims, as the operator gave",
+                got=f"{len(self.results[which])}: {' '.join('.'.join(dim) for dim in self.results[which])}",
+                fix="mend the rule; torchshard.validate_rule tells where it is wrong",
+            )
         return tuple([self._length(dim, n) for dim, n in zip(self.results[which], local, strict=True)])
 
     def known_shape(self, which: int) -> tuple[int, ...]:

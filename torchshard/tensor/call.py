@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import in_backward, operator_names, schema
+from torchshard._torch import in_backward, lacks_fake, operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.rules.pointwise import BY_ELEMENT
 from torchshard.rules.registry import find
@@ -177,8 +178,18 @@ def refuse_writes_to_severed(call: Call, operands: Sequence[Operand]) -> None:
             raise guards.refuse_write(value if operand.item is None else value[operand.item], call.name)
 
 
+def refuse_as_eager(call: Call) -> None:
+    """Raise what the operator raises for the global shapes, if it does, and can be asked."""
+    with suppress(NotImplementedError):
+        run_on_meta(call)
+
+
 def run_on_meta(call: Call) -> Any:
-    """The operator on meta tensors of the global shapes: for its errors, and for the strides of its results."""
+    """The operator on meta tensors of the global shapes: for its errors, and for the strides of its results.
+
+    Raises:
+        NotImplementedError: it has nothing to run on meta tensors.
+    """
 
     def meta(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
@@ -190,4 +201,9 @@ def run_on_meta(call: Call) -> Any:
     args, kwargs = call.with_values([meta(v) for v in call.values])
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
-    return call.func(*args, **kwargs)
+    try:
+        return call.func(*args, **kwargs)
+    except RuntimeError as error:
+        if lacks_fake(error):
+            raise NotImplementedError(str(error)) from error
+        raise

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import local_callable, schema
-from torchshard.errors import UnsupportedOperatorError
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.notation import parse
@@ -120,10 +120,13 @@ class FirstRun:
         hidden = any(n <= 1 < whole for n, whole in zip(last, shape, strict=True))
         stride = self._meta_stride(k, shape) if hidden else global_stride(shape, local.stride())
         layout = layout_for(sharding, shape, stride, local.dtype)
-        assert self.mesh.coordinate is None or tuple(local.shape) == tuple(layout.local_shape), (
-            f"{self.call.name}: the rule {self.made.line!r} gives {layout}, part {tuple(layout.local_shape)}, "
-            f"but the operator gave {tuple(local.shape)}"
-        )
+        if self.mesh.coordinate is not None and tuple(local.shape) != tuple(layout.local_shape):
+            raise ShardingError(
+                f"{self.call.name}: its rule {self.made.line!r} is wrong: result {k} has another shape.",
+                expected=f"{tuple(layout.local_shape)} on this rank, as part of {layout}",
+                got=tuple(local.shape),
+                fix="mend the rule; torchshard.validate_rule tells where it is wrong",
+            )
         kept = any(o.layout.marks & ASSUMED and not moves for o, moves in zip(self.operands, self.moves, strict=True))
         return layout.marked(ASSUMED) if kept and sharding.splits else layout
 

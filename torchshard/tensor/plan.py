@@ -22,6 +22,7 @@ from torchshard.tensor.call import (
     Call,
     Operand,
     operands_of,
+    refuse_as_eager,
     refuse_writes_to_severed,
     require_one_mesh,
     rule_of,
@@ -109,7 +110,7 @@ def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]
     made, options = ruled
     bound = bind_rule(parse(made.line), [layout.shape for layout in layouts], made.sizes)
     if bound is None:
-        run_on_meta(call)  # raises what eager torch raises for these shapes
+        refuse_as_eager(call)
         return None
     written = call.written()
     fixed: dict[int, int | None] = {

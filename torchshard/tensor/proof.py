@@ -36,7 +36,7 @@ class Outcome:
 
     Attributes:
         operator: its name, such as "mm.default".
-        call: the operands, such as "f32[5, 4], f32[4, 7]".
+        call: the operands, such as "float32[5, 4], float32[4, 7]".
         line: the rule's line for them.
         mesh: the mesh that was played.
         ways: in words, one an axis of the mesh.
@@ -129,11 +129,11 @@ class _Proof:
         self.bound = bind(parse(self.made.line), [tuple(t.shape) for t in tensors], self.made.sizes)
         self.written = self._written()
         self.expected = self._run(call.func, tensors)
-        tags = call.func.tags
-        random = torch.Tag.nondeterministic_seeded in tags or call.name.split(".")[0] in _UNINITIALISED
-        dtypes = [t.dtype for t in (*tensors, *self.expected) if t is not None]
-        self.close = None if random else tolerance(dtypes)
-        self.has_room = all(_has_room(t) for t in (*tensors, *self.expected) if t is not None)
+        drawn = torch.Tag.nondeterministic_seeded in call.func.tags
+        known = [t for t in (*tensors, *self.expected) if t is not None]
+        unread = drawn or call.name.split(".")[0] in _UNINITIALISED
+        self.close = None if unread else tolerance(t.dtype for t in known)
+        self.has_room = all(map(_has_room, known))
 
     def outcomes(self, meshes: Sequence[tuple[int, ...]], limit: int) -> Iterator[Outcome]:
         """What comes of every way on meshes of one axis, and of up to `limit` combinations on those of several."""
@@ -237,12 +237,15 @@ class _Proof:
         tensors = [p for p in parts if p is not None]
         if expected is None or len(tensors) < len(parts):
             return None if expected is None and not tensors else f"expected {expected}, got {parts}"
-        wrong = complaint(tensors, lifted.results[k], expected, self.close)
+        if expected.ndim != len(bound.results[k]) or any(p.ndim != expected.ndim for p in tensors):
+            return f"the line has {len(bound.results[k])} dims, the operator gives {expected.ndim}"
+        if (wrong := complaint(tensors, lifted.results[k], expected, self.close)) is not None:
+            return wrong
         for rank, part in enumerate(tensors):
-            told = bound.result_shape(k, tuple(part.shape)) if part.ndim == len(bound.results[k]) else None
+            told = bound.result_shape(k, tuple(part.shape))
             if told != tuple(expected.shape):
-                return wrong or f"rank {rank}: expected the shape {tuple(expected.shape)}, the line tells {told}"
-        return wrong
+                return f"rank {rank}: expected the shape {tuple(expected.shape)}, the line tells {told}"
+        return None
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
