@@ -352,6 +352,30 @@ def current_node() -> Any:
     return found() if found and in_backward() else None
 
 
+def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and how they were nested (torch.utils._pytree, 2.11-2.15; 2.11 has no other)."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def tree_of(leaves: Sequence[Any], nesting: Any) -> Any:
+    """Containers nested as `leaves_of` has found it, with these leaves (torch.utils._pytree, 2.11-2.15)."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, nesting)
+
+
+def leaf_of_gradient() -> Any:
+    """The leaf whose gradient the autograd node that runs now makes first, as of AccumulateGrad.variable (2.11-2.15).
+
+    None where that is no leaf, or outside of backward.
+    """
+    node = current_node()
+    edges = node.next_functions if node is not None else ()
+    return getattr(edges[0][0], "variable", None) if edges else None
+
+
 def backend_by_name(name: str) -> Callable[..., Any]:
     """The compiler that `torch.compile(backend=name)` would call (torch._dynamo.lookup_backend, 2.11-2.15).
 

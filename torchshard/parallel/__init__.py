@@ -3,19 +3,33 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchshard.parallel.context import context_parallel
+    from torchshard.parallel.loss import loss_parallel
+    from torchshard.parallel.mapping import local_map
     from torchshard.parallel.plan import parallelize_module
+    from torchshard.parallel.preparing import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
     from torchshard.parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 __all__ = [
     "ColwiseParallel",
     "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "context_parallel",
+    "local_map",
+    "loss_parallel",
     "parallelize_module",
 ]
 
 _HOMES = {
+    "context": "context_parallel",
+    "mapping": "local_map",
+    "loss": "loss_parallel",
     "plan": "parallelize_module",
+    "preparing": "PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput",
     "styles": "ColwiseParallel ParallelStyle RowwiseParallel SequenceParallel",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -111,4 +111,4 @@ def _tie(places: Tied) -> None:
     if made is not None:
         for (module, name), parameter in zip(places, held, strict=True):
             if parameter is not made:
-                module.register_parameter(name, made)
+                module.register_parameter(name, made)  # type: ignore[arg-type]  # a Parameter that is a DTensor

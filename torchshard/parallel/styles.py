@@ -195,7 +195,7 @@ def place_parameter(
     Raises:
         ShardingError: it is a DTensor of another placement.
     """
-    placed = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+    placed: Tensor = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
     if placed is not parameter:
         module.register_parameter(name, nn.Parameter(placed.detach(), requires_grad=parameter.requires_grad))
 

@@ -21,9 +21,10 @@ _OF_MEMORY = frozenset(
 
 def find(name: str) -> Callable[..., Any] | None:
     """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
-    from torchshard.tensor.handlers import losses, norms, random
+    from torchshard.tensor.handlers import embedding, losses, norms, random, softmax
 
-    tables: list[Mapping[str, Callable[..., Any]]] = [losses.HANDLERS, norms.HANDLERS, random.HANDLERS]
+    rooms = (embedding, losses, norms, random, softmax)
+    tables: list[Mapping[str, Callable[..., Any]]] = [room.HANDLERS for room in rooms]
     return next((table[name] for table in tables if name in table), None)
 
 
