@@ -90,6 +90,8 @@ def train(rank, world, kind, norm_first):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+        with torch.no_grad():  # where plain modules may take a fused path
+            compare("evaluation", model.eval()(x), plain.eval()(x))
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         compare(f"parameter {name}", p, q)
     return max((e, name) for name, e in errors.items())

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from torchshard.parallel.context import context_parallel
     from torchshard.parallel.loss import loss_parallel
     from torchshard.parallel.mapping import local_map
+    from torchshard.parallel.parts import local_parameters, placed_parameters
     from torchshard.parallel.plan import parallelize_module
     from torchshard.parallel.preparing import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
     from torchshard.parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
@@ -20,14 +21,17 @@ __all__ = [
     "SequenceParallel",
     "context_parallel",
     "local_map",
+    "local_parameters",
     "loss_parallel",
     "parallelize_module",
+    "placed_parameters",
 ]
 
 _HOMES = {
     "context": "context_parallel",
     "mapping": "local_map",
     "loss": "loss_parallel",
+    "parts": "local_parameters placed_parameters",
     "plan": "parallelize_module",
     "preparing": "PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput",
     "styles": "ColwiseParallel ParallelStyle RowwiseParallel SequenceParallel",
