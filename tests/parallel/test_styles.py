@@ -27,6 +27,9 @@ def worst(pairs):
 
 
 def mlp(rank, world, hidden, bias):
+    import warnings
+
+    warnings.simplefilter("error")
     from torchshard import init_device_mesh
     from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
