@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parallel.llama import Block, Config, plan, rotary
+from tests.parallel.llama import Block, Config, Llama, loss, plan, rotary
 from tests.ranks import run_ranks
 
 
@@ -47,4 +47,34 @@ def compare(rank, world, kind):
 @pytest.mark.parametrize("kind", ["tp", "sp", "dtensor"])
 def test_one_graph_forward_and_backward(kind):
     for errors in run_ranks(2, compare, kind, timeout=280):
+        assert max(errors) < 1e-5, errors
+
+
+def compare_models(rank, world):
+    """A whole model: split vocabulary at both ends, and its loss."""
+    from torchshard import Replicate, distribute_tensor, init_device_mesh
+    from torchshard.parallel import parallelize_module
+
+    config = Config(layers=1)
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    plain, model = Llama(config), Llama(config)
+    model.load_state_dict(plain.state_dict())
+    parallelize_module(model, mesh, plan("sp"))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(tokens, targets):
+        return loss(model(tokens), targets)
+
+    tokens = torch.randint(0, config.vocabulary, (2, 8), generator=torch.Generator().manual_seed(3))
+    want = loss(plain(tokens), tokens)
+    got = step(tokens, distribute_tensor(tokens, mesh, [Replicate()]))
+    want.backward()
+    got.backward()
+    pairs = [(got, want), *[(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]]
+    return [(p.full_tensor() - q).abs().max().item() / max(1.0, q.abs().max().item()) for p, q in pairs]
+
+
+def test_one_graph_of_a_whole_model():
+    for errors in run_ranks(2, compare_models, timeout=280):
         assert max(errors) < 1e-5, errors

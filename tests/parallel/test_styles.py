@@ -224,3 +224,63 @@ def test_layouts_that_do_not_go_together():
         PrepareModuleInput(input_kwarg_layouts={"c": Shard(0)})
     with pytest.raises(AssertionError, match="same length: 2 and 1"):
         PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=(Shard(0), Shard(1)))
+
+
+class Adapted(nn.Linear):
+    """A linear layer with a low-rank one beside it."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+        self.low, self.high = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.high(self.low(x))
+
+
+def more(rank, world):
+    """Layers with layers inside; models made on the meta device; copies."""
+    import copy
+
+    from torchshard import Replicate, Shard, init_device_mesh
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    for style in (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())):
+        torch.manual_seed(0)
+        plain, model = Adapted(), Adapted()
+        model.load_state_dict(plain.state_dict())
+        parallelize_module(model, mesh, style)
+        assert model.low.weight.placements == (Replicate(),)
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+        want, got = plain(x), model(x)
+        want.square().sum().backward()
+        got.square().sum().backward()
+        assert (
+            worst(
+                [(got, want), *[(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]]
+            )
+            < 1e-5
+        )
+
+    torch.manual_seed(0)
+    plain = MLP(6, 8)
+    with torch.device("meta"):
+        model = MLP(6, 8)
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model.to_empty(device="cpu")
+    assert model.up.weight.placements == (Shard(0),)
+    placed = parallelize_module(copy.deepcopy(plain), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model.load_state_dict(placed.state_dict())
+    torch.testing.assert_close(model(x), plain(x))
+
+    twin = copy.deepcopy(model)
+    lent = copy.deepcopy(local_parameters(copy.deepcopy(model)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for copied in (twin, lent):
+        torch.testing.assert_close(copied(x), plain(x))
+
+
+def test_adapters_meta_and_copies():
+    run_ranks(2, more)

@@ -64,7 +64,8 @@ class _CutWeights(ParallelStyle):
 
         def partition(_: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
             for name, parameter in list(submodule.named_parameters(recurse=False)):
-                place_parameter(submodule, name, parameter, mesh, cuts.get(name, cuts[""]), self.src_data_rank)
+                placement = cuts.get(name, cuts[""]) if submodule is module else Replicate()  # adapters: whole
+                place_parameter(submodule, name, parameter, mesh, placement, self.src_data_rank)
 
         wanted, length = self._wanted(module), self._length(module)
         return distribute_module(
