@@ -164,6 +164,10 @@ def faults(rank, world):
     good = distribute_tensor(torch.tensor([0, 1]), mesh, [Replicate()])
     with pytest.raises(UnsupportedOperatorError, match="not sparse"):
         F.embedding(good, table, sparse=True)
+    one = F.embedding(torch.tensor(4), table.requires_grad_())  # a plain scalar is the same everywhere
+    one.sum().backward()
+    assert torch.equal(one.full_tensor(), table.full_tensor()[4])
+    assert table.grad.full_tensor().sum() == 3
     uneven = DTensor.from_local(torch.randn(2, 3 - rank), mesh, [Shard(1)])
     with pytest.raises(RankMismatchError):
         torch.softmax(uneven, 1)

@@ -33,13 +33,13 @@ def _embedding(
             fix="nn.Embedding(..., sparse=False): each rank's gradient has the rows that it holds, and no others",
         )
     layout, mesh, n = weight._spec, weight._spec.mesh, indices.ndim
-    table_sharding = layout.sharding.without_partial()
+    table_sharding, of_indices = layout.sharding.without_partial(), _sharding(indices, mesh)
     asked: list[Placement] = []
     given: list[Placement] = []
-    for w, i in zip(table_sharding.placements, indices._spec.placements, strict=True):
+    for w, i in zip(table_sharding.placements, of_indices.placements, strict=True):
         asked.append(i if w is R and isinstance(i, Shard) else R)
         given.append(asked[-1] if w is R else Partial("sum") if w is Shard(0) else Shard(n))
-    splits = {d: axes for d, axes in indices._spec.sharding.splits.items() if d in _dims(asked)}
+    splits = {d: axes for d, axes in of_indices.splits.items() if d in _dims(asked)}
     splits = {d: tuple([a for a in axes if isinstance(asked[a], Shard)]) for d, axes in splits.items()}
     table = part(weight, table_sharding)
     rows = part(indices, mesh.sharding(asked, splits))
@@ -57,12 +57,13 @@ def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: 
     if by_frequency or type(grad) is not DTensor or grad._spec.mesh.coordinate is None:
         return NotImplemented
     mesh, n = grad._spec.mesh, indices.ndim
+    of_indices = _sharding(indices, mesh)
     table = _table_sharding(grad, rows)
     given: list[Placement] = []
     batch: list[Placement] = []
     for axis, g in enumerate(grad._spec.placements):
         w = table.placements[axis] if table is not None else R
-        i = indices._spec.placements[axis]
+        i = of_indices.placements[axis]
         b = g if isinstance(g, Shard) and g.dim < n else i if isinstance(i, Shard) else R
         columns = w is Shard(1) or (g is Shard(n) and w is R)
         batch.append(R if w is Shard(0) or columns else b)
@@ -92,6 +93,11 @@ def _table_sharding(grad: DTensor, rows: int) -> Sharding | None:
     if type(table) is not DTensor or table._spec.mesh is not grad._spec.mesh:
         return None
     return table._spec.sharding.without_partial() if table.shape == (rows, grad.shape[-1]) else None
+
+
+def _sharding(indices: Any, mesh: Any) -> Sharding:
+    """How the indices are split; a plain scalar is the same everywhere."""
+    return indices._spec.sharding if type(indices) is DTensor else mesh.replicated()
 
 
 def _own(index: Tensor, start: int, count: int, rows: int) -> tuple[Tensor, Tensor]:
