@@ -21,9 +21,9 @@ _OF_MEMORY = frozenset(
 
 def find(name: str) -> Callable[..., Any] | None:
     """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
-    from torchshard.tensor.handlers import embedding, losses, norms, random, softmax
+    from torchshard.tensor.handlers import embedding, norms, random, softmax, split_classes
 
-    rooms = (embedding, losses, norms, random, softmax)
+    rooms = embedding, norms, random, softmax, split_classes
     tables: list[Mapping[str, Callable[..., Any]]] = [room.HANDLERS for room in rooms]
     return next((table[name] for table in tables if name in table), None)
 
