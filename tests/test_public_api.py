@@ -9,6 +9,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 import torchshard
+from torchshard import parallel
 
 
 def signature(function) -> str:
@@ -18,8 +19,8 @@ def signature(function) -> str:
     return str(inspect.Signature(bare))
 
 
-def described(name: str) -> list[str]:
-    value = getattr(torchshard, name)
+def described(name: str, room=torchshard) -> list[str]:
+    value = getattr(room, name)
     home = value.__module__
     if home.split(".")[0] != "torchshard":
         return [f"{name}: torch's own"]
@@ -79,13 +80,43 @@ zeros(*size, **options)""",
     )
 
 
+def test_names_and_signatures_of_parallel():
+    text = "\n".join(line for name in parallel.__all__ for line in described(name, parallel))
+    assert_expected_inline(
+        text,
+        """\
+class ColwiseParallel(_CutWeights)
+    __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True)
+class ParallelStyle(ABC)
+class PrepareModuleInput(ParallelStyle)
+    __init__(self, *, input_layouts=None, desired_input_layouts=None, input_kwarg_layouts=None, desired_input_kwarg_layouts=None, use_local_output=False)
+class PrepareModuleInputOutput(ParallelStyle)
+    __init__(self, *, input_layouts=None, desired_input_layouts=None, input_kwarg_layouts=None, desired_input_kwarg_layouts=None, use_local_input=False, output_layouts, desired_output_layouts, use_local_output=True)
+class PrepareModuleOutput(ParallelStyle)
+    __init__(self, *, output_layouts, desired_output_layouts, use_local_output=True)
+class RowwiseParallel(_CutWeights)
+    __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True)
+class SequenceParallel(ParallelStyle)
+    __init__(self, *, sequence_dim=1, use_local_output=False)
+context_parallel(*args, **kwargs)
+local_map(func=None, out_placements=None, in_placements=None, in_grad_placements=None, device_mesh=None, *, redistribute_inputs=False)
+local_parameters(module)
+loss_parallel()
+parallelize_module(module, device_mesh=None, parallelize_plan=None, *, src_data_rank=0)
+placed_parameters(module)""",
+    )
+
+
 def test_every_public_name_is_listed_once_everywhere():
     names = torchshard.__all__
     assert len(set(names)) == len(names)
     assert set(names) <= set(dir(torchshard))
     assert set(names) == set(torchshard._HOME)
+    assert set(parallel.__all__) == set(parallel._HOME) <= set(dir(parallel))
 
 
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'torchshard' has no attribute 'nothing'"):
         _ = torchshard.nothing
+    with pytest.raises(AttributeError, match=r"module 'torchshard\.parallel' has no attribute 'nothing'"):
+        _ = parallel.nothing

@@ -201,8 +201,9 @@ def is_traced(x: Tensor) -> bool:
     There is no public test for fake and functional tensors; `torch.compiler.is_compiling` does not cover AOTAutograd.
     """
     from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return isinstance(x, FakeTensor) or torch._is_functional_tensor(x) or x.is_meta
+    return isinstance(x, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(x) or x.is_meta
 
 
 def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]:
@@ -416,6 +417,30 @@ def current_node() -> Any:
     """
     found = _find("_C._current_autograd_node")
     return found() if found and in_backward() else None
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and how they were nested (torch.utils._pytree, 2.11-2.15; 2.11 has no other)."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def tree_of(leaves: Sequence[Any], nesting: Any) -> Any:
+    """Containers nested as `leaves_of` has found it, with these leaves (torch.utils._pytree, 2.11-2.15)."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, nesting)
+
+
+def leaf_of_gradient() -> Any:
+    """The leaf whose gradient the autograd node that runs now makes first, as of AccumulateGrad.variable (2.11-2.15).
+
+    None where that is no leaf, or outside of backward.
+    """
+    node = current_node()
+    edges = node.next_functions if node is not None else ()
+    return getattr(edges[0][0], "variable", None) if edges else None
 
 
 def backend_by_name(name: str) -> Callable[..., Any]:

@@ -1,5 +1,7 @@
 """The validator: it finds the table right, and rules that claim too much wrong."""
 
+from contextlib import contextmanager
+
 import expecttest
 import pytest
 import torch

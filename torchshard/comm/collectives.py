@@ -86,6 +86,11 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     return finish([_wait(_c10d.all_reduce(_dense(term), name, group.name)) for term, name in terms])
 
 
+def all_reduce_largest(x: Tensor, group: Group) -> Tensor:
+    """The largest of all ranks' values, which are floating-point numbers and not NaN: one collective, not two."""
+    return _wait(_c10d.all_reduce(x.contiguous(), "max", group.name))
+
+
 def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
     """This rank's piece along `dim` of the reduction of all ranks' terms.
 

@@ -80,7 +80,7 @@ def check_parameters(parameters: Sequence[torch.nn.Parameter]) -> None:
         if hasattr(type(p), "__tensor_flatten__"):  # made of other tensors: torch's DTensor, ours, ...
             raise NotImplementedError(
                 f"DistributedDataParallel: {type(p).__name__} parameters (data times tensor parallel) are not "
-                "supported by torchshard yet; wrap a module of plain tensors"
+                "supported by torchshard yet; call torchshard.parallel.local_parameters(module) first"
             )
 
 

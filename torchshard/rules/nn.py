@@ -150,18 +150,33 @@ def _embedding_bag_backward(
 def _attention(
     q: Layout, k: Layout, v: Layout, dropout: float = 0.0, causal: bool = False, *,
     attn_mask: Layout | None = None, scale: float | None = None,
-) -> str:  # fmt: skip
-    mask = f", {' '.join('bhST'[4 - attn_mask.ndim :])}" if attn_mask is not None else ""
-    return f"b h S E, b h T E, b h T F{mask} -> b h S F, b h S"
+) -> Made:  # fmt: skip
+    heads, sizes = _heads(q, k)
+    mask = _mask(attn_mask, heads)
+    return Made(f"b {heads} S E, b h T E, b h T F{mask} -> b {heads} S F, b {heads} S", sizes)
 
 
 def _attention_backward(
     grad: Layout, q: Layout, k: Layout, v: Layout, out: Layout, logsumexp: Layout, dropout: float, causal: bool, *,
     attn_mask: Layout | None = None, scale: float | None = None,
-) -> str:  # fmt: skip
-    mask = f", {' '.join('bhST'[4 - attn_mask.ndim :])}" if attn_mask is not None else ""
-    operands = f"b h S F, b h S E, b h T E, b h T F, b h S F, b h S{mask}"
-    return f"{operands} -> b h S E, b h T E, b h T F"
+) -> Made:  # fmt: skip
+    heads, sizes = _heads(q, k)
+    of_q, kv = f"b {heads} S", "b h T E, b h T F"
+    return Made(f"{of_q} F, {of_q} E, {kv}, {of_q} F, {of_q}{_mask(attn_mask, heads)} -> {of_q} E, {kv}", sizes)
+
+
+def _heads(q: Layout, k: Layout) -> tuple[str, dict[str, int]]:
+    """The heads of queries: those of keys, or a group of `R` for each of them (grouped-query attention)."""
+    if q.shape[1] == k.shape[1]:
+        return "h", {}
+    return "(h R)", {"R": q.shape[1] // max(k.shape[1], 1)}
+
+
+def _mask(mask: Layout | None, heads: str) -> str:
+    if mask is None:
+        return ""
+    heads = "1" if mask.ndim > 2 and mask.shape[-3] == 1 else heads
+    return f", {' '.join(['b', heads, 'S', 'T'][4 - mask.ndim :])}"
 
 
 RULES = {

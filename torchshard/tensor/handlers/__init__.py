@@ -19,9 +19,18 @@ _OF_MEMORY = frozenset({"as_strided_.default", "as_strided_scatter.default", "se
 
 def find(name: str) -> Callable[..., Any] | None:
     """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
-    from torchshard.tensor.handlers import batch_norm, losses, norms, random, statistics, views
+    from torchshard.tensor.handlers import (
+        batch_norm,
+        embedding,
+        norms,
+        random,
+        softmax,
+        split_classes,
+        statistics,
+        views,
+    )
 
-    rooms = batch_norm, losses, norms, random, statistics, views
+    rooms = batch_norm, embedding, norms, random, softmax, split_classes, statistics, views
     tables: list[Mapping[str, Callable[..., Any]]] = [room.HANDLERS for room in rooms]
     return next((table[name] for table in tables if name in table), None)
 

@@ -1,0 +1,72 @@
+"""local_map: functions of local tensors as functions of DTensors."""
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+
+def product(rank, world):
+    from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.parallel import local_map
+
+    mesh = init_device_mesh("cpu", (world,))
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(4, 6, generator=g), torch.randn(6, 3, generator=g)
+    x, y = (distribute_tensor(t, mesh, [Shard(d)]).requires_grad_() for t, d in ((a, 1), (b, 0)))
+    p, q = a.clone().requires_grad_(), b.clone().requires_grad_()
+    seen = []
+
+    def multiply(name, left, right, *, scale=1):
+        seen.append((name, type(left), tuple(left.shape)))
+        return left @ right * scale, name
+
+    mapped = local_map(
+        multiply,
+        out_placements=([Partial()], None),
+        in_placements=(None, [Shard(-1)], (Shard(0),)),
+        in_grad_placements=(None, [Shard(1)], [Shard(0)]),
+    )
+    got, name = mapped("n", x, y, scale=2)
+    want = p @ q * 2
+    assert (name, seen) == ("n", [("n", torch.Tensor, (4, 6 // world))])
+    assert got.placements == (Partial(),)
+    torch.testing.assert_close(got.full_tensor(), want)
+    got.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), p.grad)
+    torch.testing.assert_close(y.grad.full_tensor(), q.grad)
+
+    whole = distribute_tensor(a, mesh, [Replicate()])
+    with pytest.raises(ValueError, match="redistribute_inputs=True"):
+        mapped("n", whole, y)
+    moving = local_map(
+        lambda left, right: left @ right,
+        out_placements=[Partial()],
+        in_placements=([Shard(1)], [Shard(0)]),
+        redistribute_inputs=True,
+    )
+    torch.testing.assert_close(moving(whole, y).full_tensor(), a @ b)
+    assert torch.equal(moving(a, b), a @ b)  # no DTensor: as it is
+
+    @local_map(out_placements=[Shard(0)], device_mesh=mesh)
+    def twice(t):
+        return t * 2
+
+    assert torch.equal(twice(distribute_tensor(a, mesh, [Shard(0)])).full_tensor(), a * 2)
+
+    for wrong, arguments, message in [
+        (local_map(twice.args[0], [Shard(0)], ([Shard(0)], None)), (x,), "2 entries for 1 arguments"),
+        (local_map(twice.args[0], [Shard(0)], (None,)), (x,), "must not be None"),
+        (local_map(twice.args[0], [Shard(0)], None, (None,)), (x,), "in_grad_placements must not be None"),
+        (local_map(multiply, ([Partial()], None), ([Shard(0)], [Shard(1)], [Shard(0)])), ("n", x, y), "no tensor"),
+        (local_map(lambda t: (t, 1), [Shard(0)]), (x,), "2 results and out_placements for 1"),
+        (local_map(lambda t: 1, [Shard(0)]), (x,), "is no tensor"),
+        (local_map(lambda t: DTensor.from_local(t, mesh, [Shard(0)]), [Shard(0)]), (x,), "is a DTensor"),
+    ]:
+        with pytest.raises(AssertionError, match=message):
+            wrong(*arguments)
+
+
+def test_local_map():
+    run_ranks(2, product)

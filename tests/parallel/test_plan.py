@@ -1,0 +1,157 @@
+"""parallelize_module: patterns, warnings, shared parameters, sources, errors."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import parallel as theirs
+
+from tests.ranks import run_ranks
+from torchshard import Replicate, Shard, init_device_mesh
+from torchshard.errors import ShardingError
+from torchshard.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    context_parallel,
+    parallelize_module,
+)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+class Note(ParallelStyle):
+    """A style of a user: notes where it was applied."""
+
+    def __init__(self):
+        self.seen = []
+
+    def _apply(self, module, device_mesh):
+        self.seen.append((module.name, self.src_data_rank))
+        return module
+
+
+def tree():
+    """Two layers with a mlp of w1 and w2 each, and a head; each module knows its name."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.ModuleDict({"w1": nn.Linear(4, 8), "w2": nn.Linear(8, 4)})
+            self.norm = nn.LayerNorm(4)
+
+    root = nn.Module()
+    root.layers, root.head = nn.ModuleList([Layer(), Layer()]), nn.Linear(4, 4)
+    for name, module in root.named_modules():
+        module.name = name
+    return root
+
+
+def test_patterns_match_level_by_level(mesh):
+    style = Note()
+    parallelize_module(tree(), mesh, {"layers.*.mlp.w[12]": style, "h?ad": style, "layers.1": style, "": style})
+    assert [name for name, _ in style.seen] == [
+        "layers.0.mlp.w1", "layers.0.mlp.w2", "layers.1.mlp.w1", "layers.1.mlp.w2", "head", "layers.1", "",
+    ]  # fmt: skip
+    style = Note()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize_module(tree(), mesh, {"*.mlp": style, "layers.*.w1": style, "layers.0.norm": style})
+    assert [str(w.message) for w in caught] == [
+        "parallelize_module: the plan's key '*.mlp' matches no submodule of Module; skipped",
+        "parallelize_module: the plan's key 'layers.*.w1' matches no submodule of Module; skipped",
+    ]
+    assert style.seen == [("layers.0.norm", 0)]
+
+
+def test_the_source_of_data_reaches_the_styles(mesh):
+    for source in (0, 2, None):
+        style = Note()
+        parallelize_module(tree(), mesh, {"": style, "head": style}, src_data_rank=source)
+        assert style.seen == [("", source), ("head", source)]
+
+
+def test_what_is_no_plan(mesh):
+    module = tree()
+    with pytest.warns(UserWarning, match="there is no plan"):
+        assert parallelize_module(module, mesh) is module
+    with pytest.raises(TypeError, match=r"not a builtins\.list"):
+        parallelize_module(module, mesh, [])
+    with pytest.raises(TypeError, match=r"torch\.distributed\.tensor\.parallel\.style\.ColwiseParallel"):
+        parallelize_module(module, mesh, {"head": theirs.ColwiseParallel()})
+    with pytest.raises(NotImplementedError, match=r"takes nn\.Linear and nn\.Embedding, and this is a LayerNorm"):
+        parallelize_module(module, mesh, {"layers.0.norm": RowwiseParallel()})
+    parallelize_module(module, mesh, {"head": ColwiseParallel()})
+    with pytest.raises(RuntimeError, match="already been called"):
+        parallelize_module(module, mesh, {"head": ColwiseParallel()})
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ShardingError, match=r'mesh\["tp"\]'):
+        parallelize_module(tree(), grid, {"head": ColwiseParallel()})
+    parallelize_module(tree(), grid["tp"], {"head": ColwiseParallel()})
+    with pytest.raises(NotImplementedError, match="context_parallel is not supported yet"):
+        context_parallel(mesh)
+
+
+def test_the_surrounding_mesh_is_taken(mesh):
+    module = tree()
+    with mesh:
+        parallelize_module(module, parallelize_plan={"head": ColwiseParallel()})
+    assert module.head.weight.placements == (Shard(0),)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_shared_parameters_stay_shared(mesh):
+    both = parallelize_module(Tied(), mesh, {"embedding": RowwiseParallel(), "head": ColwiseParallel()})
+    assert both.embedding.weight is both.head.weight
+    assert len(list(both.parameters())) == 1
+    later = parallelize_module(Tied(), mesh, {"embedding": RowwiseParallel()})
+    assert later.head.weight is later.embedding.weight
+    parallelize_module(later, mesh, {"head": ColwiseParallel()})
+    assert later.head.weight is later.embedding.weight
+    with pytest.raises(ShardingError, match="does not move a DTensor"):
+        parallelize_module(Tied(), mesh, {"embedding": ColwiseParallel(), "head": ColwiseParallel()})
+
+
+def test_styles_as_text():
+    texts = [ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1), use_local_output=False), SequenceParallel()]
+    assert "\n".join(map(repr, texts)) == (
+        "ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)\n"
+        "RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Shard(dim=1),), use_local_output=False)\n"
+        "SequenceParallel(sequence_dim=1, use_local_output=False)"
+    )
+
+
+def sources(rank, world, source):
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(rank)
+    own = nn.Linear(4, 4)
+    module = nn.Linear(4, 4)
+    module.load_state_dict(own.state_dict())
+    parallelize_module(module, mesh, ColwiseParallel(), src_data_rank=source)
+    torch.manual_seed(rank if source is None else source)
+    want = nn.Linear(4, 4).weight.chunk(world)[rank]
+    assert torch.equal(module.weight.to_local(), want)
+    norm = nn.LayerNorm(4)
+    nn.init.constant_(norm.weight, float(rank))
+    parallelize_module(norm, mesh, SequenceParallel(), src_data_rank=source)
+    assert norm.weight.placements == (Replicate(),)
+    return norm.weight.to_local()[0].item()
+
+
+@pytest.mark.parametrize("source", [0, 1, None])
+def test_whose_parameters_count(source):
+    assert run_ranks(2, sources, source) == ([0.0, 1.0] if source is None else [float(source)] * 2)

@@ -1,0 +1,128 @@
+"""State dicts of parallel modules: out, in, through checkpoints, and with parameters that are plain outside of forward."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.parallel.llama import Config, Llama, loss, plan
+from tests.ranks import run_ranks
+
+
+def models(world, kind="tp", tied=False):
+    """A plain Llama, and the same one parallel."""
+    from torchshard import init_device_mesh
+    from torchshard.parallel import parallelize_module
+
+    torch.manual_seed(0)
+    plain, model = Llama(Config(tied=tied)), Llama(Config(tied=tied))
+    model.load_state_dict(plain.state_dict())
+    return plain, parallelize_module(model, init_device_mesh("cpu", (world,)), plan(kind))
+
+
+def same(state, plain):
+    assert list(state) == list(plain)
+    for name, value in state.items():
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert torch.equal(full, plain[name]), name
+
+
+def in_and_out(rank, world, folder, local):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    from torchshard import DTensor
+    from torchshard.parallel import local_parameters
+
+    plain, model = models(world, tied=local)
+    if local:
+        local_parameters(model)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+    want = plain.state_dict()
+    state = model.state_dict()
+    assert isinstance(state["output.weight"], DTensor)
+    same(state, want)
+    same(get_model_state_dict(model), want)
+
+    other = {name: torch.zeros_like(t) for name, t in want.items()}
+    saved = copy.deepcopy(state)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    same(model.state_dict(), other)
+    model.load_state_dict(saved)
+    same(model.state_dict(), want)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    set_model_state_dict(model, saved)
+    same(model.state_dict(), want)
+
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    same(model.state_dict(), want)
+    dcp.load({"model": other}, checkpoint_id=folder)
+    same(other, want)
+    if local:  # also plain ones, of the whole
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        model.load_state_dict(want)
+        same(model.state_dict(), want)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_state_dicts_load_back(local, tmp_path):
+    run_ranks(2, in_and_out, str(tmp_path / "saved"), local)
+
+
+def lent(rank, world):
+    from torchshard import DTensor, distribute_module, init_device_mesh
+    from torchshard.parallel import ColwiseParallel, local_parameters, parallelize_module, placed_parameters
+
+    plain, model = models(world, "sp")
+    assert local_parameters(model) is model
+    tokens = torch.randint(0, 29, (2, 8), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).full_tensor(), plain(tokens))
+
+    class Recomputed(nn.Module):  # runs modules of the model once more, outside of its forward
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *inputs):
+            return checkpoint(self.inner, *inputs, use_reentrant=False)
+
+    model.layers[0] = Recomputed(model.layers[0])
+    loss(plain(tokens), tokens).backward()
+    from torchshard.parallel import loss_parallel
+
+    with loss_parallel():
+        loss(model(tokens), tokens).backward()
+    for p, q in zip(placed_parameters(model), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    with pytest.raises(IndexError):
+        model(torch.full((2, 8), 99))
+    assert not any(isinstance(p, DTensor) for p in vars(model.output).values())  # nothing is left behind
+
+    mesh = init_device_mesh("cpu", (world,))
+    frozen = nn.Linear(4, 4)
+    frozen.weight.requires_grad_(False)
+    local_parameters(parallelize_module(frozen, mesh, ColwiseParallel()))
+    assert not frozen.weight.requires_grad
+    assert frozen.bias.requires_grad
+    assert frozen.weight.shape == (4 // world, 4)
+    with pytest.raises(NotImplementedError, match="buffer that is a DTensor"):
+        local_parameters(distribute_module(nn.BatchNorm1d(3), mesh))
+
+
+def test_parameters_are_lent_to_forward():
+    run_ranks(2, lent)

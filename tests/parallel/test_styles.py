@@ -1,0 +1,286 @@
+"""Styles on single modules: values, gradients and layouts, on real ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_ranks
+
+
+class MLP(nn.Module):
+    def __init__(self, width, hidden, bias=True):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def worst(pairs):
+    """Largest difference between DTensors and plain tensors, beside the largest value."""
+    errors = []
+    for got, want in pairs:
+        full = got.full_tensor() if hasattr(got, "full_tensor") else got
+        assert full.shape == want.shape
+        errors.append((full - want).abs().max().item() / max(1.0, want.abs().max().item()))
+    return max(errors)
+
+
+def mlp(rank, world, hidden, bias):
+    import warnings
+
+    warnings.simplefilter("error")
+    from torchshard import init_device_mesh
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    plain = MLP(6, hidden, bias)
+    torch.manual_seed(rank)  # the first rank's parameters count
+    model = MLP(6, hidden, bias)
+    assert parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}) is model
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(5))
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    want, got = plain(a), model(b)
+    assert type(got) is torch.Tensor
+    want.square().sum().backward()
+    got.square().sum().backward()
+    pairs = [(got, want), (b.grad, a.grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    return worst(pairs), {name: str(p.placements) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("hidden", [8, 5, 1])
+def test_colwise_and_rowwise_make_an_mlp(hidden, bias):
+    for error, placements in run_ranks(2, mlp, hidden, bias):
+        assert error < 1e-5
+        assert placements["up.weight"] == "(Shard(dim=0),)"
+        assert placements["down.weight"] == "(Shard(dim=1),)"
+
+
+def embeddings(rank, world, style, max_norm):
+    import warnings
+
+    from torchshard import Replicate, init_device_mesh
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    plain, model = (nn.Embedding(7, 5, padding_idx=2, max_norm=max_norm) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    made = {"col": ColwiseParallel(output_layouts=Replicate()), "row": RowwiseParallel(input_layouts=Replicate())}
+    parallelize_module(model, mesh, made[style])
+    x = torch.tensor([[0, 2, 6], [6, 6, 1]])
+    want, got = plain(x), model(x)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    return worst([(got, want), (model.weight.grad, plain.weight.grad), (model.weight, plain.weight)])
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("style", ["col", "row"])
+def test_embeddings(style, max_norm):
+    assert max(run_ranks(2, embeddings, style, max_norm)) < 1e-5
+
+
+def norms(rank, world):
+    from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.parallel import SequenceParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    errors, kinds = [], []
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        plain = nn.LayerNorm(4)
+        nn.init.normal_(plain.weight)
+        torch.manual_seed(rank)
+        model = nn.LayerNorm(4)
+        nn.init.normal_(model.weight)  # the first rank's counts, unlike in torch
+        if rank == 0:
+            model.load_state_dict(plain.state_dict())
+        model.bias.requires_grad_(not frozen)
+        parallelize_module(model, mesh, SequenceParallel())
+        assert model.bias.requires_grad is not frozen
+        x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1))
+        want = plain(x)
+        want.square().sum().backward()
+        wholes = [x.chunk(world, 1)[rank], distribute_tensor(x, mesh, [Replicate()])]
+        for given in wholes:
+            model.zero_grad()
+            got = model(given)
+            got.square().sum().backward()
+            kinds.append((type(got) is DTensor, got.placements == (Shard(1),)))
+            errors += [(got, want), (model.weight.grad, plain.weight.grad)]
+    local = parallelize_module(nn.LayerNorm(4), mesh, SequenceParallel(sequence_dim=0, use_local_output=True))
+    assert type(local(x)) is torch.Tensor
+    with pytest.raises(ValueError, match="expects a tensor as the first positional input"):
+        local(input=x)
+    return worst(errors), kinds
+
+
+def test_norms_on_a_part_of_the_sequence():
+    for error, kinds in run_ranks(2, norms):
+        assert error < 1e-5
+        assert all(kind == (True, True) for kind in kinds)
+
+
+class Pair(nn.Module):
+    def forward(self, a, b, *, c=None, d=None):
+        self.seen = a, b, c, d
+        return a, b
+
+
+def prepared(rank, world):
+    from torchshard import DTensor, Replicate, Shard, init_device_mesh
+    from torchshard.parallel import (
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (world,))
+    x, whole = torch.full((1, 2), float(rank)), torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+
+    module = parallelize_module(
+        Pair(),
+        mesh,
+        PrepareModuleInput(
+            input_layouts=(Shard(0), None),
+            desired_input_layouts=(Replicate(), None),
+            input_kwarg_layouts={"c": Shard(0)},
+            desired_input_kwarg_layouts={"c": Shard(1)},
+        ),
+    )
+    module(x, "b", c=x, d=x)
+    a, b, c, d = module.seen
+    assert a.placements == (Replicate(),)
+    assert torch.equal(a.to_local(), whole)
+    assert b == "b"
+    assert d is x
+    assert c.placements == (Shard(1),)
+    assert torch.equal(c.full_tensor(), whole)
+    placed = DTensor.from_local(x, mesh, [Shard(0)])
+    module(placed, placed, c=placed)  # a DTensor knows its layout
+    assert module.seen[0].placements == (Replicate(),)
+    assert module.seen[1] is placed
+    with pytest.raises(ValueError, match="3 inputs, and input_layouts has 2"):
+        module(x, x, x)
+    with pytest.raises(AssertionError, match="no tensor: str"):
+        module("a", x)
+
+    module = parallelize_module(
+        Pair(),
+        mesh,
+        PrepareModuleInputOutput(
+            input_layouts=(Shard(0), Shard(0)),
+            desired_input_layouts=(Replicate(), Replicate()),
+            use_local_input=True,
+            output_layouts=(Replicate(), None),
+            desired_output_layouts=(Shard(0), None),
+        ),
+    )
+    one, other = module(x, x)
+    assert type(module.seen[0]) is torch.Tensor
+    assert torch.equal(module.seen[0], whole)
+    assert torch.equal(one, x)
+    assert torch.equal(other, whole)
+
+    class One(nn.Module):
+        def forward(self, a):
+            return a
+
+    style = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate(), use_local_output=False)
+    got = parallelize_module(One(), mesh, style)(x)
+    assert got.placements == (Replicate(),)
+    assert torch.equal(got.to_local(), whole)
+    a, b = x.clone().requires_grad_(), whole.clone().requires_grad_()
+    weights = torch.arange(4.0).view(2, 2)
+    (parallelize_module(One(), mesh, style)(a).to_local() * weights).sum().backward()
+    (b * weights).sum().backward()
+    assert torch.equal(a.grad, b.grad[rank : rank + 1])
+    return repr(style)
+
+
+def test_inputs_and_outputs_are_prepared():
+    for text in run_ranks(2, prepared):
+        assert text == (
+            "PrepareModuleOutput(output_layouts=(Shard(dim=0),), desired_output_layouts=(Replicate(),), "
+            "use_local_output=False)"
+        )
+
+
+def test_layouts_that_do_not_go_together():
+    from torchshard import Replicate, Shard
+    from torchshard.parallel import PrepareModuleInput, PrepareModuleOutput
+
+    with pytest.raises(AssertionError, match="need desired_input_layouts"):
+        PrepareModuleInput(input_layouts=Shard(0))
+    with pytest.raises(AssertionError, match="same length: 1 and 2"):
+        PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Replicate())
+    with pytest.raises(AssertionError, match=r"names \['c'\], desired_input_kwarg_layouts \[\]"):
+        PrepareModuleInput(input_kwarg_layouts={"c": Shard(0)})
+    with pytest.raises(AssertionError, match="same length: 2 and 1"):
+        PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=(Shard(0), Shard(1)))
+
+
+class Adapted(nn.Linear):
+    """A linear layer with a low-rank one beside it."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+        self.low, self.high = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.high(self.low(x))
+
+
+def more(rank, world):
+    """Layers with layers inside; models made on the meta device; copies."""
+    import copy
+
+    from torchshard import Replicate, Shard, init_device_mesh
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    for style in (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())):
+        torch.manual_seed(0)
+        plain, model = Adapted(), Adapted()
+        model.load_state_dict(plain.state_dict())
+        parallelize_module(model, mesh, style)
+        assert model.low.weight.placements == (Replicate(),)
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+        want, got = plain(x), model(x)
+        want.square().sum().backward()
+        got.square().sum().backward()
+        assert (
+            worst(
+                [(got, want), *[(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]]
+            )
+            < 1e-5
+        )
+
+    torch.manual_seed(0)
+    plain = MLP(6, 8)
+    with torch.device("meta"):
+        model = MLP(6, 8)
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model.to_empty(device="cpu")
+    assert model.up.weight.placements == (Shard(0),)
+    placed = parallelize_module(copy.deepcopy(plain), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model.load_state_dict(placed.state_dict())
+    torch.testing.assert_close(model(x), plain(x))
+
+    twin = copy.deepcopy(model)
+    lent = copy.deepcopy(local_parameters(copy.deepcopy(model)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for copied in (twin, lent):
+        torch.testing.assert_close(copied(x), plain(x))
+
+
+def test_adapters_meta_and_copies():
+    run_ranks(2, more)

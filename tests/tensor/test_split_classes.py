@@ -1,0 +1,207 @@
+"""Softmax, cross entropy and embedding along a split dim: eager's values, and nothing gathered."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ranks import run_ranks
+from tests.tensor.cases import case
+from tests.tensor.proving import prove, same
+
+aten = torch.ops.aten
+
+
+def safe_softmax(x):
+    masked = x.masked_fill(x > 0.2, -math.inf)
+    return aten._safe_softmax.default(masked, -1)
+
+
+CASES = [
+    case("softmax", lambda x: torch.softmax(x, -1), (3, 5)),
+    case("softmax of little", lambda x: torch.softmax(x, -1), (2, 1)),
+    case("softmax in the middle", lambda x: torch.softmax(x, 1), (2, 5, 3)),
+    case("softmax of double", lambda x: torch.softmax(x, 0, dtype=torch.float64), (5,)),
+    case("log_softmax", lambda x: F.log_softmax(x, 1), (3, 5)),
+    case("log_softmax of little", lambda x: F.log_softmax(x, 1), (3, 1)),
+    case("log_softmax of half", lambda x: F.log_softmax(x.bfloat16(), 1), (3, 6), grad=False),
+    case("safe softmax", safe_softmax, (4, 5)),
+    case("embedding", lambda w, i: F.embedding(i, w), (7, 4), (3, 5), integers={1: 7}),
+    case("embedding of few", lambda w, i: F.embedding(i, w), (1, 3), (4,), integers={1: 1}),
+    case("embedding padding", lambda w, i: F.embedding(i, w, padding_idx=2), (7, 4), (5,), integers={1: 7}),
+    case("embedding of one", lambda w, i: F.embedding(i, w), (5, 3), (), integers={1: 5}),
+    *[
+        case(f"nll {r}", lambda x, t, r=r: F.nll_loss(x, t, reduction=r), (3, 5), (3,), integers={1: 5})
+        for r in ("none", "sum", "mean")
+    ],
+    case("nll of little", lambda x, t: F.nll_loss(x, t), (3, 1), (3,), integers={1: 1}),
+    case("nll one row", lambda x, t: F.nll_loss(x, t, reduction="sum"), (5,), (), integers={1: 5}),
+    case("nll one row, mean", lambda x, t: F.nll_loss(x, t), (5,), (), integers={1: 5}),
+    *[
+        case(
+            f"cross entropy {r}",
+            lambda x, t, w, r=r: F.cross_entropy(x, t, w.detach().abs() + 0.5, ignore_index=2, reduction=r),
+            (4, 5), (4,), (5,), integers={1: 5},
+        )
+        for r in ("none", "sum", "mean")
+    ],
+    *[
+        case(
+            f"cross entropy of images {r}",
+            lambda x, t, r=r: F.cross_entropy(x, t, reduction=r),
+            (2, 5, 3, 2), (2, 3, 2), integers={1: 5},
+        )
+        for r in ("none", "mean")
+    ],
+    case("cross entropy smooth", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), (4, 5), (4,), integers={1: 5}),
+    case(
+        "cross entropy smooth with weights",
+        lambda x, t, w: F.cross_entropy(x, t, w.detach().abs() + 0.5, label_smoothing=0.1),
+        (4, 5), (4,), (5,), integers={1: 5},
+    ),
+    case("cross entropy of chances", lambda x, t: F.cross_entropy(x, t.softmax(1)), (4, 5), (4, 5)),
+]  # fmt: skip
+
+
+def values(rank, world, mesh_shape, limit):
+    import warnings
+
+    from torchshard import init_device_mesh
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", mesh_shape)
+    done, bad = 0, []
+    for c in CASES:
+        n, complaints = prove(c, mesh, limit)
+        done += n
+        bad += complaints
+    return done, bad
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_values(mesh_shape):
+    for done, bad in run_ranks(
+        math.prod(mesh_shape), values, mesh_shape, 20 if len(mesh_shape) == 1 else 12, timeout=280
+    ):
+        assert not bad, f"{len(bad)} of {done}:\n" + "\n".join(bad[:8])
+
+
+class Sent(TorchDispatchMode):
+    """Collectives by name, with the elements that a rank puts in."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # the DTensor first; what it calls comes here again
+        if func.namespace == "_c10d_functional" and "wait" not in str(func):
+            self.calls.append((func._overloadpacket.__name__, args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def sent(rank, world):
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    logits = distribute_tensor(torch.randn(6, 50), mesh, [Shard(1)]).requires_grad_()
+    target = distribute_tensor(torch.randint(0, 50, (6,)), mesh, [Replicate()])
+    with Sent() as loss_sends:
+        loss = F.cross_entropy(logits, target)
+    with Sent() as backward_sends:
+        loss.backward()
+    table = distribute_tensor(torch.randn(50, 4), mesh, [Shard(0)]).requires_grad_()
+    with Sent() as embedding_sends:
+        found = F.embedding(target, table)
+        found.sum().backward()
+    layouts = [loss.placements, logits.grad.placements, found.placements, table.grad.placements]
+    return loss_sends.calls, backward_sends.calls, embedding_sends.calls, list(map(str, layouts))
+
+
+def test_only_a_few_numbers_a_row_are_sent():
+    for forward, backward, embedding, layouts in run_ranks(2, sent):
+        assert [name for name, _ in forward] == ["all_reduce"] * 4  # largest, sum of exponentials, loss, weight
+        assert sum(n for _, n in forward) == 6 + 6 + 1 + 1
+        assert backward == [("all_reduce", 6)]
+        assert embedding == []
+        assert layouts == ["(Replicate(),)", "(Shard(dim=1),)", "(Partial(sum),)", "(Shard(dim=0),)"]
+
+
+def extremes(rank, world):
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    inf, nan = math.inf, math.nan
+    rows = torch.tensor([
+        [-inf, -inf, -inf], [-inf, 1.0, -inf], [inf, 0.0, 1.0], [nan, 0.0, 1.0], [0.0, 1.0, nan], [1e38, -1e38, 3e38],
+    ])  # fmt: skip
+    x = distribute_tensor(rows, init_device_mesh("cpu", (world,)), [Shard(1)])
+    for function in (torch.softmax, torch.log_softmax, aten._safe_softmax.default):
+        got, want = function(x, 1), function(rows, 1)
+        assert torch.allclose(got.full_tensor(), want, equal_nan=True), (function, got.full_tensor(), want)
+
+
+def test_infinities_and_nan():
+    run_ranks(2, extremes)
+    run_ranks(4, extremes)  # a rank without a piece
+
+
+def faults(rank, world):
+    from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import RankMismatchError, UnsupportedOperatorError
+
+    mesh = init_device_mesh("cpu", (world,))
+    logits = distribute_tensor(torch.randn(2, 5), mesh, [Shard(1)])
+    table = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])
+    for wrong in (5, -1):
+        numbers = distribute_tensor(torch.tensor([0, wrong]), mesh, [Replicate()])
+        with pytest.raises(IndexError):
+            F.cross_entropy(logits, numbers)
+        with pytest.raises(IndexError):
+            F.embedding(numbers, table)
+    good = distribute_tensor(torch.tensor([0, 1]), mesh, [Replicate()])
+    with pytest.raises(UnsupportedOperatorError, match="not sparse"):
+        F.embedding(good, table, sparse=True)
+    one = F.embedding(torch.tensor(4), table.requires_grad_())  # a plain scalar is the same everywhere
+    one.sum().backward()
+    assert torch.equal(one.full_tensor(), table.full_tensor()[4])
+    assert table.grad.full_tensor().sum() == 3
+    uneven = DTensor.from_local(torch.randn(2, 3 - rank), mesh, [Shard(1)])
+    with pytest.raises(RankMismatchError):
+        torch.softmax(uneven, 1)
+
+
+def test_what_eager_refuses_is_refused():
+    run_ranks(2, faults)
+
+
+def by_columns(rank, world):
+    """A table split both ways, indices split by the other axis: the gradient lies where the table does."""
+    from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    table, numbers = torch.randn(7, 5), torch.randint(0, 7, (4, 3))
+    seen = []
+    for of_table, of_numbers in [
+        ([Shard(0), Shard(1)], [Replicate(), Replicate()]),
+        ([Shard(1), Shard(0)], [Shard(0), Shard(1)]),
+        ([Replicate(), Shard(0)], [Shard(0), Replicate()]),
+        ([Shard(0), Shard(0)], [Shard(0), Shard(1)]),
+        ([Shard(1), Shard(1)], [Shard(0), Shard(0)]),
+    ]:
+        plain, placed = table.clone().requires_grad_(), distribute_tensor(table, mesh, of_table).requires_grad_()
+        want = F.embedding(numbers, plain, padding_idx=3)
+        got = F.embedding(distribute_tensor(numbers, mesh, of_numbers), placed, padding_idx=3)
+        same(got, want)
+        want.square().sum().backward()
+        got.square().sum().backward()
+        same(placed.grad, plain.grad)
+        seen.append(placed.grad.placements == tuple([Partial() if p == Replicate() else p for p in of_table]))
+    return seen
+
+
+def test_the_gradient_of_a_table_lies_where_the_table_does():
+    for seen in run_ranks(4, by_columns):
+        assert all(seen), seen

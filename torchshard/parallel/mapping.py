@@ -1,0 +1,135 @@
+"""local_map: a function of local tensors as a function of DTensors."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from torchshard._torch import leaves_of, tree_of
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.layout import from_torch
+
+Placements = Sequence[Placement] | None
+InputPlacements = tuple[Placements, ...] | None
+OutputPlacements = Placements | tuple[Placements, ...]
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: OutputPlacements = None,
+    in_placements: InputPlacements = None,
+    in_grad_placements: InputPlacements = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Any:
+    """A function of DTensors that calls `func` with their parts and makes DTensors of what it returns.
+
+    Positional arguments and results may be nested; placements follow their leaves in order. Without `func`, a
+    decorator. Called without any DTensor, the function is called as it is.
+
+    Args:
+        func: works on this rank's parts, plain tensors.
+        out_placements: of each result: one sequence of placements for one result, a tuple of them for several; None for
+            a result that is no tensor. A list of placements is one sequence, a tuple of lists several.
+        in_placements: required of each positional argument; None for one that is no DTensor. What is required of a
+            plain tensor is not looked at. None to require nothing.
+        in_grad_placements: of the gradients that come back for the parts, as for `to_local`; None for those of the
+            arguments.
+        device_mesh: of the results; that of the first DTensor argument by default.
+        redistribute_inputs: bring arguments of other placements to the required ones, instead of refusing them.
+
+    Raises:
+        ValueError: an argument of other placements than required.
+        AssertionError: placements that do not go with the arguments or results.
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    return functools.partial(
+        _mapped, func, out_placements, in_placements, in_grad_placements, device_mesh, redistribute_inputs
+    )
+
+
+def _mapped(
+    func: Callable[..., Any],
+    out_placements: OutputPlacements,
+    in_placements: InputPlacements,
+    in_grad_placements: InputPlacements,
+    mesh: DeviceMesh | None,
+    redistribute_inputs: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    leaves, structure = leaves_of(args)
+    for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
+        if given is not None and len(given) != len(leaves):
+            raise AssertionError(f"{name} has {len(given)} entries for {len(leaves)} arguments of local_map")
+    parts = []
+    placed = [x for x in leaves if isinstance(x, DTensor)]
+    for k, x in enumerate(leaves):
+        required = in_placements[k] if in_placements is not None else None
+        if isinstance(x, DTensor):
+            if in_placements is not None:
+                x = _as_required(x, required, redistribute_inputs, k)
+            parts.append(_part(x, in_grad_placements, k))
+        else:
+            if required is not None and not isinstance(x, Tensor):
+                raise AssertionError(f"argument {k} of local_map is no tensor: its in_placements must be None")
+            parts.append(x)
+    result = func(*tree_of(parts, structure), **kwargs)
+    return _placed(result, out_placements, mesh or placed[0].device_mesh) if placed else result
+
+
+def _as_required(x: DTensor, required: Placements, redistribute_inputs: bool, k: int) -> DTensor:
+    if required is None:
+        raise AssertionError(f"argument {k} of local_map is a DTensor: its in_placements must not be None")
+    moved = x.redistribute(placements=tuple(required)) if redistribute_inputs else x
+    if not redistribute_inputs and not _same(x, required):
+        raise ValueError(
+            f"argument {k} of local_map has the placements {x.placements}, and {tuple(required)} are required; "
+            "redistribute it, or pass redistribute_inputs=True"
+        )
+    return moved
+
+
+def _same(x: DTensor, required: Sequence[Placement]) -> bool:
+    """Whether x has these placements, in which dims may be counted from the end."""
+    return from_torch(tuple(required), x._spec.mesh, x.shape) is x._spec.sharding
+
+
+def _part(x: DTensor, grad_placements: InputPlacements, k: int) -> Tensor:
+    if grad_placements is None:
+        return x.to_local()
+    given = grad_placements[k]
+    if given is None:
+        raise AssertionError(f"argument {k} of local_map is a DTensor: its in_grad_placements must not be None")
+    return x.to_local(grad_placements=tuple(given))
+
+
+def _placed(result: Any, out_placements: OutputPlacements, mesh: DeviceMesh) -> Any:
+    """The results as DTensors."""
+    leaves, structure = leaves_of(result)
+    several = out_placements if isinstance(out_placements, tuple) else (out_placements,)
+    if len(leaves) != len(several):
+        raise AssertionError(f"local_map got {len(leaves)} results and out_placements for {len(several)}")
+    made = []
+    for k, (x, placements) in enumerate(zip(leaves, several, strict=True)):
+        if isinstance(x, DTensor):
+            raise AssertionError(f"result {k} of local_map is a DTensor, and plain tensors are expected")
+        if isinstance(x, Tensor):
+            made.append(DTensor.from_local(x, mesh, cast(Placements, placements)))
+        elif placements is not None:
+            raise AssertionError(f"result {k} of local_map is no tensor: its out_placements must be None")
+        else:
+            made.append(x)
+    return tree_of(made, structure)

@@ -1,0 +1,211 @@
+"""Styles that leave a module's parameters alone: they make DTensors of its inputs and outputs, and move them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from torchshard.parallel.styles import ParallelStyle
+from torchshard.tensor.dtensor import DTensor
+
+Some = Placement | tuple[Placement | None, ...]
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Inputs of a module, made DTensors of a layout and brought to another one.
+
+    Args:
+        input_layouts: what each plain positional input is: one placement, or one for each input; None for inputs that
+            are to be left as they are.
+        desired_input_layouts: what the module wants, likewise.
+        input_kwarg_layouts: what keyword inputs are, by name; those that are not named are left as they are.
+        desired_input_kwarg_layouts: what the module wants, by name.
+        use_local_output: give the module plain tensors, this rank's parts.
+
+    Raises:
+        AssertionError: layouts without desired ones, or not as many.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Some | None = None,
+        desired_input_layouts: Some | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = _several(input_layouts)
+        self.desired_input_layouts = _several(desired_input_layouts)
+        self.use_local_output = use_local_output
+        self.with_kwargs = input_kwarg_layouts is not None
+        self.input_kwarg_layouts: Mapping[str, Placement] = input_kwarg_layouts or {}
+        self.desired_input_kwarg_layouts: Mapping[str, Placement] = desired_input_kwarg_layouts or {}
+        if self.input_layouts is not None:
+            if self.desired_input_layouts is None:
+                raise AssertionError("input_layouts need desired_input_layouts")
+            _require_as_many("desired_input_layouts", self.desired_input_layouts, "input_layouts", self.input_layouts)
+        if self.with_kwargs:
+            names, desired = sorted(self.input_kwarg_layouts), sorted(self.desired_input_kwarg_layouts)
+            if names != desired:
+                raise AssertionError(f"input_kwarg_layouts names {names}, desired_input_kwarg_layouts {desired}")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def positional(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return self._prepared(inputs, device_mesh)
+
+        def both(
+            _: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            prepared = {
+                name: prepare(
+                    x,
+                    device_mesh,
+                    self.input_kwarg_layouts.get(name),
+                    self.desired_input_kwarg_layouts.get(name),
+                    self.use_local_output,
+                )
+                for name, x in keywords.items()
+            }
+            return self._prepared(inputs, device_mesh), prepared
+
+        if self.with_kwargs:
+            module.register_forward_pre_hook(both, with_kwargs=True)
+        else:
+            module.register_forward_pre_hook(positional)
+        return module
+
+    def _prepared(self, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if self.input_layouts is None or self.desired_input_layouts is None:
+            return inputs
+        _require_as_many_values("inputs", inputs, "input_layouts", self.input_layouts)
+        return tuple(
+            [
+                prepare(x, mesh, layout, desired, self.use_local_output)
+                for x, layout, desired in zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
+            ]
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"desired_input_layouts={self.desired_input_layouts}, input_kwarg_layouts={self.input_kwarg_layouts}, "
+            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Outputs of a module, made DTensors of a layout and brought to another one.
+
+    Args:
+        output_layouts: what each plain output is: one placement, or one for each output; None for outputs that are to
+            be left as they are.
+        desired_output_layouts: what is wanted, likewise.
+        use_local_output: give plain tensors, this rank's parts.
+
+    Raises:
+        AssertionError: not as many desired layouts as layouts.
+    """
+
+    def __init__(self, *, output_layouts: Some, desired_output_layouts: Some, use_local_output: bool = True) -> None:
+        self.output_layouts: tuple[Placement | None, ...] = _several(output_layouts) or ()
+        self.desired_output_layouts: tuple[Placement | None, ...] = _several(desired_output_layouts) or ()
+        self.use_local_output = use_local_output
+        _require_as_many("desired_output_layouts", self.desired_output_layouts, "output_layouts", self.output_layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda _, inputs, outputs: self._prepared(outputs, device_mesh))
+        return module
+
+    def _prepared(self, outputs: Any, mesh: DeviceMesh) -> Any:
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        _require_as_many_values("outputs", values, "output_layouts", self.output_layouts)
+        prepared = [
+            prepare(x, mesh, layout, desired, self.use_local_output)
+            for x, layout, desired in zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
+        ]
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(output_layouts={self.output_layouts}, "
+            f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """PrepareModuleInput and PrepareModuleOutput in one; `use_local_input` is the former's `use_local_output`."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Some | None = None,
+        desired_input_layouts: Some | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Some,
+        desired_output_layouts: Some,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.prepare_module_input}, {self.prepare_module_output})"
+
+
+def prepare(x: Any, mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, local: bool) -> Any:
+    """A tensor of a layout, brought to the desired one; what has no layout stays as it is.
+
+    Args:
+        x: a plain tensor, this rank's part; or a DTensor, which knows its layout.
+        mesh: of one axis.
+        layout: of a plain tensor.
+        desired: the layout wanted; None for the one that it has.
+        local: give this rank's part.
+
+    Raises:
+        AssertionError: x has a layout but is no tensor.
+    """
+    if layout is None:
+        return x
+    if not isinstance(x, Tensor):
+        raise AssertionError(f"a layout, {layout}, for a value that is no tensor: {type(x).__name__}; give None for it")
+    placed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (layout,))
+    if desired is not None:
+        placed = placed.redistribute(placements=(desired,))
+    return placed.to_local() if local else placed
+
+
+def _several(layouts: Some | None) -> tuple[Placement | None, ...] | None:
+    return (layouts,) if isinstance(layouts, Placement) else layouts
+
+
+def _require_as_many(name: str, some: tuple[Any, ...], other: str, others: tuple[Any, ...]) -> None:
+    if len(some) != len(others):
+        raise AssertionError(f"{name} and {other} must have the same length: {len(some)} and {len(others)}")
+
+
+def _require_as_many_values(name: str, some: tuple[Any, ...], other: str, others: tuple[Any, ...]) -> None:
+    if len(some) != len(others):
+        raise ValueError(
+            f"the module has {len(some)} {name}, and {other} has {len(others)}; give None where to leave one"
+        )

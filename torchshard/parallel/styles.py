@@ -1,0 +1,224 @@
+"""Styles: how the parameters of one module are cut, and what its first input and its output are on the ranks.
+
+Hooks on the module turn a plain input into a DTensor of the layout that it is said to have, bring it to the layout that
+the module wants, and bring the output to the layout that the user wants.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torchshard.layout.layout import contiguous_stride
+from torchshard.tensor.distribute import distribute_module, distribute_tensor
+from torchshard.tensor.dtensor import DTensor
+
+Placements = tuple[Placement, ...]
+
+
+class ParallelStyle(ABC):
+    """How one module is made parallel; subclasses say it in `_apply`.
+
+    Attributes:
+        src_data_rank: place along the mesh of the rank whose parameters count, as in distribute_tensor;
+            parallelize_module sets it before it calls `_apply`.
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Make `module` parallel over a mesh of one axis, in place, and return it."""
+
+
+class _CutWeights(ParallelStyle):
+    """What the styles of linear layers and embeddings share: parameters cut by a table, one tensor in, one out."""
+
+    # Kind of module -> where its parameters go; "" is for those that are not named.
+    cuts: Mapping[type[nn.Module], Mapping[str, Placement]]
+
+    def __init__(self, input_layout: Placement, output_layout: Placement, use_local_output: bool) -> None:
+        self.input_layouts: Placements = (input_layout,)
+        self.output_layouts: Placements = (output_layout,)
+        self.use_local_output = use_local_output
+
+    def _wanted(self, module: nn.Module) -> Placements:
+        """The layout in which the module wants its input."""
+        return (Replicate(),)
+
+    def _length(self, module: nn.Module) -> int | None:
+        """Global length of the last dim of the input, where the module tells it."""
+        return None
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cuts = next((cuts for kind, cuts in self.cuts.items() if isinstance(module, kind)), None)
+        if cuts is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} takes nn.Linear and nn.Embedding, and this is a {type(module).__name__}; "
+                "name its submodules in the plan, or write a ParallelStyle for it"
+            )
+
+        def partition(_: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in list(submodule.named_parameters(recurse=False)):
+                placement = cuts.get(name, cuts[""]) if submodule is module else Replicate()  # adapters: whole
+                place_parameter(submodule, name, parameter, mesh, placement, self.src_data_rank)
+
+        wanted, length = self._wanted(module), self._length(module)
+        return distribute_module(
+            module,
+            device_mesh,
+            partition,
+            lambda m, inputs, mesh: self._prepare_input(m, inputs, mesh, wanted, length),
+            lambda m, output, mesh: self._prepare_output(output),
+        )
+
+    def _prepare_input(
+        self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh, wanted: Placements, length: int | None
+    ) -> tuple[Any, ...]:
+        x = first_tensor(self, module, inputs)
+        if not isinstance(x, DTensor):
+            x = annotated(x, mesh, self.input_layouts, length)
+        return x.redistribute(placements=wanted), *inputs[1:]
+
+    def _prepare_output(self, output: Any) -> Any:
+        output = output.redistribute(placements=self.output_layouts)
+        return output.to_local() if self.use_local_output else output
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class ColwiseParallel(_CutWeights):
+    """An nn.Linear or nn.Embedding whose outputs are split: each rank computes some of the columns of the result.
+
+    Args:
+        input_layouts: what a plain input is; replicated by default. The module gets it replicated.
+        output_layouts: what the output shall be; by default split along its last dim, as it is computed.
+        use_local_output: give the output as a plain tensor, this rank's part.
+    """
+
+    cuts: Mapping[type[nn.Module], Mapping[str, Placement]] = {nn.Linear: {"": Shard(0)}, nn.Embedding: {"": Shard(1)}}
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+
+
+class RowwiseParallel(_CutWeights):
+    """An nn.Linear whose inputs are split, or an nn.Embedding whose vocabulary is: results are sums over ranks.
+
+    Args:
+        input_layouts: what a plain input is; split along its last dim by default. A linear layer gets it so, an
+            embedding gets its indices replicated: for those say Replicate() here where they are the same everywhere.
+        output_layouts: what the output shall be; replicated by default (an all-reduce), or split along a dim (a
+            reduce-scatter).
+        use_local_output: give the output as a plain tensor, this rank's part.
+    """
+
+    cuts: Mapping[type[nn.Module], Mapping[str, Placement]] = {
+        nn.Linear: {"weight": Shard(1), "": Replicate()},
+        nn.Embedding: {"": Shard(0)},
+    }
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+
+    def _wanted(self, module: nn.Module) -> Placements:
+        return (Shard(-1),) if isinstance(module, nn.Linear) else (Replicate(),)
+
+    def _length(self, module: nn.Module) -> int | None:
+        return module.in_features if isinstance(module, nn.Linear) else None
+
+
+class SequenceParallel(ParallelStyle):
+    """A module with replicated parameters that works on a part of the sequence: LayerNorm, RMSNorm, Dropout.
+
+    A plain input is taken to be this rank's part of the sequence; a DTensor is brought to it. The output stays split.
+
+    Args:
+        sequence_dim: along which the sequence runs.
+        use_local_output: give the output as a plain tensor, this rank's part.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding: Placements = (Shard(sequence_dim),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def partition(_: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in list(submodule.named_parameters(recurse=False)):
+                place_parameter(submodule, name, parameter, mesh, Replicate(), self.src_data_rank)
+
+        return distribute_module(
+            module,
+            device_mesh,
+            partition,
+            self._prepare_input,
+            lambda m, output, mesh: output.to_local() if self.use_local_output else output,
+        )
+
+    def _prepare_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        x = first_tensor(self, module, inputs)
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=self.sequence_sharding)
+        else:
+            x = DTensor.from_local(x, mesh, self.sequence_sharding)
+        return x, *inputs[1:]
+
+    def __repr__(self) -> str:
+        dim = getattr(self.sequence_sharding[0], "dim", None)
+        return f"{type(self).__name__}(sequence_dim={dim}, use_local_output={self.use_local_output})"
+
+
+def place_parameter(
+    module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement, source: int | None
+) -> None:
+    """Make a DTensor of a parameter, in place; one that is a DTensor of this placement already stays what it is.
+
+    Raises:
+        ShardingError: it is a DTensor of another placement.
+    """
+    placed: Tensor = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+    if placed is not parameter:
+        module.register_parameter(name, nn.Parameter(placed.detach(), requires_grad=parameter.requires_grad))
+
+
+def first_tensor(style: ParallelStyle, module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    """The first input of a module.
+
+    Raises:
+        ValueError: there is none, or it is no tensor.
+    """
+    if not inputs or not isinstance(inputs[0], Tensor):
+        got = type(inputs[0]).__name__ if inputs else "none (keyword arguments are not looked at)"
+        raise ValueError(
+            f"{type(style).__name__} expects a tensor as the first positional input of {module}; got {got}"
+        )
+    return inputs[0]
+
+
+def annotated(x: Tensor, mesh: DeviceMesh, placements: Placements, length: int | None) -> DTensor:
+    """The DTensor of which `x` is this rank's part; `length` is that of its last dim, where that is known."""
+    dim = getattr(placements[0], "dim", None)
+    if length is None or dim is None or dim % x.ndim != x.ndim - 1:
+        return DTensor.from_local(x, mesh, placements)
+    shape = (*x.shape[:-1], length)  # known, so pieces may be of unequal size
+    return DTensor.from_local(x, mesh, placements, shape=shape, stride=contiguous_stride(shape))

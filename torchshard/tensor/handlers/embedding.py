@@ -1,0 +1,123 @@
+"""Embeddings whose vocabulary is split: each rank looks up the rows that it holds, and the result is a sum over ranks.
+
+The gradient of the table is made where the table is: each rank adds up the rows that it holds. A row that no rank holds
+is an error of the local operator, as in eager torch.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard._torch import leaf_of_gradient
+from torchshard.errors import UnsupportedOperatorError
+from torchshard.layout.layout import Sharding, contiguous_stride
+from torchshard.layout.placements import Partial, Placement, R, Shard
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.handlers.parts import made_of, part
+from torchshard.tensor.layout import layout_for
+
+
+def _embedding(
+    func: Any, weight: Any, indices: Any, padding: int = -1, by_frequency: bool = False, sparse: bool = False
+) -> Any:
+    """Rows of a table; padding and frequency matter to the gradient only."""
+    if type(weight) is not DTensor or 0 not in weight._spec.sharding.splits or weight._spec.mesh.coordinate is None:
+        return NotImplemented
+    if sparse:
+        raise UnsupportedOperatorError(
+            "embedding: the gradient of a table that is split between ranks is not sparse.",
+            expected="sparse=False",
+            got=f"sparse=True, {weight._spec}",
+            fix="nn.Embedding(..., sparse=False): each rank's gradient has the rows that it holds, and no others",
+        )
+    layout, mesh, n = weight._spec, weight._spec.mesh, indices.ndim
+    table_sharding, of_indices = layout.sharding.without_partial(), _sharding(indices, mesh)
+    asked: list[Placement] = []
+    given: list[Placement] = []
+    for w, i in zip(table_sharding.placements, of_indices.placements, strict=True):
+        asked.append(i if w is R and isinstance(i, Shard) else R)
+        given.append(asked[-1] if w is R else Partial("sum") if w is Shard(0) else Shard(n))
+    splits = {d: axes for d, axes in of_indices.splits.items() if d in _dims(asked)}
+    splits = {d: tuple([a for a in axes if isinstance(asked[a], Shard)]) for d, axes in splits.items()}
+    table = part(weight, table_sharding)
+    rows = part(indices, mesh.sharding(asked, splits))
+    if 1 in table_sharding.splits:
+        splits = {**splits, n: table_sharding.splits[1]}
+    start, count = _held(layout.to(table_sharding))
+    mine, own = _own(rows, start, count, layout.shape[0])
+    found = func(table if count else table.new_zeros(1, table.shape[1]), own).masked_fill_(~mine.unsqueeze(-1), 0)
+    shape = (*indices.shape, weight.shape[1])
+    return made_of(found, mesh.sharding(given, splits), shape)
+
+
+def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: int, by_frequency: bool) -> Any:
+    """The gradient of a table, split as the table is if that is a leaf; its terms are summed over split batches."""
+    if by_frequency or type(grad) is not DTensor or grad._spec.mesh.coordinate is None:
+        return NotImplemented
+    mesh, n = grad._spec.mesh, indices.ndim
+    of_indices = _sharding(indices, mesh)
+    table = _table_sharding(grad, rows)
+    given: list[Placement] = []
+    batch: list[Placement] = []
+    for axis, g in enumerate(grad._spec.placements):
+        w = table.placements[axis] if table is not None else R
+        i = of_indices.placements[axis]
+        b = g if isinstance(g, Shard) and g.dim < n else i if isinstance(i, Shard) else R
+        columns = w is Shard(1) or (g is Shard(n) and w is R)
+        batch.append(R if w is Shard(0) or columns else b)
+        given.append(w if w is not R else Shard(1) if columns else Partial("sum") if isinstance(b, Shard) else R)
+    along = {d: tuple([a for a, p in enumerate(batch) if p is Shard(d)]) for d in _dims(batch)}
+    columns_of = tuple([a for a, p in enumerate(given) if p is Shard(1)])
+    order = table.splits if table is not None else {}
+    if columns_of and tuple(sorted(order.get(1, ()))) == columns_of:
+        columns_of = order[1]
+    of_grad = [Shard(n) if a in columns_of else p for a, p in enumerate(batch)]
+    grads = part(grad, mesh.sharding(of_grad, {**along, n: columns_of} if columns_of else along))
+    index = part(indices, mesh.sharding(batch, along))
+    splits = {0: order[0]} if 0 in order else {}
+    sharding = mesh.sharding(given, {**splits, 1: columns_of} if columns_of else splits)
+    shape = (rows, grad.shape[-1])
+    if 0 not in splits:
+        return made_of(func(grads, index, rows, padding, False), sharding, shape)
+    start, count = _held(layout_for(sharding, shape, contiguous_stride(shape), grad.dtype))
+    mine, own = _own(index, start, count, rows)
+    dropped = torch.where(mine & (index != padding), own, count)  # a row past the end, cut off below
+    return made_of(func(grads, dropped, count + 1, -1, False).narrow(0, 0, count), sharding, shape)
+
+
+def _table_sharding(grad: DTensor, rows: int) -> Sharding | None:
+    """How the table is split whose gradient is being made; None where that is not known, or has another mesh."""
+    table = leaf_of_gradient()
+    if type(table) is not DTensor or table._spec.mesh is not grad._spec.mesh:
+        return None
+    return table._spec.sharding.without_partial() if table.shape == (rows, grad.shape[-1]) else None
+
+
+def _sharding(indices: Any, mesh: Any) -> Sharding:
+    """How the indices are split; a plain scalar is the same everywhere."""
+    return indices._spec.sharding if type(indices) is DTensor else mesh.replicated()
+
+
+def _own(index: Tensor, start: int, count: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Which rows are held here, and row numbers to look up: any for rows held elsewhere, none for rows of nobody."""
+    mine = (index >= start) & (index < start + count)
+    nobody = (index < 0) | (index >= rows)
+    return mine, torch.where(mine, index - start, 0).masked_fill_(nobody, max(count, 1))
+
+
+def _held(layout: Any) -> tuple[int, int]:
+    """First row that this rank holds, and how many."""
+    assert layout.box is not None, "a rank outside of the mesh takes part"
+    return layout.box.offset[0], layout.box.size[0]
+
+
+def _dims(placements: list[Placement]) -> set[int]:
+    return {p.dim for p in placements if isinstance(p, Shard)}
+
+
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "embedding.default": _embedding,
+    "embedding_dense_backward.default": _embedding_backward,
+}

@@ -1,0 +1,29 @@
+"""What handlers that work on local tensors share: from DTensors to parts, and back."""
+
+from typing import Any
+
+from torch import Tensor
+
+from torchshard.layout.layout import Sharding, contiguous_stride
+from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.layout import ASSUMED, layout_for
+from torchshard.tensor.redistribute import check_assumed, redistribute_local
+
+
+def part(x: Any, sharding: Sharding | None = None) -> Tensor:
+    """This rank's part of x in a sharding, the whole where None; a plain scalar is the same everywhere.
+
+    Raises:
+        RankMismatchError: from_local was not told the shape, and the ranks hold pieces of different sizes.
+    """
+    if type(x) is not DTensor:
+        return x  # type: ignore[no-any-return]
+    layout = x._spec
+    if layout.marks & ASSUMED:
+        check_assumed(x._local_tensor, layout)
+    return redistribute_local(x._local_tensor, layout.plain, layout.to(sharding or layout.mesh.replicated()))
+
+
+def made_of(local: Tensor, sharding: Sharding, shape: tuple[int, ...]) -> DTensor:
+    """The row-major DTensor of this global shape whose part on this rank is `local`."""
+    return wrap(local.contiguous(), layout_for(sharding, tuple(shape), contiguous_stride(shape), local.dtype))

@@ -1,0 +1,118 @@
+"""Negative log likelihood of classes that are split between ranks.
+
+Each rank's kernel sees the targets that are among its classes and ignores the others, so that loss and total weight are
+sums over ranks. No logits are gathered.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard.layout.layout import Sharding
+from torchshard.layout.placements import Partial, R, Shard
+from torchshard.rules.losses import MEAN, NONE, SUM
+from torchshard.tensor.autograd import redistribute
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.handlers import losses
+from torchshard.tensor.handlers.parts import made_of, part
+
+_IGNORED = -100  # what a rank's kernel is to ignore
+
+
+def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
+    """Loss and total weight; the mean is a sum over a total weight, and both are sums over ranks."""
+    dim = _split_dim(x)
+    if dim is None:
+        return losses.HANDLERS["nll_loss_forward.default"](func, x, target, weight, reduction, ignore)
+    split = _SplitClasses(x, dim)
+    loss, total = split.terms(func, target, weight, NONE if reduction == NONE else SUM, ignore)
+    if reduction != MEAN:
+        return redistribute(loss, split.reduced(loss)), total
+    loss, total = (redistribute(t, t._spec.mesh.replicated()) for t in (loss, total))
+    return loss / total, total
+
+
+def _nll_loss2d(func: Any, x: Any, *args: Any) -> Any:
+    return NotImplemented if _split_dim(x) is None else _nll_loss(func, x, *args)
+
+
+def _nll_loss_backward(
+    func: Any, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any
+) -> Any:
+    dim = _split_dim(x)
+    if dim is None:
+        return NotImplemented
+    return _SplitClasses(x, dim).backward(func, grad, target, weight, reduction, ignore, total)
+
+
+class _SplitClasses:
+    """Scores of which the dim of classes is split, and what follows for all that goes with them."""
+
+    def __init__(self, x: DTensor, dim: int) -> None:
+        layout = x._spec
+        self.sharding = layout.sharding.without_partial()
+        self.shape, self.dim, self.axes = layout.shape, dim, self.sharding.splits[dim]
+        self.scores = part(x, self.sharding)
+        box = layout.to(self.sharding).box
+        assert box is not None, "a rank outside of the mesh takes part"
+        self.start, self.count, self.classes = box.offset[dim], box.size[dim], layout.shape[dim]
+        placements = [
+            Shard(p.dim - (p.dim > dim)) if isinstance(p, Shard) and p.dim != dim else R
+            for p in self.sharding.placements
+        ]
+        order = {d - (d > dim): axes for d, axes in self.sharding.splits.items() if d != dim}
+        self.of_target = self.sharding.mesh.sharding(placements, order)
+
+    def terms(self, func: Any, target: Any, weight: Any, reduction: int, ignore: int) -> tuple[DTensor, DTensor]:
+        """Loss (a sum, or one for each target) and total weight, each a sum over the ranks that hold other terms."""
+        loss, total = func(self.scores, self._targets(target, ignore), self._weights(weight), reduction, _IGNORED)
+        term = [Partial("sum") if isinstance(p, Shard) else R for p in self.sharding.placements]
+        scalar = self.sharding.mesh.sharding(term)
+        if reduction == SUM:
+            return made_of(loss, scalar, ()), made_of(total, scalar, ())
+        one_each = [Partial("sum") if a in self.axes else p for a, p in enumerate(self.of_target.placements)]
+        shape = tuple([n for d, n in enumerate(self.shape) if d != self.dim])
+        sharding = self.sharding.mesh.sharding(one_each, dict(self.of_target.splits))
+        return made_of(loss, sharding, shape), made_of(total, self.sharding.mesh.replicated(), ())
+
+    def reduced(self, loss: DTensor) -> Sharding:
+        """The sharding of a loss whose terms along the axes of the classes have been added up."""
+        sharding = loss._spec.sharding
+        placements = [R if a in self.axes else p for a, p in enumerate(sharding.placements)]
+        return sharding.mesh.sharding(placements, dict(sharding.splits))
+
+    def backward(
+        self, func: Any, grad: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any
+    ) -> DTensor:
+        """The gradient of the scores, split as they are."""
+        grad = part(grad, self.of_target if reduction == NONE else None)
+        targets, weights, whole = self._targets(target, ignore), self._weights(weight), part(total)
+        return made_of(func(grad, self.scores, targets, weights, reduction, _IGNORED, whole), self.sharding, self.shape)
+
+    def _targets(self, target: Any, ignore: int) -> Tensor:
+        """Targets as numbers of this rank's classes; a number that is no class at all is none here either."""
+        t = part(target, self.of_target).long()
+        mine = (t >= self.start) & (t < self.start + self.count)
+        elsewhere = (t >= 0) & (t < self.classes) & ~mine | (t == ignore)
+        return torch.where(mine, t - self.start, self.count).masked_fill_(elsewhere, _IGNORED)
+
+    def _weights(self, weight: Any) -> Tensor | None:
+        return None if weight is None else part(weight).narrow(0, self.start, self.count)
+
+
+def _split_dim(x: Any) -> int | None:
+    """The dim of classes where it is split; None where it is not, and the rule serves."""
+    if type(x) is not DTensor or not x.ndim or x._spec.mesh.coordinate is None:
+        return None
+    dim = 1 if x.ndim > 1 else 0
+    return dim if dim in x._spec.sharding.splits else None
+
+
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "nll_loss_forward.default": _nll_loss,
+    "nll_loss2d_forward.default": _nll_loss2d,
+    "nll_loss_backward.default": _nll_loss_backward,
+    "nll_loss2d_backward.default": _nll_loss_backward,
+}
