@@ -25,7 +25,7 @@ from typing import Literal
 
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
-from torchshard.layout.copies import Copies
+from torchshard.layout.copies import MANY, Copies
 from torchshard.layout.cost import DEFAULT_LINK, Link, slowest
 from torchshard.layout.grid import box_at
 from torchshard.layout.layout import Mesh, Sharding
@@ -36,7 +36,6 @@ from torchshard.layout.reductions import may_mix, reduction
 Kind = Literal["all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "exchange", "mask"]
 
 MAX_CACHED = 4096  # transitions kept a mesh; when full, all are dropped (they are cheap to find again)
-_MANY = 64  # above so many ranks, what an exchange moves is bounded instead of counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def transition(
         ShardingError: a reduction that cannot be undone (Replicate to Partial product), or no way within `limit`.
     """
     mesh = source.mesh
-    assert target.mesh is mesh, "between two meshes: see Crossing"
+    assert target.mesh is mesh, "between two meshes: see passages.py"
     key = source, target, shape, itemsize, links, limit
     try:
         found = mesh.transitions.get(key)
@@ -325,7 +324,7 @@ def _exchange(here: Sharding, after: Sharding, part: int, sizes: _Sizes) -> Step
 
 def _most_lacked(here: Sharding, after: Sharding, axes: Sequence[int], sizes: _Sizes) -> int:
     """The most bytes that a rank does not hold yet; all it will hold where there are too many ranks to ask each."""
-    if sizes.group(axes) > _MANY:
+    if sizes.group(axes) > MANY:
         return sizes.part(after)
     mesh, most = sizes.mesh, 0
     coordinate = [0] * mesh.ndim  # elsewhere 0, where parts are largest
