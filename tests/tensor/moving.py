@@ -19,10 +19,10 @@ def made(sharding, shape, seed, dtype=torch.float64):
     parts, full = terms(np.random.default_rng(seed), sharding, shape, integer=integer)
     here = sharding.mesh.coordinate
     part = np.zeros(0) if here is None else parts[sharding.mesh.linear(here)]
-    local = torch.from_numpy(np.ascontiguousarray(part)).to(dtype)
+    local = torch.from_numpy(np.array(part)).to(dtype)
     layout = layout_for(sharding, tuple(shape), contiguous_stride(shape), dtype)
     x = wrap(local.view(layout.local_shape), layout)
-    return x, torch.from_numpy(np.ascontiguousarray(full)).to(dtype)
+    return x, torch.from_numpy(np.array(full)).to(dtype)
 
 
 def part_of(full, sharding):

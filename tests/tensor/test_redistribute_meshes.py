@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.tensor.moving import made, part_of
 
 MESHES = {
@@ -82,3 +82,96 @@ def test_values_and_gradients_between_meshes():
 def test_values_and_gradients_between_meshes_at_length():
     for bad in run_ranks(4, pairs_of_meshes, 2000, timeout=800):
         assert not bad, bad[:5]
+
+
+def as_users_do_it(rank, world):
+    """Part of a job on a sub-mesh, by the public interface alone."""
+    from torchshard import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    whole, part, rest = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    full = torch.arange(20.0).view(5, 4)
+    x = distribute_tensor(full, whole, [Shard(0)]).requires_grad_()
+    y = x.redistribute(part, [Shard(1)])
+    z = y.redistribute(rest, [Replicate()], async_op=True)
+    back = z.redistribute(whole, [Shard(0)])
+    (back.to_local() * (rank + 1)).sum().backward()
+    term = torch.ones(3, 2) * (rank + 1) if rank < 2 else torch.empty(0)
+    summed = DTensor.from_local(term, part, [Partial()], shape=(3, 2), stride=(2, 1)).redistribute(whole, [Replicate()])
+    nobody = x.redistribute(part, [Shard(0)]).redistribute(part, [Replicate()])
+    return {
+        "on the sub-mesh": y.to_local().shape == ((5, 2) if rank < 2 else (0,)),
+        "on the rest": z.to_local().shape == ((5, 4) if rank > 1 else (0,)),
+        "mesh": z.device_mesh is rest,
+        "values": torch.equal(back.full_tensor(), full),
+        "gradient": torch.equal(x.grad.to_local(), torch.full(x.to_local().shape, rank + 1.0)),
+        "reduced first": torch.equal(summed.to_local(), torch.full((3, 2), 3.0)),
+        "moved within": nobody.to_local().shape == ((5, 4) if rank < 2 else (0,)),
+    }
+
+
+def test_a_sub_mesh_and_back():
+    for found in run_ranks(4, as_users_do_it):
+        assert all(found.values()), found
+
+
+def ranks_that_say_different_things(rank, world):
+    from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import RankMismatchError
+
+    whole, part = init_device_mesh("cpu", (3,)), DeviceMesh("cpu", [1, 2])
+    full = torch.arange(12.0).view(4, 3)
+    x = distribute_tensor(full, whole, [Shard(0)])
+    try:
+        x.redistribute(part, [Shard(0) if rank == 1 else Replicate()])
+    except RankMismatchError as error:
+        return str(error)
+
+
+def test_ranks_that_say_different_things_are_told():
+    for message in run_ranks(3, ranks_that_say_different_things):
+        assert "have different redistributions between meshes" in message
+        assert "S(0)" in message
+
+
+def of_other_devices(rank, world):
+    from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import ShardingError
+
+    x = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    other = DeviceMesh("meta", [0, 1], _init_backend=False)
+    try:
+        x.redistribute(other, [Replicate()])
+    except ShardingError as error:
+        return str(error)
+
+
+def test_other_devices_are_refused():
+    for message in run_ranks(2, of_other_devices):
+        assert "to a mesh of other devices" in message
+
+
+def in_different_numbers_of_groups(rank, world, fast):
+    """Groups over several meshes or axes whose members are in different numbers of groups already."""
+    import contextlib
+
+    from torchshard import DeviceMesh, Replicate, Shard, _torch, distribute_tensor
+
+    one = DeviceMesh("cpu", [0, 1])
+    if fast:
+        for _ in range(2):
+            DeviceMesh("cpu", [0, 1])
+    other = DeviceMesh("cpu", [2])
+    full = torch.arange(4.0)
+    with contextlib.nullcontext() if fast else _torch.without_fast_paths():
+        x = distribute_tensor(full, one, [Shard(0)])
+        y = x.redistribute(other, [Replicate()])
+        back = y.redistribute(one, [Replicate()])
+    return torch.equal(y.to_local(), full if rank == 2 else full[:0]), back.to_local().shape == ((0,) if rank > 1 else (4,))
+
+
+def test_groups_are_found_by_members_that_are_in_different_numbers_of_groups():
+    assert run_ranks(4, in_different_numbers_of_groups, True)[:3] == [(True, True)] * 3
+
+
+def test_groups_made_the_public_way():
+    assert run_ranks(3, in_different_numbers_of_groups, False) == [(True, True)] * 3

@@ -94,7 +94,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None) -> DTensor:
         ctx.layout, ctx.grad_sharding = layout, grad_sharding
-        return wrap(local.view_as(local), layout)
+        return wrap(local.detach(), layout)  # history belongs to the wrapper
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
