@@ -109,6 +109,39 @@ def as_users_do_it(rank, world):
     }
 
 
+def with_operators_between(rank, world):
+    """A model of which a layer lives on a sub-mesh, trained by one program on all ranks."""
+    from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import UnsupportedOperatorError
+
+    whole, part = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [1, 2])
+    full, weight = torch.linspace(-1, 1, 24).view(6, 4), torch.linspace(0, 1, 12).view(4, 3)
+    x = distribute_tensor(full, whole, [Shard(0)]).requires_grad_()
+    w = torch.nn.Parameter(distribute_tensor(weight, part, [Shard(1)]))
+    inner = torch.relu(x * 2).redistribute(part, [Replicate()])
+    y = (torch.softmax((inner @ w).t().contiguous(), 0) + w.sum() + inner.sum()).redistribute(whole, [Shard(1)])
+    (y**2).sum().backward()
+    with torch.no_grad():
+        w.add_(w.grad, alpha=-0.1)
+    plain, plain_w = full.clone().requires_grad_(), weight.clone().requires_grad_()
+    between = torch.relu(plain * 2)
+    ((torch.softmax((between @ plain_w).t(), 0) + plain_w.sum() + between.sum()) ** 2).sum().backward()
+    stepped = w.detach().redistribute(whole, [Replicate()]).to_local()
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+    torch.testing.assert_close(stepped, plain_w.detach() - 0.1 * plain_w.grad)
+    try:
+        return w.sum().item()
+    except UnsupportedOperatorError as error:
+        return str(error)
+
+
+def test_operators_on_ranks_outside_of_the_mesh():
+    first, second, third, last = run_ranks(4, with_operators_between)
+    assert second == third
+    assert "a rank outside of the mesh does not know" in first
+    assert first == last
+
+
 def test_a_sub_mesh_and_back():
     for found in run_ranks(4, as_users_do_it):
         assert all(found.values()), found
