@@ -84,7 +84,7 @@ def group_of_members(ranks: Sequence[int], device: torch.device) -> dist.Process
     make, backend = getattr(c10d, "_new_process_group_helper", None), dist.get_backend(world)
     timeout = group_timeout(world, device)
     if not _fast_paths or make is None or backend == "fake":
-        return dist.new_group(list(ranks), timeout, use_local_synchronization=True)
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, use_local_synchronization=True))
     store, names = group_store(world), "_".join(map(str, ranks))
     turn = store.add(f"torchshard/groups/{names}/{dist.get_rank()}", 1)
     name = f"torchshard-{hashlib.sha1(names.encode(), usedforsecurity=False).hexdigest()}-{turn}"
@@ -103,7 +103,7 @@ def stand_in(
 
     Tensor._make_wrapper_subclass is documented in torch's notes on extending it, in spite of its name.
     """
-    return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)  # type: ignore[no-any-return]
+    return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
 
 
 # ------------------------------------------------------------------------------------------------ autograd

@@ -145,7 +145,8 @@ def dtypes_on_the_way(rank, world):
         "sent forward": forward.nbytes == 16 * 2,
         "sent backward": backward.nbytes == 16 * 4,
         "gradient": x.grad.dtype is torch.float64 and torch.equal(x.grad.to_local(), torch.full((16,), 2.0).double()),
-        "wider": grown.redistribute(placements=[Replicate()], forward_dtype=torch.float64).to_local().dtype is torch.float64,
+        "wider": grown.redistribute(placements=[Replicate()], forward_dtype=torch.float64).to_local().dtype
+        is torch.float64,
         "only the dtype": x.redistribute(placements=[Shard(0)], forward_dtype=torch.float32).to_local().dtype
         is torch.float32,
         "refused": "terms of a Partial tensor cannot be converted" in refused and ".to(torch.int32)" in refused,

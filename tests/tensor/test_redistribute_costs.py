@@ -1,5 +1,7 @@
 """Redistribution costs what layout/ says: bytes on the wire, and memory."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -44,17 +46,13 @@ def measured(rank, world, shape):
             for text in way.split(" -> ")
         )
         x = wrap(torch.zeros(source.local_shape), source)._local_tensor
-        kept = [redistribute_local(x, source, target)]  # makes groups and the program
-        kept.clear()
+        redistribute_local(x, source, target)  # makes groups and the program
         with Wire() as wire:
             redistribute_local(x, source, target)
         plan = transition(source.sharding, target.sharding, shape, 4)
         larger = max(source.largest_nbytes(), target.largest_nbytes())
-        peaks = []
-        for _ in range(4):  # a thread of gloo lets go of its input now and then only after the result is here
-            kept.clear()
-            peaks.append(peak_of(lambda a=x, b=source, c=target: kept.append(redistribute_local(a, b, c))))
-        peak = min(peaks)
+        # A thread of gloo lets go of its input now and then only after the result is here; hence the least of four.
+        peak = min([peak_of(partial(redistribute_local, x, source, target)) for _ in range(4)])
         beside = (plan.peak - source.largest_nbytes()) / larger
         found[way] = wire.nbytes, plan.nbytes, peak / larger, beside
     return found
@@ -63,7 +61,8 @@ def measured(rank, world, shape):
 def peak_of(work):
     """Bytes that the CPU allocator has given out at most during `work`, beyond what it had before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
+        kept = work()
+    del kept
     held = peak = 0
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert events, "no allocation was seen"

@@ -199,7 +199,9 @@ def in_different_numbers_of_groups(rank, world, fast):
         x = distribute_tensor(full, one, [Shard(0)])
         y = x.redistribute(other, [Replicate()])
         back = y.redistribute(one, [Replicate()])
-    return torch.equal(y.to_local(), full if rank == 2 else full[:0]), back.to_local().shape == ((0,) if rank > 1 else (4,))
+    return torch.equal(y.to_local(), full if rank == 2 else full[:0]), back.to_local().shape == (
+        (0,) if rank > 1 else (4,)
+    )
 
 
 def test_groups_are_found_by_members_that_are_in_different_numbers_of_groups():

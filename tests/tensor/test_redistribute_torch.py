@@ -118,7 +118,9 @@ class TestTable(TestCase):
             assert row[4] <= row[6], row
         table = tabulate(rows, headers, tablefmt="github")
         print(table)
-        self.assertExpectedInline(table, """\
+        self.assertExpectedInline(
+            table,
+            """\
 | mesh   | shape   | from           | to             |   ours |   torch |   torch, least cost |
 |--------|---------|----------------|----------------|--------|---------|---------------------|
 | 8      | 64x64   | S(0)           | R              |  14336 |   14336 |               14336 |
@@ -147,7 +149,8 @@ class TestTable(TestCase):
 | 2x2x4  | 64x64   | S(0),S(0),S(0) | S(1),S(0),S(0) |   1024 |   11264 |               11264 |
 | 2x2x4  | 64x64   | P,S(0),P       | R,S(1),S(0)    |  10240 |   24576 |               24576 |
 | 2x2x4  | 61x37   | S(0),P,S(1)    | S(1),S(1),R    |   3060 |   10668 |               10668 |
-| 2x2x4  | 64x64   | P,P,P          | S(0),S(1),R    |  18432 |   18432 |               18432 |""")
+| 2x2x4  | 64x64   | P,P,P          | S(0),S(1),R    |  18432 |   18432 |               18432 |""",
+        )
 
 
 def every_pair(mesh_shape, shapes):

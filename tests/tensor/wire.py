@@ -17,7 +17,10 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         kind = func._overloadpacket.__name__
-        if func.namespace in ("_c10d_functional", "c10d_functional") and kind not in ("wait_tensor", "_wrap_tensor_autograd"):
+        if func.namespace in ("_c10d_functional", "c10d_functional") and kind not in (
+            "wait_tensor",
+            "_wrap_tensor_autograd",
+        ):
             self.seen.append((kind, _received(kind, args, out)))
         return out
 

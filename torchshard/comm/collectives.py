@@ -111,9 +111,7 @@ def exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: G
     return start_exchange(blocks, shapes, group).wait()
 
 
-def start_exchange(
-    blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group
-) -> Started[list[Tensor]]:
+def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> Started[list[Tensor]]:
     """exchange, without waiting."""
     dtype = blocks[0].dtype
     if dtype not in _CARRIED:

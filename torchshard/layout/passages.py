@@ -1,7 +1,7 @@
 """How a tensor goes from one mesh to another: reduced where it is Partial, then copied, each rank what it lacks.
 
-The two meshes may share ranks, all or some of them, or none. What is Partial is reduced within the source mesh first, to
-Replicate or straight to Shard, whichever moves fewer bytes; what shall be Partial becomes so within the target mesh.
+The two meshes may share ranks, all or some of them, or none. What is Partial is reduced within the source mesh first,
+to Replicate or straight to Shard, whichever moves fewer bytes; what shall be Partial becomes so within the target mesh.
 """
 
 from collections.abc import Iterator

@@ -199,10 +199,10 @@ def _dijkstra(
             if limit is not None and step.peak > limit:
                 over_limit.append(step.peak)
                 continue
-            if roof is not None and not (here is source and step.after is target):
-                if step.peak - (sizes.part(source) if here is source else 0) > roof:
-                    over_roof = True
-                    continue
+            beside = step.peak - (sizes.part(source) if here is source else 0)
+            if roof is not None and beside > roof and not (here is source and step.after is target):
+                over_roof = True
+                continue
             total = cost + step.seconds(links)
             if step.after is target:
                 bound = min(bound, total)

@@ -1,4 +1,4 @@
-"""From one mesh to another, carried out: what layout/passages.py plans, by one all-to-all of the ranks of both meshes."""
+"""From one mesh to another: what layout/passages.py plans, carried out by one all-to-all of the ranks of both."""
 
 from functools import partial
 

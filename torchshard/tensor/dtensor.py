@@ -105,8 +105,8 @@ class DTensor(Tensor):
         Args:
             device_mesh: the tensor's own by default. To go to another one, all ranks of both meshes call this, and go
                 through backward, together; a rank that is in one of them only holds an empty local tensor on the
-                other's side. (To have a tensor at all, ranks outside of its mesh make it with the rest: distribute_tensor
-                does, and from_local of an empty tensor with `shape` and `stride`.)
+                other's side. (Ranks outside of a tensor's mesh make it with the rest: by distribute_tensor, or by
+                from_local of an empty tensor with `shape` and `stride`.)
             placements: one an axis.
             async_op: start the last communication and return; the result waits for it when it is first used, and so
                 does the gradient. This tensor must not be written to before that.

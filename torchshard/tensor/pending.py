@@ -1,4 +1,4 @@
-"""Local tensors that are still on their way: made by redistribute(async_op=True), waited for when they are first used."""
+"""Local tensors that are still on their way: made by redistribute(async_op=True), waited for when first used."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -47,7 +47,9 @@ class Pending(Tensor):
         return self._value
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         if _only_looks(func, args):
             x = args[0]
             return Pending.of(lambda: func(x.wait(), *args[1:]), x.shape, x.stride(), x.dtype, x.device)

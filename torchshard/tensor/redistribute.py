@@ -4,7 +4,7 @@ For each transition a program is made once: functions of the local tensor, one a
 groups worked out. Between two meshes it is that of crossing.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,7 +107,7 @@ def _program(source: TensorLayout, target: TensorLayout) -> Program:
         if len(mesh.programs) >= MAX_PROGRAMS:
             mesh.programs.clear()
         found = mesh.programs[key] = _make_program(mesh, source, target)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout) -> Program:

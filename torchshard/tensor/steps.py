@@ -163,9 +163,7 @@ def start_copies(
         group: who takes part.
     """
     here, nothing = group.position, x.new_empty(0)
-    blocks = [
-        x[box.within(mine)] if box and mine and place != here else nothing for place, box in enumerate(given)
-    ]
+    blocks = [x[box.within(mine)] if box and mine and place != here else nothing for place, box in enumerate(given)]
     shapes = [box.size if box and place != here else (0,) for place, box in enumerate(taken)]
     sent = collectives.start_exchange(blocks, shapes, group)
 
