@@ -4,6 +4,7 @@ A name is looked for when it is first used; where it is missing, a public way ta
 switches the optional ones off, so that the fallbacks are tested as they are.
 """
 
+import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,6 +64,46 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout
+
+
+def group_of_members(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A process group made by its members alone; all of them call this, the others do not.
+
+    dist.new_group(use_local_synchronization=True) names such a group by its ranks and by the number of groups that this
+    process is in; members that are in different numbers of groups then wait for each other forever. Here the name is of
+    the ranks, and of how often they have made one (torch.distributed.distributed_c10d._new_process_group_helper,
+    2.11-2.15). Without that, the public way.
+
+    Args:
+        ranks: global ranks, in ascending order.
+        device: of the tensors that will be sent; the default group's time limit for it is that of the new group.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    world = default_group()
+    make, backend = getattr(c10d, "_new_process_group_helper", None), dist.get_backend(world)
+    timeout = group_timeout(world, device)
+    if not _fast_paths or make is None or backend == "fake":
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, use_local_synchronization=True))
+    store, names = group_store(world), "_".join(map(str, ranks))
+    turn = store.add(f"torchshard/groups/{names}/{dist.get_rank()}", 1)
+    name = f"torchshard-{hashlib.sha1(names.encode(), usedforsecurity=False).hexdigest()}-{turn}"
+    place, bound = list(ranks).index(dist.get_rank()), world.bound_device_id
+    group: dist.ProcessGroup = make(
+        len(ranks), place, list(ranks), dist.Backend(backend), store, name, timeout=timeout, device_id=bound
+    )[0]
+    c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
+    return group
+
+
+def stand_in(
+    cls: type[Tensor], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor of a class that answers for its operators, without memory of its own (2.11-2.15).
+
+    Tensor._make_wrapper_subclass is documented in torch's notes on extending it, in spite of its name.
+    """
+    return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
 
 
 # ------------------------------------------------------------------------------------------------ autograd

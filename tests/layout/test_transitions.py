@@ -167,18 +167,13 @@ class TestPaths(TestCase):
             s((Shard(0), Shard(0))),
             s((R, Shard(0))),
             (8, 8),
-            """\
-all_gather(dp x tp) (S(0), S(0)) -> (R, R), 224 bytes
-slice(tp) (R, R) -> (R, S(0)), 0 bytes""",
+            """exchange(dp x tp) (S(0), S(0)) -> (R, S(0)), 64 bytes""",
         )
         self.path(
             s((Shard(0), Shard(1))),
             s((Shard(1), Shard(0))),
             (8, 8),
-            """\
-all_gather(dp) (S(0), S(1)) -> (R, S(1)), 32 bytes
-all_to_all(tp) (R, S(1)) -> (R, S(0)), 48 bytes
-slice(dp) (R, S(0)) -> (S(1), S(0)), 0 bytes""",
+            """exchange(dp x tp) (S(0), S(1)) -> (S(1), S(0)), 32 bytes""",
         )
         self.path(
             s((Shard(0), Shard(0))),

@@ -117,3 +117,42 @@ def test_nesting_order_is_part_of_the_layout():
     for f in found:
         assert "_StridedShard" in f[2]
         assert all(f[3:])
+
+
+def dtypes_on_the_way(rank, world):
+    """What is sent, forward and backward, and what is refused."""
+    from tests.tensor.wire import Wire
+    from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import ShardingError
+
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.linspace(-3, 3, 32, dtype=torch.float64)
+    x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
+    with Wire() as forward:
+        y = x.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float32)
+    term = y.to_local(grad_placements=[Partial()]) * 1
+    with Wire() as backward:
+        term.backward(torch.ones_like(term))
+    grown = DTensor.from_local(torch.full((4,), 1.001, dtype=torch.bfloat16), mesh, [Partial()])
+    ones = DTensor.from_local(torch.full((4,), 0.5), mesh, [Partial()])
+    try:
+        ones.redistribute(placements=[Replicate()], forward_dtype=torch.int32)
+        refused = ""
+    except ShardingError as error:
+        refused = str(error)
+    return {
+        "dtype": y.dtype is torch.bfloat16 and torch.equal(y.to_local(), full.bfloat16()),
+        "sent forward": forward.nbytes == 16 * 2,
+        "sent backward": backward.nbytes == 16 * 4,
+        "gradient": x.grad.dtype is torch.float64 and torch.equal(x.grad.to_local(), torch.full((16,), 2.0).double()),
+        "wider": grown.redistribute(placements=[Replicate()], forward_dtype=torch.float64).to_local().dtype
+        is torch.float64,
+        "only the dtype": x.redistribute(placements=[Shard(0)], forward_dtype=torch.float32).to_local().dtype
+        is torch.float32,
+        "refused": "terms of a Partial tensor cannot be converted" in refused and ".to(torch.int32)" in refused,
+    }
+
+
+def test_dtypes_on_the_way():
+    for found in run_ranks(2, dtypes_on_the_way):
+        assert all(found.values()), found

@@ -2,9 +2,14 @@
 
 Each takes the lengths of all pieces, which every rank knows by arithmetic, so that nothing but data is exchanged.
 Pieces that are short travel padded where the collective wants equal ones. Results are contiguous.
+
+Those that redistribution needs come in two forms: `start_all_gather(...)` sends and returns at once, and
+`all_gather(...)` is the same with `.wait()`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +24,25 @@ _c10d = functional_collectives()
 _CARRIED = {torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True)
+class Started(Generic[_Result]):
+    """A collective under way.
+
+    Attributes:
+        coming: tensors that the transport fills; not to be read before they have been waited for.
+        finish: makes the result of them; touches nothing but this rank's memory.
+    """
+
+    coming: Sequence[Tensor]
+    finish: Callable[[Sequence[Tensor]], _Result]
+
+    def wait(self) -> _Result:
+        """The result, once it is here. To be called once."""
+        return self.finish([_wait(x) for x in self.coming])
+
 
 def all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
     """The pieces of all ranks, joined along `dim`.
@@ -29,19 +53,31 @@ def all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Ten
         lengths: length of every piece along `dim`, in the order of the line.
         group: who takes part.
     """
+    return start_all_gather(x, dim, lengths, group).wait()
+
+
+def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
+    """all_gather, without waiting."""
     if x.dtype not in _CARRIED:
-        return _uncarried(all_gather(_carried(x), dim, lengths, group), x.dtype)
+        return _then_uncarried(start_all_gather(_carried(x), dim, lengths, group), x.dtype)
     longest = max(lengths)
     piece = _dense(_padded(x, dim, longest))
-    got = _wait(_c10d.all_gather_into_tensor(piece, group.size, group.name))
+    shape = (group.size, *piece.shape)
+    coming = _c10d.all_gather_into_tensor(piece, group.size, group.name)
     if group.seats is None and dim == 0 and min(lengths) == longest:
-        return got
-    pieces = got.view(group.size, *piece.shape)
-    seats = group.seats or range(group.size)
-    return torch.cat([pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
+        return Started((coming,), _first)
+
+    def join(got: Sequence[Tensor]) -> Tensor:
+        pieces = got[0].view(shape)
+        seats = group.seats or range(group.size)
+        return torch.cat([pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
+
+    return Started((coming,), join)
 
 
-def all_to_all(x: Tensor, split: int, join: int, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def start_all_to_all(
+    x: Tensor, split: int, join: int, sent: Sequence[int], received: Sequence[int], group: Group
+) -> Started[Tensor]:
     """Cut `x` along dim `split`, give each rank its block, and join what comes along dim `join`.
 
     Args:
@@ -55,7 +91,13 @@ def all_to_all(x: Tensor, split: int, join: int, sent: Sequence[int], received: 
     blocks = x.split(list(sent), split)
     mine = list(blocks[group.position].shape)
     shapes = [(*mine[:join], n, *mine[join + 1 :]) for n in received]
-    return torch.cat(exchange(blocks, shapes, group), join)
+    started = start_exchange(blocks, shapes, group)
+    return Started(started.coming, lambda got: torch.cat(started.finish(got), join))
+
+
+def all_to_all(x: Tensor, split: int, join: int, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """See start_all_to_all."""
+    return start_all_to_all(x, split, join, sent, received, group).wait()
 
 
 def exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
@@ -66,29 +108,48 @@ def exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: G
         shapes: of what each rank gives to this one.
         group: who takes part.
     """
+    return start_exchange(blocks, shapes, group).wait()
+
+
+def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> Started[list[Tensor]]:
+    """exchange, without waiting."""
     dtype = blocks[0].dtype
     if dtype not in _CARRIED:
         pairs = (2,) if dtype.is_complex else ()
-        got = exchange([_carried(b) for b in blocks], [(*shape, *pairs) for shape in shapes], group)
-        return [_uncarried(piece, dtype) for piece in got]
+        started = start_exchange([_carried(b) for b in blocks], [(*shape, *pairs) for shape in shapes], group)
+        return Started(started.coming, lambda got: [_uncarried(piece, dtype) for piece in started.finish(got)])
     seats = group.seats or range(group.size)
     by_seat = sorted(range(group.size), key=seats.__getitem__)
     given = [blocks[place].numel() for place in by_seat]
     taken = [_numel(shapes[place]) for place in by_seat]
-    packed = torch.cat([blocks[place].reshape(-1) for place in by_seat])
-    pieces = _wait(_c10d.all_to_all_single(packed, taken, given, group.name)).split(taken)
-    return [pieces[seat].view(*shape) for seat, shape in zip(seats, shapes, strict=True)]
+    alike = all(block.shape == blocks[0].shape for block in blocks)
+    packed = (
+        torch.stack([blocks[place] for place in by_seat]).view(-1)  # copies once, where flattening first copies twice
+        if alike
+        else torch.cat([blocks[place].reshape(-1) for place in by_seat])
+    )
+
+    def unpack(got: Sequence[Tensor]) -> list[Tensor]:
+        pieces = got[0].split(taken)
+        return [pieces[seat].view(*shape) for seat, shape in zip(seats, shapes, strict=True)]
+
+    return Started((_c10d.all_to_all_single(packed, taken, given, group.name),), unpack)
 
 
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     """The reduction of all ranks' terms, on every rank; `op` is a name of layout/reductions.py."""
+    return start_all_reduce(x, op, group).wait()
+
+
+def start_all_reduce(x: Tensor, op: str, group: Group) -> Started[Tensor]:
+    """all_reduce, without waiting."""
     terms, finish = prepare(x, op, group.size)
-    return finish([_wait(_c10d.all_reduce(_dense(term), name, group.name)) for term, name in terms])
+    return Started([_c10d.all_reduce(_dense(term), name, group.name) for term, name in terms], finish)
 
 
 def all_reduce_largest(x: Tensor, group: Group) -> Tensor:
     """The largest of all ranks' values, which are floating-point numbers and not NaN: one collective, not two."""
-    return _wait(_c10d.all_reduce(x.contiguous(), "max", group.name))
+    return _wait(_c10d.all_reduce(_dense(x), "max", group.name))
 
 
 def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
@@ -101,22 +162,41 @@ def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: 
         lengths: of the pieces, in the order of the line.
         group: who takes part.
     """
+    return start_reduce_scatter(x, op, dim, lengths, group).wait()
+
+
+def start_reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
+    """reduce_scatter, without waiting."""
     terms, finish = prepare(x, op, group.size)
-    return finish([_reduce_scatter(term, name, dim, lengths, group) for term, name in terms])
+    parts = [_start_reduce_scatter(term, name, dim, lengths, group) for term, name in terms]
+    coming = [part.coming[0] for part in parts]
+    return Started(coming, lambda got: finish([part.finish([x]) for part, x in zip(parts, got, strict=True)]))
 
 
-def _reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
+def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     longest, mine = max(lengths), lengths[group.position]
     if dim == 0 and min(lengths) == longest and group.seats is None:
-        return _wait(_c10d.reduce_scatter_tensor(_dense(x), name, group.size, group.name))
+        return Started((_c10d.reduce_scatter_tensor(_dense(x), name, group.size, group.name),), _first)
     # The collective splits the first dim: the pieces have to lie one after another in it.
     pieces = [_padded(piece, dim, longest) for piece in x.split(list(lengths), dim)]
     if group.seats is not None:
         pieces = [pieces[place] for place in sorted(range(group.size), key=group.seats.__getitem__)]
     shape = pieces[0].shape
-    packed = torch.cat([piece.reshape(-1) for piece in pieces])
-    got = _wait(_c10d.reduce_scatter_tensor(packed, name, group.size, group.name)).view(shape)
-    return got if mine == longest else got.narrow(dim, 0, mine).contiguous()
+    packed = torch.stack(pieces).view(-1)
+
+    def cut(got: Sequence[Tensor]) -> Tensor:
+        piece = got[0].view(shape)
+        return piece if mine == longest else piece.narrow(dim, 0, mine).contiguous()
+
+    return Started((_c10d.reduce_scatter_tensor(packed, name, group.size, group.name),), cut)
+
+
+def _first(got: Sequence[Tensor]) -> Tensor:
+    return got[0]
+
+
+def _then_uncarried(started: Started[Tensor], dtype: torch.dtype) -> Started[Tensor]:
+    return Started(started.coming, lambda got: _uncarried(started.finish(got), dtype))
 
 
 def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Group) -> Tensor:

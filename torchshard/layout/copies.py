@@ -4,6 +4,7 @@ The answer for one rank costs what it returns, so that it can be asked on meshes
 one rank, and a rank that has a part itself takes it from itself.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Shard
 
 Part = tuple[Coordinate, Box]
+
+MANY = 64  # above so many ranks, what moves is bounded instead of counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,21 @@ class Crossing:
         box = self.source.box(self.shape, coordinate)
         asked = holders(self.shape, self.target.splits, self.target.mesh.shape, box, {})
         return [(to, part) for to, part in asked if self._chosen(to, coordinate) == coordinate]
+
+    def most_lacked(self) -> int:
+        """The most elements that a rank of the target mesh does not hold yet.
+
+        All that it will hold where there are too many ranks to ask each.
+        """
+        source, target = self.source.mesh, self.target.mesh
+        if target.size > MANY:
+            return math.prod(self.target.largest(self.shape))
+        most = 0
+        for to, rank in zip(target.coordinates(), target.ranks, strict=True):
+            wanted, own = self.target.box(self.shape, to), source.coordinate_of(rank)
+            held = None if own is None else wanted.meet(self.source.box(self.shape, own))
+            most = max(most, wanted.numel - (held.numel if held else 0))
+        return most
 
     def _chosen(self, to: Coordinate, at: Coordinate) -> Coordinate:
         """Of the replicas of the piece at `at`, the coordinate from which the target rank at `to` takes it."""

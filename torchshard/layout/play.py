@@ -4,7 +4,7 @@
     parts = play(transition(...), parts)         what the ranks hold afterwards
     assert (assemble(parts, target, full.shape) == full).all()
 
-Arrays are numpy's. Nothing here is fast; the communicating twin is tensor/redistribute.py.
+Arrays are numpy's. Nothing here is fast; the communicating twin is tensor/steps.py.
 """
 
 import itertools

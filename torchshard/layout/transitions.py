@@ -12,6 +12,9 @@ one rank, because all ranks must find the same path.
     exchange        any -> any with equal Partial axes, over all axes concerned          what a rank lacks
     mask            Replicate -> Partial    keeps the value on coordinate 0, or on all   0
 
+Between two shardings that both split the tensor, where nothing is Partial, no way is taken on which a rank would hold
+more than twice the larger of its two parts beside the one that it starts from, unless there is no other.
+
 The byte counts of gather, scatter and reduction are those of ring algorithms, which no algorithm beats. An exchange
 counts as two launches: its blocks are irregular and have to be packed and unpacked, so a regular collective is better.
 """
@@ -25,7 +28,7 @@ from typing import Literal
 
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
-from torchshard.layout.copies import Copies
+from torchshard.layout.copies import MANY, Copies
 from torchshard.layout.cost import DEFAULT_LINK, Link, slowest
 from torchshard.layout.grid import box_at
 from torchshard.layout.layout import Mesh, Sharding
@@ -36,7 +39,6 @@ from torchshard.layout.reductions import may_mix, reduction
 Kind = Literal["all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "exchange", "mask"]
 
 MAX_CACHED = 4096  # transitions kept a mesh; when full, all are dropped (they are cheap to find again)
-_MANY = 64  # above so many ranks, what an exchange moves is bounded instead of counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def transition(
         ShardingError: a reduction that cannot be undone (Replicate to Partial product), or no way within `limit`.
     """
     mesh = source.mesh
-    assert target.mesh is mesh, "between two meshes: see Crossing"
+    assert target.mesh is mesh, "between two meshes: see passages.py"
     key = source, target, shape, itemsize, links, limit
     try:
         found = mesh.transitions.get(key)
@@ -152,11 +154,36 @@ def _search(
         return ()
     links = links or (DEFAULT_LINK,) * source.mesh.ndim
     sizes = _Sizes(source.mesh, shape, itemsize, {})
+    if limit is None and source.splits and target.splits and not source.partial:
+        modest = _dijkstra(source, target, sizes, links, limit, _roof(source, target, sizes))
+        if modest is not None:
+            return modest
+    found = _dijkstra(source, target, sizes, links, limit, None)
+    assert found is not None, "a search without a roof finds a way, or raises"
+    return found
+
+
+def _roof(source: Sharding, target: Sharding, sizes: "_Sizes") -> int:
+    """Bytes that a rank may hold beside its part of the source: twice its larger part, and a little for odd lengths."""
+    larger = max(sizes.part(source), sizes.part(target))
+    return 2 * larger + larger // 64
+
+
+def _dijkstra(
+    source: Sharding,
+    target: Sharding,
+    sizes: "_Sizes",
+    links: tuple[Link, ...],
+    limit: int | None,
+    roof: int | None,
+) -> tuple[Step, ...] | None:
+    """The cheapest path whose steps stay within `limit` and `roof`; None if only `roof` stands in the way."""
     axes = _axes_concerned(source, target)
     counter = itertools.count()
     queue: list[tuple[float, int, int, Sharding, tuple[Step, ...]]] = [(0.0, 0, next(counter), source, ())]
     settled: set[Sharding] = set()
     over_limit: list[int] = []
+    over_roof = False
     bound = math.inf  # of the best whole path so far: no dearer beginning is followed
     least = min(link.seconds(1, 1, 0) for link in links)
     while queue:
@@ -172,15 +199,21 @@ def _search(
             if limit is not None and step.peak > limit:
                 over_limit.append(step.peak)
                 continue
+            beside = step.peak - (sizes.part(source) if here is source else 0)
+            if roof is not None and beside > roof and not (here is source and step.after is target):
+                over_roof = True
+                continue
             total = cost + step.seconds(links)
             if step.after is target:
                 bound = min(bound, total)
             if total + (0.0 if _only_local(step.after, target) else least) <= bound:
                 heapq.heappush(queue, (total, length + 1, next(counter), step.after, (*path, step)))
+    if over_roof:
+        return None
     if over_limit:
         raise ShardingError(
             f"No way from {source} to {target} stays within the memory limit.",
-            expected=f"at most {limit} bytes a rank, for shape {shape}",
+            expected=f"at most {limit} bytes a rank, for shape {sizes.shape}",
             got=f"the next collective would need {min(over_limit)} bytes",
             fix=f"limit={min(over_limit)}, or go through an intermediate layout of your choice",
         )
@@ -273,7 +306,8 @@ def _all_to_all(here: Sharding, axis: int, dim: int, part: int, sizes: _Sizes) -
     p, after = sizes.mesh.shape[axis], here.replace(axis, Shard(dim))
     local = here.largest(sizes.shape)
     block = part // local[dim] * largest_piece(local[dim], [p]) if local[dim] else 0
-    return Step("all_to_all", (axis,), here, after, (p - 1) * block, p - 1, part + 2 * p * block + sizes.part(after))
+    peak = part + p * block + max(p * block, sizes.part(after))  # packed and received, then received and joined
+    return Step("all_to_all", (axis,), here, after, (p - 1) * block, p - 1, peak)
 
 
 def _reduce_scatter(here: Sharding, axis: int, dim: int, part: int, sizes: _Sizes) -> Step:
@@ -319,13 +353,13 @@ def _exchange(here: Sharding, after: Sharding, part: int, sizes: _Sizes) -> Step
     dims = [d for d in {*here.splits, *after.splits} if here.splits.get(d) != after.splits.get(d)]
     axes = tuple(sorted({a for d in dims for a in (*here.splits.get(d, ()), *after.splits.get(d, ()))}))
     lacks = _most_lacked(here, after, axes, sizes)
-    peak = 2 * part + lacks + 2 * sizes.part(after)
+    peak = part + lacks + max(lacks, sizes.part(after))  # cut and packed, packed and received, received and put
     return Step("exchange", axes, here, after, lacks, sizes.group(axes) - 1, peak)
 
 
 def _most_lacked(here: Sharding, after: Sharding, axes: Sequence[int], sizes: _Sizes) -> int:
     """The most bytes that a rank does not hold yet; all it will hold where there are too many ranks to ask each."""
-    if sizes.group(axes) > _MANY:
+    if sizes.group(axes) > MANY:
         return sizes.part(after)
     mesh, most = sizes.mesh, 0
     coordinate = [0] * mesh.ndim  # elsewhere 0, where parts are largest

@@ -21,36 +21,54 @@ from torchshard.layout.placements import Partial, R
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride, from_torch, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
-from torchshard.tensor.redistribute import moved, redistribute_local
+from torchshard.tensor.redistribute import moved, redistribute_later, redistribute_local
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: DTensor, target: Sharding, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
+        ctx: Any,
+        x: DTensor,
+        target: Sharding,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+        async_op: bool,
     ) -> DTensor:
         source = x._spec
-        ctx.source, ctx.backward_dtype = source, backward_dtype
+        ctx.source, ctx.backward_dtype, ctx.async_op = source, backward_dtype, async_op
         local = x._local_tensor
         if forward_dtype is not None and forward_dtype is not source.dtype:
+            _require_terms_survive(source, forward_dtype)
             local = local.to(forward_dtype)
-            source = layout_for(source.sharding, source.shape, source.stride, forward_dtype)
-        layout = source.to(target)
-        return wrap(redistribute_local(local, source, layout), moved(source, layout))
+            source = layout_for(source.sharding, source.shape, source.stride, forward_dtype).marked(source.marks)
+        layout = source if target is source.sharding else source.to(target)
+        move = redistribute_later if async_op else redistribute_local
+        return wrap(move(local, source, layout), moved(source, layout))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
-        # Through DTensor operators, so that it can be differentiated again.
+        # By way of redistribute alone, so that it can be differentiated again, and so that a rank outside of the mesh
+        # takes part, too.
         source: TensorLayout = ctx.source
-        sent = _as_dtype(grad, ctx.backward_dtype or source.dtype)
-        back = redistribute(sent, source.sharding.without_partial())
-        return _as_dtype(back, source.dtype), None, None, None
+        target, sent_as = source.sharding.without_partial(), ctx.backward_dtype or source.dtype
+        back = redistribute(grad, target, sent_as, async_op=ctx.async_op)
+        return redistribute(back, target, source.dtype), None, None, None, None
 
 
-def _as_dtype(x: DTensor, dtype: torch.dtype) -> DTensor:
-    converted = x.to(dtype)
-    assert isinstance(converted, DTensor), "a conversion of a DTensor gave a plain tensor"
-    return converted
+def _require_terms_survive(layout: TensorLayout, dtype: torch.dtype) -> None:
+    """Raise ShardingError where a conversion of the terms of a Partial is none of their reduction."""
+    if layout.sharding.partial and _kind(dtype) < _kind(layout.dtype):
+        raise ShardingError(
+            "The terms of a Partial tensor cannot be converted before they are reduced.",
+            expected=f"a forward_dtype that holds fractions and signs as {layout.dtype} does",
+            got=dtype,
+            where=layout.sharding,
+            fix=f"x.redistribute(placements=placements).to({dtype})",
+        )
+
+
+def _kind(dtype: torch.dtype) -> int:
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
 
 
 class _ToLocal(torch.autograd.Function):
@@ -76,7 +94,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None) -> DTensor:
         ctx.layout, ctx.grad_sharding = layout, grad_sharding
-        return wrap(local.detach(), layout)
+        return wrap(local.detach(), layout)  # history belongs to the wrapper
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
@@ -108,13 +126,14 @@ def redistribute(
     target: Sharding,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
 ) -> DTensor:
     """See DTensor.redistribute; returns `x` itself where nothing changes."""
     source = x._spec
     same_dtypes = forward_dtype in (None, source.dtype) and backward_dtype in (None, source.dtype)
     if source.sharding is target and same_dtypes:
         return x
-    return _Redistribute.apply(x, target, forward_dtype, backward_dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _Redistribute.apply(x, target, forward_dtype, backward_dtype, async_op)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:

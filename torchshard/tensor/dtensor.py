@@ -100,30 +100,33 @@ class DTensor(Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> "DTensor":
-        """The same tensor with other placements; differentiable any number of times.
+        """The same tensor with other placements, or on another mesh; differentiable any number of times.
 
         Args:
-            device_mesh: must be the tensor's own, which is the default.
+            device_mesh: the tensor's own by default. To go to another one, all ranks of both meshes call this, and go
+                through backward, together; a rank that is in one of them only holds an empty local tensor on the
+                other's side. (Ranks outside of a tensor's mesh make it with the rest: by distribute_tensor, or by
+                from_local of an empty tensor with `shape` and `stride`.)
             placements: one an axis.
-            async_op: not supported yet.
+            async_op: start the last communication and return; the result waits for it when it is first used, and so
+                does the gradient. This tensor must not be written to before that.
             forward_dtype: to convert to before anything is sent; the result has it.
             backward_dtype: of the gradient while it is sent; afterwards it is converted to this tensor's dtype.
 
         Raises:
-            ShardingError: placements that do not fit the mesh or the tensor, another mesh, or a Partial that cannot be
-                made exactly.
+            ShardingError: placements that do not fit the mesh or the tensor, a mesh of other devices, or a Partial that
+                cannot be made exactly.
+            RankMismatchError: the ranks of two meshes do not come to the same redistribution.
             RuntimeError: no placements.
         """
         from torchshard.tensor import autograd
 
-        if async_op:
-            raise NotImplementedError("redistribute(async_op=True) is not supported yet; use async_op=False")
         if placements is None:
             raise RuntimeError("redistribute needs placements, for example [Replicate()]")
         layout = self._spec
         mesh = layout.mesh if device_mesh is None else bind(device_mesh)
         target = from_torch(placements, mesh, layout.shape)
-        return autograd.redistribute(self, target, forward_dtype, backward_dtype)
+        return autograd.redistribute(self, target, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """The whole tensor on every rank of the mesh; differentiable.

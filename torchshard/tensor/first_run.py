@@ -13,7 +13,7 @@ from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
-from torchshard.tensor import guards
+from torchshard.tensor import guards, outside
 from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, new_view
@@ -41,6 +41,8 @@ class FirstRun:
             results: sharding of each result; all whole where None.
         """
         call = self.call
+        if self.mesh.coordinate is None:
+            return outside.first_run(call, self.operands, results)
         arguments, bound = self._arguments(shape_of, results)
         function = local_callable(call.func)
         if self.made.local is not None:

@@ -2,11 +2,15 @@
 
 import uuid
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchshard._torch import group_of_members
+from torchshard.comm.agreement import Agreement
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Mesh
@@ -16,7 +20,7 @@ from torchshard.tensor.layout import TensorLayout
 class BoundMesh(Mesh):
     """A Mesh with the DeviceMesh that it stands for; made by `bind`."""
 
-    __slots__ = ("_groups", "_process_groups", "device_mesh", "programs")
+    __slots__ = ("_bridges", "_groups", "_process_groups", "device_mesh", "programs")
     layout_type = TensorLayout
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
@@ -25,6 +29,7 @@ class BoundMesh(Mesh):
         self.device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], Group] = {}
         self._process_groups: list[dist.ProcessGroup] = []
+        self._bridges: dict[BoundMesh, Bridge] = {}
         self.programs: dict[Any, Any] = {}  # see redistribute.py
 
     def group(self, axes: tuple[int, ...]) -> Group:
@@ -46,15 +51,40 @@ class BoundMesh(Mesh):
         ranks = [self.ranks[self.linear(p)] for p in places]
         if len(axes) == 1:
             process_group = self.device_mesh.get_group(axes[0])
-        elif dist.group.WORLD is not None and sorted(ranks) == dist.get_process_group_ranks(dist.group.WORLD):
-            process_group = dist.group.WORLD
         else:
-            process_group = dist.new_group(sorted(ranks), use_local_synchronization=True)
+            process_group = self._group_of(sorted(ranks))
         self._process_groups.append(process_group)
         members = dist.get_process_group_ranks(process_group)
         seats = tuple([members.index(rank) for rank in ranks])
         position = places.index(list(self.coordinate))
         return Group(process_group.group_name, len(ranks), position, None if seats == tuple(sorted(seats)) else seats)
+
+    def bridge(self, other: "BoundMesh") -> "Bridge":
+        """The way to another mesh and back, for a rank of either; all of them ask for it at the same point.
+
+        Its group is made when first asked for, by the ranks of both meshes.
+        """
+        bridge = self._bridges.get(other)
+        if bridge is None:
+            ranks = sorted({*self.ranks, *other.ranks})
+            process_group = self._group_of(ranks)
+            group = Group(process_group.group_name, len(ranks), ranks.index(dist.get_rank()))
+            agreement = Agreement(process_group, self._device, "redistributions between meshes")
+            bridge = self._bridges[other] = other._bridges[self] = Bridge(tuple(ranks), group, agreement)
+            for mesh in (self, other):
+                mesh._process_groups.append(process_group)
+        return bridge
+
+    def _group_of(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A process group of these global ranks, ascending, made by themselves; the world's where these are all."""
+        world = dist.group.WORLD
+        if world is not None and ranks == dist.get_process_group_ranks(world):
+            return world
+        return group_of_members(ranks, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.device_mesh.device_type)
 
     @property
     def cache_key(self) -> Any:
@@ -80,6 +110,21 @@ class BoundMesh(Mesh):
 
     def __deepcopy__(self, memo: Any) -> "BoundMesh":
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """What the ranks of two meshes need to talk to one another.
+
+    Attributes:
+        ranks: global ranks of either mesh, ascending: the order of `group`.
+        group: all of them.
+        agreement: on what is sent.
+    """
+
+    ranks: tuple[int, ...]
+    group: Group
+    agreement: Agreement
 
 
 _this_process = uuid.uuid4().hex

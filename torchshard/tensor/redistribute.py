@@ -1,10 +1,11 @@
 """Transitions carried out: from the local tensor of one layout to that of another.
 
-For each transition a program is made once: a list of functions of the local tensor, one a step, with all lengths and
-groups worked out. What a step means is in layout/play.py, which plays it on plain arrays.
+For each transition a program is made once: functions of the local tensor, one a step (steps.py), with all lengths and
+groups worked out. Between two meshes it is that of crossing.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,39 +13,77 @@ from torch import Tensor
 
 from torchshard._torch import is_traced
 from torchshard.comm import collectives
-from torchshard.comm.group import Group
-from torchshard.errors import RankMismatchError, ShardingError
-from torchshard.layout.boxes import Box
+from torchshard.errors import RankMismatchError
 from torchshard.layout.layout import Layout, contiguous_stride
-from torchshard.layout.pieces import nested_piece, nested_pieces, piece
-from torchshard.layout.placements import Partial, Shard
-from torchshard.layout.reductions import reduction
-from torchshard.layout.transitions import Step, Transition, transition
+from torchshard.layout.transitions import transition
+from torchshard.tensor import crossing
 from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.observing import observers
-
-Run = Callable[[Tensor], Tensor]
+from torchshard.tensor.pending import Pending
+from torchshard.tensor.steps import Action, Run, Start, actions
 
 MAX_PROGRAMS = 4096  # kept a mesh; when full, all are dropped
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A transition on this rank.
+
+    Attributes:
+        runs: all of it.
+        before: what comes before the last communication.
+        last: that communication; None where there is none.
+        after: what comes after it.
+    """
+
+    runs: Sequence[Run]
+    before: Sequence[Run]
+    last: Start | None
+    after: Sequence[Run]
+
+
 def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
-    """The local tensor of `target` from that of `source`: the same global tensor on the same mesh.
+    """The local tensor of `target` from that of `source`: the same global tensor, on the same mesh or another.
 
     Returns:
         `x` itself where both shardings are the same, else a new dense tensor, its dims in the memory order of `target`.
+        On a rank outside of the target's mesh, an empty tensor.
 
     Raises:
-        RankMismatchError: from_local was not told the shape, and the ranks hold pieces of different sizes.
+        RankMismatchError: from_local was not told the shape, and the ranks hold pieces of different sizes; or the ranks
+            of two meshes do not redistribute the same.
     """
     if source.sharding is target.sharding:
         return x
-    if source.mesh.coordinate is None:
+    if source.mesh.coordinate is None and source.mesh is target.mesh:
         return x  # a rank outside of the mesh holds nothing, before and after
     if source.marks & ASSUMED:
         check_assumed(x, source)
-    for run in _program(source, target):
+    for run in _program(source, target).runs:
+        x = run(x)
+    return x
+
+
+def redistribute_later(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
+    """redistribute_local, but its last communication is only started: the result waits for it when it is first used.
+
+    `x` must not be written to before.
+    """
+    if source.sharding is target.sharding or (source.mesh.coordinate is None and source.mesh is target.mesh):
+        return x
+    program = _program(source, target)
+    if program.last is None or is_traced(x):
+        return redistribute_local(x, source, target)
+    if source.marks & ASSUMED:
+        check_assumed(x, source)
+    started = program.last(_run(program.before, x))
+    stride = dense_stride(target.local_shape, target.stride) if target.box else (1,)
+    return Pending.of(lambda: _run(program.after, started.wait()), target.local_shape, stride, x.dtype, x.device)
+
+
+def _run(runs: Sequence[Run], x: Tensor) -> Tensor:
+    for run in runs:
         x = run(x)
     return x
 
@@ -57,7 +96,7 @@ def moved(source: TensorLayout, target: TensorLayout) -> TensorLayout:
     return target.sharding.layout(target.shape, stride, target.dtype)  # type: ignore[return-value]
 
 
-def _program(source: TensorLayout, target: TensorLayout) -> list[Run]:
+def _program(source: TensorLayout, target: TensorLayout) -> Program:
     mesh = source.mesh
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     for about_to_move in observers.moved:
@@ -74,19 +113,19 @@ def _program(source: TensorLayout, target: TensorLayout) -> list[Run]:
     return found
 
 
-def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout) -> list[Run]:
-    if target.mesh is not mesh:
-        raise ShardingError(
-            "A tensor cannot be redistributed to another mesh yet.",
-            expected=f"the mesh {mesh}",
-            got=f"the mesh {target.mesh}",
-            fix="distribute_tensor(x.full_tensor(), other_mesh, placements)",
-        )
-    plan = transition(source.sharding, target.sharding, source.shape, source.dtype.itemsize)
-    program = [_MAKE[step.kind](step, plan, mesh) for step in plan.steps]
-    if not _row_major(source):
-        program.append(partial(_in_memory_order, like=source.stride))
-    return program
+def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout) -> Program:
+    if target.mesh is mesh:
+        plan = transition(source.sharding, target.sharding, source.shape, source.dtype.itemsize)
+        steps = actions(plan, mesh)
+    else:
+        steps = crossing.actions_between(source, target)
+    if target.box and not _row_major(source):
+        steps.append(Action(partial(_in_memory_order, like=source.stride)))
+    runs = [step.run for step in steps]
+    last = max((k for k, step in enumerate(steps) if step.start), default=None)
+    if last is None:
+        return Program(runs, runs, None, ())
+    return Program(runs, runs[:last], steps[last].start, runs[last + 1 :])
 
 
 def _row_major(layout: Layout) -> bool:
@@ -97,124 +136,6 @@ def _in_memory_order(x: Tensor, like: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(x.shape, dense_stride(x.shape, like), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _dim(step: Step, after: bool) -> int:
-    placement = (step.after if after else step.before).placements[step.axes[0]]
-    assert isinstance(placement, Shard), f"{step} splits nothing"
-    return placement.dim
-
-
-def _op(step: Step) -> str:
-    placement = step.before.placements[step.axes[0]]
-    assert isinstance(placement, Partial), f"{step} reduces nothing"
-    return placement.op
-
-
-def _line_lengths(step: Step, plan: Transition, mesh: BoundMesh, dim: int) -> list[int]:
-    """Lengths of the pieces of `dim` along the line of the step's axes, which are the last that split it."""
-    assert mesh.coordinate is not None
-    order = step.before.splits[dim]
-    outer = order[: len(order) - len(step.axes)]
-    place = [mesh.coordinate[a] for a in outer]
-    held = nested_piece(plan.shape[dim], [mesh.shape[a] for a in outer], place)[1]
-    return [length for _, length in nested_pieces(held, [mesh.shape[a] for a in step.axes])]
-
-
-def _cuts(step: Step, plan: Transition, mesh: BoundMesh, dim: int) -> list[tuple[int, int]]:
-    """The pieces that the step's axis cuts this rank's part of `dim` into."""
-    assert mesh.coordinate is not None
-    held = step.before.box(plan.shape, mesh.coordinate).size[dim]
-    parts = mesh.shape[step.axes[0]]
-    return [piece(held, parts, k) for k in range(parts)]
-
-
-def _all_gather(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
-    dim = _dim(step, after=False)
-    lengths, group = _line_lengths(step, plan, mesh, dim), mesh.group(step.axes)
-    return lambda x: collectives.all_gather(x, dim, lengths, group)
-
-
-def _slice(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
-    assert mesh.coordinate is not None
-    dim = _dim(step, after=True)
-    start, length = _cuts(step, plan, mesh, dim)[mesh.coordinate[step.axes[0]]]
-    return lambda x: x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
-
-
-def _all_to_all(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
-    join, split = _dim(step, after=False), _dim(step, after=True)
-    sent = [length for _, length in _cuts(step, plan, mesh, split)]
-    received, group = _line_lengths(step, plan, mesh, join), mesh.group(step.axes)
-    return lambda x: collectives.all_to_all(x, split, join, sent, received, group)
-
-
-def _all_reduce(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
-    op, group = _op(step), mesh.group(step.axes)
-    return lambda x: collectives.all_reduce(x, op, group)
-
-
-def _reduce_scatter(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
-    op, dim, group = _op(step), _dim(step, after=True), mesh.group(step.axes)
-    lengths = [length for _, length in _cuts(step, plan, mesh, dim)]
-    return lambda x: collectives.reduce_scatter(x, op, dim, lengths, group)
-
-
-def _mask(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
-    assert mesh.coordinate is not None
-    placement = step.after.placements[step.axes[0]]
-    assert isinstance(placement, Partial), f"{step} does not mask"
-    keeps = reduction(placement.op).mask == "keep" or mesh.coordinate[step.axes[0]] == 0
-    return torch.clone if keeps else torch.zeros_like
-
-
-def _exchange(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
-    assert mesh.coordinate is not None
-    copies, here, group = step.copies(plan.shape), mesh.coordinate, mesh.group(step.axes)
-    places = _places(step, mesh)
-    given: list[Box | None] = [None] * len(places)
-    taken: list[Box | None] = [None] * len(places)
-    for to, box in copies.sends(here):
-        given[places[to]] = box
-    for origin, box in copies.receives(here):
-        taken[places[origin]] = box
-    mine, wanted = step.before.box(plan.shape, here), step.after.box(plan.shape, here)
-    return partial(_exchanged, given=given, taken=taken, mine=mine, wanted=wanted, group=group)
-
-
-def _places(step: Step, mesh: BoundMesh) -> dict[tuple[int, ...], int]:
-    """Coordinates of this rank's group, with their place along the line."""
-    assert mesh.coordinate is not None
-    line = [mesh.coordinate]
-    for axis in step.axes:
-        line = [(*c[:axis], k, *c[axis + 1 :]) for c in line for k in range(mesh.shape[axis])]
-    return {coordinate: place for place, coordinate in enumerate(line)}
-
-
-def _exchanged(
-    x: Tensor, given: list[Box | None], taken: list[Box | None], mine: Box, wanted: Box, group: Group
-) -> Tensor:
-    """What an exchange leaves: parts from others by one collective, the own part by a copy."""
-    others = [box if place != group.position else None for place, box in enumerate(given)]
-    blocks = [x.new_empty(0) if box is None else x[box.within(mine)] for box in others]
-    shapes = [(0,) if box is None or place == group.position else box.size for place, box in enumerate(taken)]
-    parts = collectives.exchange(blocks, shapes, group)
-    result = x.new_empty(wanted.size)
-    for place, (box, part) in enumerate(zip(taken, parts, strict=True)):
-        if box is not None:
-            result[box.within(wanted)] = x[box.within(mine)] if place == group.position else part
-    return result
-
-
-_MAKE: dict[str, Callable[[Step, Transition, BoundMesh], Run]] = {
-    "all_gather": _all_gather,
-    "slice": _slice,
-    "all_to_all": _all_to_all,
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "exchange": _exchange,
-    "mask": _mask,
-}
-
-
 def check_assumed(x: Tensor, layout: TensorLayout) -> None:
     """Make sure that all ranks hold pieces of one size, as from_local took for granted.
 
@@ -222,7 +143,7 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
         RankMismatchError: names the ranks and what they hold.
     """
     mesh = layout.mesh
-    if is_traced(x) or mesh.size == 1:
+    if is_traced(x) or mesh.size == 1 or mesh.coordinate is None:
         return  # a trace computes nothing; the eager run before it has checked
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     group = mesh.group(tuple(range(mesh.ndim)))

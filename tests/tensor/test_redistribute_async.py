@@ -1,0 +1,111 @@
+"""redistribute(async_op=True): it returns before the others have come, and nothing else changes."""
+
+import copy
+import io
+
+import torch
+
+from tests.ranks import run_ranks
+
+
+def returned_before_the_other_came(rank, world):
+    """Rank 1 redistributes only after rank 0 has said that its call has returned."""
+    import torch.distributed as dist
+
+    from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.tensor.pending import Pending
+
+    mesh = init_device_mesh("cpu", (world,))
+    store = dist.distributed_c10d._get_default_store()
+    full = torch.arange(35.0).view(5, 7)
+    ways = [(Shard(0), Replicate()), (Shard(1), Replicate()), (Shard(0), Shard(1)), (Partial("max"), Shard(1))]
+    ways += [(Partial("sum"), Replicate()), (Partial("avg"), Shard(0))]
+    right = []
+    for k, (source, target) in enumerate(ways):
+        x = distribute_tensor(full, mesh, [source])
+        if rank:
+            store.wait([f"returned {k}"])
+        y = x.redistribute(placements=[target], async_op=True)
+        local = y.to_local()
+        still_coming = type(local) is Pending and local.shape == y._spec.local_shape
+        if not rank:
+            store.set(f"returned {k}", "")
+        right.append(still_coming and torch.equal(y.full_tensor(), full) and torch.equal(local, y.to_local()))
+        right.append(type(local + 0) is torch.Tensor)
+    return right
+
+
+def test_the_call_does_not_wait():
+    for right in run_ranks(2, returned_before_the_other_came):
+        assert right == [True] * 12
+
+
+def like_the_waiting_one(rank, world):
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = []
+    ways = [
+        ([Shard(0), Shard(1)], [Replicate(), Replicate()]),
+        ([Shard(0), Shard(0)], [Shard(1), Shard(0)]),
+        ([Replicate(), Shard(1)], [Shard(0), Replicate()]),
+    ]
+    for source, target in ways:
+        for kwargs in ({}, {"forward_dtype": torch.float32, "backward_dtype": torch.float32}):
+            results = []
+            for later in (False, True):
+                x = distribute_tensor(full, mesh, source).requires_grad_()
+                y = x.redistribute(placements=target, async_op=later, **kwargs)
+                z = (y.sin() * y).sum()
+                (first,) = torch.autograd.grad(z, x, create_graph=True)
+                (second,) = torch.autograd.grad((first * first).sum(), x)
+                results.append([t.full_tensor() for t in (y.detach(), first.detach(), second)])
+            found.append(all(torch.equal(a, b) for a, b in zip(*results, strict=True)))
+    return found
+
+
+def test_values_and_gradients_are_those_of_the_waiting_call():
+    for found in run_ranks(4, like_the_waiting_one):
+        assert found == [True] * 6
+
+
+def used_in_every_way(rank, world):
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.arange(6.0).view(2, 3)
+    x = distribute_tensor(full, mesh, [Shard(1)])
+
+    def coming():
+        return x.redistribute(placements=[Replicate()], async_op=True)
+
+    written = coming()
+    written.add_(1)
+    saved = io.BytesIO()
+    torch.save(coming().to_local(), saved)
+    saved.seek(0)
+    listed = [coming(), coming()]
+    torch._foreach_mul_(listed, 2.0)
+    compiled = torch.compile(lambda t: t + 1, backend="aot_eager")
+    parameter = torch.nn.Parameter(coming())
+    parameter.grad = coming()
+    torch.optim.SGD([parameter], lr=1.0).step()
+    return {
+        "in place": torch.equal(written.full_tensor(), full + 1),
+        "moved on": torch.equal(coming().redistribute(placements=[Shard(0)], async_op=True).full_tensor(), full),
+        "printed": "[0., 1., 2.]" in repr(coming()) and "[0., 1., 2.]" in repr(coming().to_local()),
+        "numpy": coming().to_local().numpy().tolist() == full.tolist() == coming().to_local().tolist(),
+        "copied": torch.equal(copy.deepcopy(coming()).full_tensor(), full),
+        "saved": torch.equal(torch.load(saved), full),
+        "in a list": all(torch.equal(t.full_tensor(), full * 2) for t in listed),
+        "compiled": torch.equal(compiled(coming()).full_tensor(), full + 1),
+        "a parameter": torch.equal(parameter.detach().full_tensor(), torch.zeros(2, 3)),
+        "nothing to do": x.redistribute(placements=[Shard(1)], async_op=True) is x,
+        "thrown away": coming() is not None,
+    }
+
+
+def test_every_use_waits():
+    for found in run_ranks(2, used_in_every_way):
+        assert all(found.values()), found

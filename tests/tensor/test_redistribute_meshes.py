@@ -1,0 +1,212 @@
+"""From one mesh to another: sub-meshes, disjoint meshes, the same ranks in another shape."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tensor.moving import made, part_of
+
+MESHES = {
+    "all": [0, 1, 2, 3],
+    "square": [[0, 1], [2, 3]],
+    "turned": [[3, 1], [0, 2]],
+    "left": [0, 1],
+    "right": [3, 2],
+    "three": [1, 3, 0],
+    "one": [2],
+}
+
+
+def pairs_of_meshes(rank, world, count):
+    """Values, gradients and gradients of gradients of `count` moves between meshes that are drawn."""
+    from torchshard import DeviceMesh
+    from torchshard.tensor.mesh import bind
+
+    meshes = {name: bind(DeviceMesh("cpu", torch.tensor(ranks))) for name, ranks in MESHES.items()}
+    draw, bad = random.Random(0), []
+    pairs = [(a, b) for a, b in itertools.permutations(meshes, 2)]
+    for k in range(count):
+        one, other = pairs[k % len(pairs)]
+        shape = draw.choice([(5, 4), (1, 3), (0, 2), (8, 6), (7,)])
+        op = draw.choice(["sum", "avg", "max", "min", "product"])
+        source, target = drawn(draw, meshes[one], shape, op), drawn(draw, meshes[other], shape, "sum")
+        found = moved_twice(source, target, shape, k)
+        for what, (got, want) in found.items():
+            if not torch.allclose(got, want, equal_nan=True):
+                bad.append(f"{what} of {one} {source} -> {other} {target}, {shape}: {got} for {want}")
+    return bad
+
+
+def drawn(draw, mesh, shape, op):
+    from torchshard.layout import Partial, R, Shard
+
+    placements = [draw.choice([R, Partial(op), *map(Shard, range(len(shape)))]) for _ in range(mesh.ndim)]
+    splits = {d: [a for a, p in enumerate(placements) if p is Shard(d)] for d in range(len(shape))}
+    return mesh.sharding(placements, {d: draw.sample(axes, len(axes)) for d, axes in splits.items() if axes})
+
+
+def moved_twice(source, target, shape, seed):
+    """What this rank holds of the value, gradient and second gradient, with what it should hold.
+
+    Local parts are worked with as the full tensor is: no operator on DTensors is needed, which a rank outside has not.
+    """
+    from torchshard.tensor import autograd
+
+    x, full = made(source, shape, seed)
+    x.requires_grad_()
+    plain, back, whole = full.clone().requires_grad_(), source.without_partial(), target.without_partial()
+    weight = torch.linspace(-1, 1, full.numel(), dtype=full.dtype).view(full.shape)
+    y = autograd.redistribute(autograd.redistribute(x, target), whole)
+    (first,) = torch.autograd.grad((y.to_local() ** 3 * part_of(weight, whole)).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first.to_local() ** 2).sum(), x)
+    (once,) = torch.autograd.grad((plain**3 * weight).sum(), plain, create_graph=True)
+    (twice,) = torch.autograd.grad((once**2).sum(), plain)
+    assert first._spec.sharding is second._spec.sharding is back
+    return {
+        "value": (y.to_local().detach(), part_of(full, whole)),
+        "gradient": (first.to_local().detach(), part_of(once.detach(), back)),
+        "second gradient": (second.to_local(), part_of(twice, back)),
+    }
+
+
+def test_values_and_gradients_between_meshes():
+    for bad in run_ranks(4, pairs_of_meshes, 42):
+        assert not bad, bad[:5]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_values_and_gradients_between_meshes_at_length():
+    for bad in run_ranks(4, pairs_of_meshes, 2000, timeout=800):
+        assert not bad, bad[:5]
+
+
+def as_users_do_it(rank, world):
+    """Part of a job on a sub-mesh, by the public interface alone."""
+    from torchshard import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    whole, part, rest = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    full = torch.arange(20.0).view(5, 4)
+    x = distribute_tensor(full, whole, [Shard(0)]).requires_grad_()
+    y = x.redistribute(part, [Shard(1)])
+    z = y.redistribute(rest, [Replicate()], async_op=True)
+    back = z.redistribute(whole, [Shard(0)])
+    (back.to_local() * (rank + 1)).sum().backward()
+    term = torch.ones(3, 2) * (rank + 1) if rank < 2 else torch.empty(0)
+    summed = DTensor.from_local(term, part, [Partial()], shape=(3, 2), stride=(2, 1)).redistribute(whole, [Replicate()])
+    nobody = x.redistribute(part, [Shard(0)]).redistribute(part, [Replicate()])
+    return {
+        "on the sub-mesh": y.to_local().shape == ((5, 2) if rank < 2 else (0,)),
+        "on the rest": z.to_local().shape == ((5, 4) if rank > 1 else (0,)),
+        "mesh": z.device_mesh is rest,
+        "values": torch.equal(back.full_tensor(), full),
+        "gradient": torch.equal(x.grad.to_local(), torch.full(x.to_local().shape, rank + 1.0)),
+        "reduced first": torch.equal(summed.to_local(), torch.full((3, 2), 3.0)),
+        "moved within": nobody.to_local().shape == ((5, 4) if rank < 2 else (0,)),
+    }
+
+
+def with_operators_between(rank, world):
+    """A model of which a layer lives on a sub-mesh, trained by one program on all ranks."""
+    from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import UnsupportedOperatorError
+
+    whole, part = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [1, 2])
+    full, weight = torch.linspace(-1, 1, 24).view(6, 4), torch.linspace(0, 1, 12).view(4, 3)
+    x = distribute_tensor(full, whole, [Shard(0)]).requires_grad_()
+    w = torch.nn.Parameter(distribute_tensor(weight, part, [Shard(1)]))
+    inner = torch.relu(x * 2).redistribute(part, [Replicate()])
+    y = (torch.softmax((inner @ w).t().contiguous(), 0) + w.sum() + inner.sum()).redistribute(whole, [Shard(1)])
+    (y**2).sum().backward()
+    with torch.no_grad():
+        w.add_(w.grad, alpha=-0.1)
+    plain, plain_w = full.clone().requires_grad_(), weight.clone().requires_grad_()
+    between = torch.relu(plain * 2)
+    ((torch.softmax((between @ plain_w).t(), 0) + plain_w.sum() + between.sum()) ** 2).sum().backward()
+    stepped = w.detach().redistribute(whole, [Replicate()]).to_local()
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+    torch.testing.assert_close(stepped, plain_w.detach() - 0.1 * plain_w.grad)
+    try:
+        return w.sum().item()
+    except UnsupportedOperatorError as error:
+        return str(error)
+
+
+def test_operators_on_ranks_outside_of_the_mesh():
+    first, second, third, last = run_ranks(4, with_operators_between)
+    assert second == third
+    assert "a rank outside of the mesh does not know" in first
+    assert first == last
+
+
+def test_a_sub_mesh_and_back():
+    for found in run_ranks(4, as_users_do_it):
+        assert all(found.values()), found
+
+
+def ranks_that_say_different_things(rank, world):
+    from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import RankMismatchError
+
+    whole, part = init_device_mesh("cpu", (3,)), DeviceMesh("cpu", [1, 2])
+    full = torch.arange(12.0).view(4, 3)
+    x = distribute_tensor(full, whole, [Shard(0)])
+    try:
+        x.redistribute(part, [Shard(0) if rank == 1 else Replicate()])
+    except RankMismatchError as error:
+        return str(error)
+
+
+def test_ranks_that_say_different_things_are_told():
+    for message in run_ranks(3, ranks_that_say_different_things):
+        assert "have different redistributions between meshes" in message
+        assert "S(0)" in message
+
+
+def of_other_devices(rank, world):
+    from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import ShardingError
+
+    x = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    other = DeviceMesh("meta", [0, 1], _init_backend=False)
+    try:
+        x.redistribute(other, [Replicate()])
+    except ShardingError as error:
+        return str(error)
+
+
+def test_other_devices_are_refused():
+    for message in run_ranks(2, of_other_devices):
+        assert "to a mesh of other devices" in message
+
+
+def in_different_numbers_of_groups(rank, world, fast):
+    """Groups over several meshes or axes whose members are in different numbers of groups already."""
+    import contextlib
+
+    from torchshard import DeviceMesh, Replicate, Shard, _torch, distribute_tensor
+
+    one = DeviceMesh("cpu", [0, 1])
+    if fast:
+        for _ in range(2):
+            DeviceMesh("cpu", [0, 1])
+    other = DeviceMesh("cpu", [2])
+    full = torch.arange(4.0)
+    with contextlib.nullcontext() if fast else _torch.without_fast_paths():
+        x = distribute_tensor(full, one, [Shard(0)])
+        y = x.redistribute(other, [Replicate()])
+        back = y.redistribute(one, [Replicate()])
+    return torch.equal(y.to_local(), full if rank == 2 else full[:0]), back.to_local().shape == (
+        (0,) if rank > 1 else (4,)
+    )
+
+
+def test_groups_are_found_by_members_that_are_in_different_numbers_of_groups():
+    assert run_ranks(4, in_different_numbers_of_groups, True)[:3] == [(True, True)] * 3
+
+
+def test_groups_made_the_public_way():
+    assert run_ranks(3, in_different_numbers_of_groups, False) == [(True, True)] * 3

@@ -1,0 +1,91 @@
+"""From one mesh to another: what layout/passages.py plans, carried out by one all-to-all of the ranks of both."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchshard.errors import ShardingError
+from torchshard.layout.boxes import Box
+from torchshard.layout.copies import Part
+from torchshard.layout.layout import Mesh
+from torchshard.layout.passages import Passage, passage
+from torchshard.tensor.layout import TensorLayout
+from torchshard.tensor.mesh import BoundMesh, Bridge
+from torchshard.tensor.steps import Action, actions, communicating, start_copies
+
+
+def actions_between(source: TensorLayout, target: TensorLayout) -> list[Action]:
+    """What this rank does to bring a tensor from the mesh of `source` to that of `target`.
+
+    A rank of neither mesh does nothing. The ranks of both compare what they are about to do, once for each kind.
+
+    Raises:
+        ShardingError: the meshes are of different devices.
+        RankMismatchError: not all of them redistribute the same.
+    """
+    here, there = source.mesh, target.mesh
+    assert isinstance(here, BoundMesh), "a layout that belongs to no DeviceMesh"
+    assert isinstance(there, BoundMesh), "a layout that belongs to no DeviceMesh"
+    _require_one_device(here, there)
+    way = passage(source.sharding, target.sharding, source.shape, source.dtype.itemsize)
+    steps: list[Action] = []
+    if here.coordinate is not None:
+        steps += actions(way.before, here)
+    if here.coordinate is not None or there.coordinate is not None:
+        steps.append(_copies(way, source, target, here, there))
+    if there.coordinate is not None:
+        steps += actions(way.after, there)
+    return steps
+
+
+def _require_one_device(here: BoundMesh, there: BoundMesh) -> None:
+    one, other = here.device_mesh.device_type, there.device_mesh.device_type
+    if one != other:
+        raise ShardingError(
+            "A tensor cannot be redistributed to a mesh of other devices.",
+            expected=f"a mesh of {one}, as the tensor's own",
+            got=f"{there} of {other}",
+            fix=f"redistribute to a mesh of {one} with the same ranks, then x.to({other!r})",
+        )
+
+
+def _copies(way: Passage, source: TensorLayout, target: TensorLayout, here: BoundMesh, there: BoundMesh) -> Action:
+    mine = wanted = None
+    gives: list[Part] = []
+    takes: list[Part] = []
+    if here.coordinate is not None:
+        mine, gives = way.crossing.source.box(source.shape, here.coordinate), way.crossing.sends(here.coordinate)
+    if there.coordinate is not None:
+        wanted, takes = way.crossing.target.box(source.shape, there.coordinate), way.crossing.receives(there.coordinate)
+    if not way.lacked:
+        return Action(partial(_kept, mine=mine, wanted=wanted))
+    bridge = here.bridge(there)
+    _agree(bridge, source, target)
+    given, taken = _by_rank(gives, there, bridge), _by_rank(takes, here, bridge)
+    return communicating(partial(start_copies, given=given, taken=taken, mine=mine, wanted=wanted, group=bridge.group))
+
+
+def _kept(x: Tensor, mine: Box | None, wanted: Box | None) -> Tensor:
+    """The part that this rank keeps, where no rank lacks anything."""
+    if wanted is None:
+        return x.new_empty(0)
+    if mine is None or not wanted.numel:
+        return x.new_empty(wanted.size)
+    return x[wanted.within(mine)].clone(memory_format=torch.contiguous_format)
+
+
+def _by_rank(parts: list[Part], mesh: Mesh, bridge: Bridge) -> list[Box | None]:
+    """The box for each rank of the bridge; `parts` names coordinates of `mesh`."""
+    places = {rank: place for place, rank in enumerate(bridge.ranks)}
+    boxes: list[Box | None] = [None] * len(bridge.ranks)
+    for coordinate, box in parts:
+        boxes[places[mesh.ranks[mesh.linear(coordinate)]]] = box
+    return boxes
+
+
+def _agree(bridge: Bridge, source: TensorLayout, target: TensorLayout) -> None:
+    """Compare with the other ranks; a redistribution that all have come to before is not compared again."""
+    ends = [f"{layout.sharding} on the ranks {list(layout.mesh.ranks)}" for layout in (source, target)]
+    bridge.agreement.restart()
+    bridge.agreement.confirm(f"{source.dtype} of shape {tuple(source.shape)}\nfrom {ends[0]}\nto {ends[1]}", 0)

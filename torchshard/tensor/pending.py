@@ -1,0 +1,91 @@
+"""Local tensors that are still on their way: made by redistribute(async_op=True), waited for when first used."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard._torch import no_torch_function, stand_in
+
+_aten = torch.ops.aten
+
+
+class Pending(Tensor):
+    """Stands for a local tensor that a collective will bring.
+
+    Shape, stride, dtype and device are known; whatever needs the values, or writes them, waits first and goes on with
+    the tensor that has come. Being looked at, detached or viewed as it is waits for nothing.
+    """
+
+    __slots__ = ("_finish", "_value")
+    __torch_function__ = no_torch_function()
+    _finish: Callable[[], Tensor] | None
+    _value: Tensor | None
+
+    @staticmethod
+    def of(
+        finish: Callable[[], Tensor],
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Pending":
+        """The tensor of these properties that `finish` returns; `finish` is called once, or never."""
+        made = stand_in(Pending, shape, stride, dtype, device)
+        assert isinstance(made, Pending), "another class was made"
+        made._finish, made._value = finish, None
+        return made
+
+    def wait(self) -> Tensor:
+        """The tensor itself, once it is here; always the same one."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._value = finish()
+        assert self._value is not None, "waiting failed before"
+        return self._value
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if _only_looks(func, args):
+            x = args[0]
+            return Pending.of(lambda: func(x.wait(), *args[1:]), x.shape, x.stride(), x.dtype, x.device)
+        return func(*map(_here, args), **{k: _here(v) for k, v in (kwargs or {}).items()})
+
+    def tolist(self) -> Any:
+        """See torch.Tensor.tolist."""
+        return self.wait().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """See torch.Tensor.numpy."""
+        return self.wait().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        """See torch.Tensor.data_ptr."""
+        return self.wait().data_ptr()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.wait())
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return copy.deepcopy(self.wait(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.wait().__reduce_ex__(protocol)
+
+
+def _only_looks(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator gives the same elements in the same shape, as another tensor."""
+    if func is _aten.detach.default or func is _aten.alias.default:
+        return True
+    return func is _aten.view.default and tuple(args[1]) == tuple(args[0].shape)
+
+
+def _here(x: Any) -> Any:
+    """An argument with every tensor that is on its way waited for."""
+    if isinstance(x, Pending):
+        return x.wait()
+    return [_here(item) for item in x] if isinstance(x, (list, tuple)) else x

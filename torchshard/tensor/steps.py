@@ -1,0 +1,189 @@
+"""What each step of a transition does on this rank: functions of the local tensor, with all lengths worked out.
+
+What a step means is in layout/play.py, which plays it on plain arrays.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchshard.comm import collectives
+from torchshard.comm.collectives import Started
+from torchshard.comm.group import Group
+from torchshard.layout.boxes import Box
+from torchshard.layout.pieces import nested_piece, nested_pieces, piece
+from torchshard.layout.placements import Partial, Shard
+from torchshard.layout.reductions import reduction
+from torchshard.layout.transitions import Step, Transition
+from torchshard.tensor.mesh import BoundMesh
+
+Run = Callable[[Tensor], Tensor]
+Start = Callable[[Tensor], Started[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step on this rank.
+
+    Attributes:
+        run: from the local tensor before to the one after.
+        start: where the step communicates: the same without waiting.
+    """
+
+    run: Run
+    start: Start | None = None
+
+
+def actions(plan: Transition, mesh: BoundMesh) -> list[Action]:
+    """What this rank, which is one of the mesh, does for each step."""
+    return [
+        Action(_LOCAL[step.kind](step, plan, mesh))
+        if step.kind in _LOCAL
+        else communicating(_STARTED[step.kind](step, plan, mesh))
+        for step in plan.steps
+    ]
+
+
+def communicating(start: Start) -> Action:
+    """The action that waits for what `start` starts."""
+    return Action(lambda x: start(x).wait(), start)
+
+
+def _dim(step: Step, after: bool) -> int:
+    placement = (step.after if after else step.before).placements[step.axes[0]]
+    assert isinstance(placement, Shard), f"{step} splits nothing"
+    return placement.dim
+
+
+def _op(step: Step) -> str:
+    placement = step.before.placements[step.axes[0]]
+    assert isinstance(placement, Partial), f"{step} reduces nothing"
+    return placement.op
+
+
+def _line_lengths(step: Step, plan: Transition, mesh: BoundMesh, dim: int) -> list[int]:
+    """Lengths of the pieces of `dim` along the line of the step's axes, which are the last that split it."""
+    assert mesh.coordinate is not None
+    order = step.before.splits[dim]
+    outer = order[: len(order) - len(step.axes)]
+    place = [mesh.coordinate[a] for a in outer]
+    held = nested_piece(plan.shape[dim], [mesh.shape[a] for a in outer], place)[1]
+    return [length for _, length in nested_pieces(held, [mesh.shape[a] for a in step.axes])]
+
+
+def _cuts(step: Step, plan: Transition, mesh: BoundMesh, dim: int) -> list[tuple[int, int]]:
+    """The pieces that the step's axis cuts this rank's part of `dim` into."""
+    assert mesh.coordinate is not None
+    held = step.before.box(plan.shape, mesh.coordinate).size[dim]
+    parts = mesh.shape[step.axes[0]]
+    return [piece(held, parts, k) for k in range(parts)]
+
+
+def _all_gather(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
+    dim = _dim(step, after=False)
+    lengths, group = _line_lengths(step, plan, mesh, dim), mesh.group(step.axes)
+    return lambda x: collectives.start_all_gather(x, dim, lengths, group)
+
+
+def _slice(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
+    assert mesh.coordinate is not None
+    dim = _dim(step, after=True)
+    start, length = _cuts(step, plan, mesh, dim)[mesh.coordinate[step.axes[0]]]
+    return lambda x: x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def _all_to_all(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
+    join, split = _dim(step, after=False), _dim(step, after=True)
+    sent = [length for _, length in _cuts(step, plan, mesh, split)]
+    received, group = _line_lengths(step, plan, mesh, join), mesh.group(step.axes)
+    return lambda x: collectives.start_all_to_all(x, split, join, sent, received, group)
+
+
+def _all_reduce(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
+    op, group = _op(step), mesh.group(step.axes)
+    return lambda x: collectives.start_all_reduce(x, op, group)
+
+
+def _reduce_scatter(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
+    op, dim, group = _op(step), _dim(step, after=True), mesh.group(step.axes)
+    lengths = [length for _, length in _cuts(step, plan, mesh, dim)]
+    return lambda x: collectives.start_reduce_scatter(x, op, dim, lengths, group)
+
+
+def _mask(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
+    assert mesh.coordinate is not None
+    placement = step.after.placements[step.axes[0]]
+    assert isinstance(placement, Partial), f"{step} does not mask"
+    keeps = reduction(placement.op).mask == "keep" or mesh.coordinate[step.axes[0]] == 0
+    return torch.clone if keeps else torch.zeros_like
+
+
+def _exchange(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
+    assert mesh.coordinate is not None
+    copies, here, group = step.copies(plan.shape), mesh.coordinate, mesh.group(step.axes)
+    places = _places(step, mesh)
+    given: list[Box | None] = [None] * len(places)
+    taken: list[Box | None] = [None] * len(places)
+    for to, box in copies.sends(here):
+        given[places[to]] = box
+    for origin, box in copies.receives(here):
+        taken[places[origin]] = box
+    mine, wanted = step.before.box(plan.shape, here), step.after.box(plan.shape, here)
+    return partial(start_copies, given=given, taken=taken, mine=mine, wanted=wanted, group=group)
+
+
+def _places(step: Step, mesh: BoundMesh) -> dict[tuple[int, ...], int]:
+    """Coordinates of this rank's group, with their place along the line."""
+    assert mesh.coordinate is not None
+    line = [mesh.coordinate]
+    for axis in step.axes:
+        line = [(*c[:axis], k, *c[axis + 1 :]) for c in line for k in range(mesh.shape[axis])]
+    return {coordinate: place for place, coordinate in enumerate(line)}
+
+
+def start_copies(
+    x: Tensor,
+    given: Sequence[Box | None],
+    taken: Sequence[Box | None],
+    mine: Box | None,
+    wanted: Box | None,
+    group: Group,
+) -> Started[Tensor]:
+    """Start to give and to take boxes: parts from others come by one collective, the own part by a copy.
+
+    Args:
+        x: the local tensor.
+        given: the box for each rank of the group, in the order of the line; for this rank as well.
+        taken: the box from each rank.
+        mine: what `x` is; None where this rank holds nothing.
+        wanted: what the result is; None where this rank shall hold nothing.
+        group: who takes part.
+    """
+    here, nothing = group.position, x.new_empty(0)
+    blocks = [x[box.within(mine)] if box and mine and place != here else nothing for place, box in enumerate(given)]
+    shapes = [box.size if box and place != here else (0,) for place, box in enumerate(taken)]
+    sent = collectives.start_exchange(blocks, shapes, group)
+
+    def put(got: Sequence[Tensor]) -> Tensor:
+        if wanted is None:
+            return nothing
+        result = x.new_empty(wanted.size)
+        for place, (box, part) in enumerate(zip(taken, sent.finish(got), strict=True)):
+            if box:
+                result[box.within(wanted)] = x[box.within(mine)] if mine and place == here else part
+        return result
+
+    return Started(sent.coming, put)
+
+
+_STARTED: Mapping[str, Callable[[Step, Transition, BoundMesh], Start]] = {
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "exchange": _exchange,
+}
+_LOCAL: Mapping[str, Callable[[Step, Transition, BoundMesh], Run]] = {"slice": _slice, "mask": _mask}
