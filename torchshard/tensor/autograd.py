@@ -19,6 +19,7 @@ from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.guards import refresh
 from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride, from_torch, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import moved, redistribute_local
@@ -29,6 +30,7 @@ class _Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any, x: DTensor, target: Sharding, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
     ) -> DTensor:
+        refresh(x)
         source = x._spec
         ctx.source, ctx.backward_dtype = source, backward_dtype
         local = x._local_tensor
@@ -119,6 +121,7 @@ def redistribute(
 
 def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:
     """See DTensor.to_local."""
+    refresh(x)
     if not torch.is_grad_enabled():
         return x._local_tensor
     return _ToLocal.apply(x, grad_placements)  # type: ignore[no-any-return, no-untyped-call]

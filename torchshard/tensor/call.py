@@ -9,10 +9,11 @@ from torch import Tensor
 
 from torchshard._torch import in_backward, operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
-from torchshard.tensor import guards
+from torchshard.layout.placements import Partial
+from torchshard.layout.reductions import reduction
 from torchshard.tensor.codegen import KeyPart
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.layout import SEVERED, TensorLayout, layout_for
+from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.modes import replicates_plain_tensors
 
 
@@ -136,13 +137,16 @@ def require_one_mesh(call: Call, operands: Sequence[Operand]) -> None:
             )
 
 
-def refuse_writes_to_severed(call: Call, operands: Sequence[Operand]) -> None:
-    """Raise UnsupportedOperatorError where an argument that is written to is a view cut off from its base."""
-    written = call.written()
-    for operand in operands:
-        if operand.at in written and operand.layout.marks & SEVERED:
-            value = call.values[operand.at]
-            raise guards.refuse_write(value if operand.item is None else value[operand.item], call.name)
+def refuse_unwritable(layout: TensorLayout, name: str) -> None:
+    """Raise UnsupportedOperatorError where a tensor cannot take a new value: there is no way back to its Partial."""
+    for p in layout.placements:
+        if isinstance(p, Partial) and reduction(p.op).mask is None:
+            raise UnsupportedOperatorError(
+                f"{name} would write to a Partial({p.op!r}) tensor, of which no terms can be made.",
+                expected="Shard, Replicate, or Partial of sum, avg, max or min",
+                got=layout,
+                fix="x = x.redistribute(placements=[Replicate()] * mesh.ndim) first, or the variant without underscore",
+            )
 
 
 def run_on_meta(call: Call) -> Any:
