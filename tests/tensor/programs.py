@@ -32,7 +32,7 @@ def put(values, mesh, text):
     from torchshard import DTensor
 
     wanted = placements(text, values.ndim)
-    if values.dtype is torch.bool:
+    if values.dtype is torch.bool or ("A" in text and not values.is_floating_point()):  # these have no such terms
         wanted = [Replicate() if p.is_partial() else p for p in wanted]
     term, seen = values.detach().clone(), 0
     for axis, p in enumerate(wanted):

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed.tensor as upstream
 from torch import Tensor
 
 from torchshard._torch import in_backward, operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.layout.layout import Mesh
 from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import reduction
 from torchshard.tensor.codegen import KeyPart
@@ -86,6 +88,29 @@ def operands_of(call: Call) -> list[Operand]:
     return found
 
 
+def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorError:
+    """The error for an argument that is no DTensor."""
+    kind = type(x)
+    plain = kind in (Tensor, torch.nn.Parameter)
+    what = (
+        "plain torch.Tensor among DTensors"
+        if plain
+        else f"{kind.__module__}.{kind.__qualname__}, which is another class"
+    )
+    return UnsupportedOperatorError(
+        f"{where}: the argument {argument!r} is a {what}.",
+        expected="DTensors only, or scalars",
+        got=f"{kind.__name__} of shape {tuple(x.shape)}",
+        fix="distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
+        " same on every rank, with torchshard.implicit_replication(): ...",
+    )
+
+
+def replica(x: Tensor, mesh: Mesh) -> DTensor:
+    """A plain tensor that is the same on every rank, as a DTensor."""
+    return wrap(x, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
+
+
 def with_plain_wrapped(call: Call) -> list[Any] | None:
     """The arguments with plain tensors as replicated DTensors, where that is allowed; None where there are none.
 
@@ -102,22 +127,17 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
         return None
     # Autograd fills the unused pieces of a split with zeros of its own making, the same on every rank.
     from_autograd = call.name == "cat.default" and in_backward()
-    if not (replicates_plain_tensors() or from_autograd):
-        name, x = plain[0]
-        raise UnsupportedOperatorError(
-            f"{call.name}: the argument {name!r} is a plain torch.Tensor among DTensors.",
-            expected="DTensors only, or scalars",
-            got=f"{type(x).__name__} of shape {tuple(x.shape)}",
-            fix="distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
-            " same on every rank, with torchshard.implicit_replication(): ...",
-        )
+    allowed = replicates_plain_tensors() or from_autograd
+    for name, x in plain:
+        if not allowed or isinstance(x, upstream.DTensor):
+            raise refuse_plain(call.name, name, x)
     mesh = next(o.layout for o in operands_of(call) if not o.fixed).mesh
 
     def wrapped(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return [wrapped(item) for item in x]
         if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim:
-            return wrap(x, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
+            return replica(x, mesh)
         return x
 
     return [wrapped(x) for x in call.values]

@@ -170,6 +170,26 @@ class DTensor(Tensor):
         if other._spec.marks & SEVERED:
             self._window = other._window
 
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Gradients of the leaves, as of any tensor; `gradient` must be a DTensor.
+
+        Raises:
+            UnsupportedOperatorError: `gradient` is a plain tensor, and implicit_replication() is not on.
+        """
+        if gradient is not None and type(gradient) is not DTensor and gradient.ndim:
+            from torchshard.tensor import call, modes
+
+            if not modes.replicates_plain_tensors():
+                raise call.refuse_plain("backward", "gradient", gradient)
+            gradient = call.replica(gradient, self._spec.mesh)
+        Tensor.backward(self, gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+
     # Values as Python and NumPy have them. Like item() they are those of the whole tensor, so every rank must ask.
 
     def tolist(self) -> Any:
