@@ -49,21 +49,26 @@ def put(values, mesh, text):
 
 
 def play(rank, world, module, table, mesh_shape, texts):
-    """On every rank: run every program of a table of `module`. Returns (number of runs, complaints)."""
+    """On every rank: run every program of a table of `module`.
+
+    Returns:
+        Number of runs, complaints, and how many of the programs raise on plain tensors.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", mesh_shape)
-    done, bad = 0, []
+    done, bad, raised = 0, [], 0
     for name, program in getattr(importlib.import_module(module), table).items():
+        want = outcome(program, lambda t: t.clone())
+        raised += isinstance(want, Exception)
         for text in texts:
-            want = outcome(program, lambda t: t.clone())
             got = outcome(program, lambda t, text=text: put(t, mesh, text))
             complaint = differ(got, want)
             done += 1
             if complaint:
                 bad.append(f"{name} [{text}]: {complaint}")
-    return done, bad
+    return done, bad, raised
 
 
 def outcome(program, make):
@@ -115,12 +120,13 @@ def program(code, **names):
     return scope["run"]
 
 
-def check(module, table, least, mesh_shapes=((2,), (2, 2)), texts=None):
-    """Assert that no rank complains, on these meshes; each rank runs at least `least` programs."""
+def check(module, table, mesh_shapes=((2,), (2, 2)), texts=None, raises=0):
+    """Assert that no rank complains, on these meshes, and that `raises` programs are there to raise."""
     from tests.ranks import run_ranks
 
     for shape in mesh_shapes:
         told = texts or {1: ("R", "S0", "S1", "P"), 2: ("S0 S0", "P S1")}[len(shape)]
-        for done, bad in run_ranks(math.prod(shape), play, module, table, shape, told):
+        for done, bad, raised in run_ranks(math.prod(shape), play, module, table, shape, told):
             assert not bad, f"{len(bad)} of {done}:\n" + "\n".join(bad[:8])
-            assert done >= least
+            assert done
+            assert raised == raises

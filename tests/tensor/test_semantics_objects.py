@@ -147,5 +147,6 @@ globals().update({name: _table(text) for name, text in TABLES.items()})
 
 @pytest.mark.parametrize("table", TABLES)
 def test_as_in_eager_torch(table):
-    check(__name__, table, least=len(globals()[table]), mesh_shapes=((2,),))
-    check(__name__, table, least=len(globals()[table]), mesh_shapes=((2, 2),), texts=("P S1",))
+    raises = table in ("LEAVES", "COPIES")  # one each
+    check(__name__, table, mesh_shapes=((2,),), raises=raises)
+    check(__name__, table, mesh_shapes=((2, 2),), texts=("P S1",), raises=raises)
