@@ -248,7 +248,7 @@ class DTensor(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._base is None and not self._spec.marks & SEVERED:
+        if self.data_ptr() == 0 and not self._spec.marks & SEVERED:
             return Tensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
         return Tensor.__reduce_ex__(self._like_me(self.detach().clone()), protocol)  # type: ignore[no-untyped-call]
 
