@@ -46,12 +46,19 @@ def test_names_and_signatures():
         text,
         """\
 class DTensor(Tensor)
+    backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None)
+    data: property
     device_mesh: property
     from_local(local_tensor, device_mesh=None, placements=None, *, run_check=False, shape=None, stride=None, grad_placements=None)
     full_tensor(self, *, grad_placements=None)
+    is_shared(self)
+    numpy(self, *, force=False)
     placements: property
     redistribute(self, device_mesh=None, placements=None, *, async_op=False, forward_dtype=None, backward_dtype=None)
+    share_memory_(self)
+    storage(self)
     to_local(self, *, grad_placements=None)
+    tolist(self)
 DeviceMesh: torch's own
 class DistributedDataParallel(Compatibility, DistributedDataParallel)
     __init__(self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False)

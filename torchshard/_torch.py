@@ -321,11 +321,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def introduce(cls: type[Tensor], safe: list[Any]) -> None:
-    """Tell torch what it must know of a third-party tensor class; done on first use.
+def introduce(cls: type[Tensor]) -> None:
+    """Tell torch's optimizers of a third-party tensor class; done on first use.
 
-    Its optimizers use their foreach kernels only for the classes in a private list (2.11-2.15; AdamW silently loops on
-    others), and the default torch.load makes only objects of classes that it knows.
+    They use their foreach kernels only for the classes in a private list (2.11-2.15; AdamW silently loops on others).
     """
     from torch.optim.optimizer import _foreach_supported_types as by_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as by_utilities
@@ -333,7 +332,6 @@ def introduce(cls: type[Tensor], safe: list[Any]) -> None:
     for supported in (by_optimizers, by_utilities):
         if cls not in supported:
             supported.append(cls)
-    torch.serialization.add_safe_globals([cls, *safe])
 
 
 def decomposition(func: Any) -> Callable[..., Any] | None:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ranks import run_ranks
+from tests.tensor.programs import VALUES, check, program
 
 
 def draws():
@@ -64,16 +65,90 @@ def test_the_same_tensor_for_every_placement():
             assert not bad, bad
 
 
-def unknown(rank, world):
-    from torchshard import Shard, distribute_tensor, init_device_mesh
+def _with_a_generator(draw):
+    def run(put):
+        generator = torch.Generator().manual_seed(5)
+        return draw(put, generator), torch.rand(2, generator=generator), torch.rand(2)
 
-    x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
-    try:
-        return str(torch.multinomial(x, 2))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return run
 
 
-def test_a_random_operator_that_is_not_known_is_refused():
-    for message in run_ranks(2, unknown):
-        assert message.startswith("UnsupportedOperatorError: multinomial.default draws random numbers")
+def _dropped(put):
+    x = put(CHANCES).requires_grad_()
+    (F.dropout(x, 0.4) * put(VALUES)).sum().backward()
+    return x.grad
+
+
+def _attention(put):
+    attention = torch.nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)
+    for module in (attention, attention.out_proj):
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(put(p.detach())))
+    x = put(torch.linspace(-1, 1, 40).view(2, 5, 4))
+    torch.manual_seed(2)
+    return attention(x, x, x)[0], torch.rand(2)
+
+
+def _reset(make):
+    def run(put):
+        module = make()
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, torch.nn.Parameter(put(p.detach())))
+        torch.manual_seed(3)
+        module.reset_parameters()
+        return dict(module.named_parameters()), torch.rand(2)
+
+    return run
+
+
+def _forked(put):
+    with torch.random.fork_rng():
+        inside = F.dropout(put(VALUES), 0.4)
+    return inside, F.dropout(put(VALUES), 0.4)
+
+
+CHANCES = torch.sigmoid(VALUES)
+_LINES = """
+    y = torch.bernoulli(put(C), 0.3)
+    y = torch.bernoulli(put(C), out=put(C))
+    y = x.bernoulli_(put(C))
+    y = torch.normal(put(C), put(C)), torch.normal(put(C), 1.0), torch.normal(1.0, put(C))
+    y = torch.poisson(put(C) * 5)
+    y = torch.multinomial(put(C), 2), torch.multinomial(put(C), 7, replacement=True)
+    y = F.dropout(x, 0.4, inplace=True)
+    y = F.dropout(x, 0.0), F.dropout(x, 1.0), F.dropout(x, 0.5, training=False)
+    y = F.dropout1d(x.view(1, 5, 3), 0.4), F.dropout2d(x.view(1, 5, 3, 1), 0.4)
+    y = F.alpha_dropout(x, 0.4, training=True), F.feature_alpha_dropout(x, 0.4, training=True)
+    y = F.rrelu(x, training=True)
+    y = F.gumbel_softmax(x), F.gumbel_softmax(x, hard=True)
+    y = torch.nn.init.orthogonal_(x)
+    y = torch.nn.init.xavier_normal_(x)
+    y = x.cauchy_(), x.log_normal_(), x.geometric_(0.3), x.random_(3, 9)
+    y = x.t().normal_(), torch.rand_like(x.t()), F.dropout(x.t(), 0.3)
+    y = x[1:4].normal_(), x[:, 1:].uniform_()
+    y = put(torch.tensor(1.0)).normal_(), put(torch.ones(0, 3)).normal_()
+    y = put(V).bfloat16().normal_(), put(torch.ones(5, 3, dtype=torch.int64)).random_(0, 100)
+    y = torch.rand_like(x, dtype=torch.float64), torch.randn_like(x, requires_grad=True)
+"""
+PROGRAMS = {
+    **{line.strip(): program(f"{line}; y = y, torch.rand(2)", C=CHANCES) for line in _LINES.strip().splitlines()},
+    "gradient of dropout": _dropped,
+    "attention": _attention,
+    "linear": _reset(lambda: torch.nn.Linear(3, 5)),
+    "embedding": _reset(lambda: torch.nn.Embedding(5, 3, padding_idx=1)),
+    "fork_rng": _forked,
+    "generator of normal_": _with_a_generator(lambda put, g: put(VALUES).normal_(generator=g)),
+    "generator of bernoulli": _with_a_generator(lambda put, g: torch.bernoulli(put(CHANCES), generator=g)),
+    "generator of multinomial": _with_a_generator(lambda put, g: torch.multinomial(put(CHANCES), 2, generator=g)),
+}
+
+
+def test_as_on_a_single_device():
+    check(__name__, "PROGRAMS")
+
+
+def test_what_a_single_device_refuses():
+    check(__name__, "REFUSED", mesh_shapes=((2,),), raises=2)
+
+
+REFUSED = {"chance": lambda put: F.dropout(put(VALUES), 1.5), "sums": lambda put: torch.multinomial(put(-VALUES), 2)}

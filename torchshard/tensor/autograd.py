@@ -19,6 +19,7 @@ from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.guards import refresh
 from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride, from_torch, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import moved, redistribute_later, redistribute_local
@@ -34,6 +35,7 @@ class _Redistribute(torch.autograd.Function):
         backward_dtype: torch.dtype | None,
         async_op: bool,
     ) -> DTensor:
+        refresh(x)
         source = x._spec
         ctx.source, ctx.backward_dtype, ctx.async_op = source, backward_dtype, async_op
         local = x._local_tensor
@@ -138,6 +140,7 @@ def redistribute(
 
 def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:
     """See DTensor.to_local."""
+    refresh(x)
     if not torch.is_grad_enabled():
         return x._local_tensor
     return _ToLocal.apply(x, grad_placements)  # type: ignore[no-any-return, no-untyped-call]

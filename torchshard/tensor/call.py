@@ -8,17 +8,20 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed.tensor as upstream
 from torch import Tensor
 
 from torchshard._torch import in_backward, lacks_fake, operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.layout.layout import Mesh
+from torchshard.layout.placements import Partial
+from torchshard.layout.reductions import reduction
 from torchshard.rules.pointwise import BY_ELEMENT
 from torchshard.rules.registry import find
 from torchshard.rules.rule import Rule
-from torchshard.tensor import guards
 from torchshard.tensor.codegen import KeyPart
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.layout import SEVERED, TensorLayout, layout_for
+from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.modes import replicates_plain_tensors
 
 
@@ -108,6 +111,29 @@ def operands_of(call: Call) -> list[Operand]:
     return found
 
 
+def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorError:
+    """The error for an argument that is no DTensor."""
+    kind = type(x)
+    plain = kind in (Tensor, torch.nn.Parameter)
+    what = (
+        "plain torch.Tensor among DTensors"
+        if plain
+        else f"{kind.__module__}.{kind.__qualname__}, which is another class"
+    )
+    return UnsupportedOperatorError(
+        f"{where}: the argument {argument!r} is a {what}.",
+        expected="DTensors only, or scalars",
+        got=f"{kind.__name__} of shape {tuple(x.shape)}",
+        fix="distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
+        " same on every rank, with torchshard.implicit_replication(): ...",
+    )
+
+
+def replica(x: Tensor, mesh: Mesh) -> DTensor:
+    """A plain tensor that is the same on every rank, as a DTensor."""
+    return wrap(x, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
+
+
 def with_plain_wrapped(call: Call) -> list[Any] | None:
     """The arguments with plain tensors as replicated DTensors, where that is allowed; None where there are none.
 
@@ -122,22 +148,17 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
     ]
     if not plain:
         return None
-    if not (replicates_plain_tensors() or _called_by_formula()):
-        name, x = plain[0]
-        raise UnsupportedOperatorError(
-            f"{call.name}: the argument {name!r} is a plain torch.Tensor among DTensors.",
-            expected="DTensors only, or scalars",
-            got=f"{type(x).__name__} of shape {tuple(x.shape)}",
-            fix="distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
-            " same on every rank, with torchshard.implicit_replication(): ...",
-        )
+    allowed = replicates_plain_tensors() or _called_by_formula()
+    for name, x in plain:
+        if not allowed or isinstance(x, upstream.DTensor):
+            raise refuse_plain(call.name, name, x)
     mesh = next(o.layout for o in operands_of(call) if not o.fixed).mesh
 
     def wrapped(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return [wrapped(item) for item in x]
         if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim:
-            return wrap(x, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
+            return replica(x, mesh)
         return x
 
     return [wrapped(x) for x in call.values]
@@ -169,13 +190,16 @@ def require_one_mesh(call: Call, operands: Sequence[Operand]) -> None:
             )
 
 
-def refuse_writes_to_severed(call: Call, operands: Sequence[Operand]) -> None:
-    """Raise UnsupportedOperatorError where an argument that is written to is a view cut off from its base."""
-    written = call.written()
-    for operand in operands:
-        if operand.at in written and operand.layout.marks & SEVERED:
-            value = call.values[operand.at]
-            raise guards.refuse_write(value if operand.item is None else value[operand.item], call.name)
+def refuse_unwritable(layout: TensorLayout, name: str) -> None:
+    """Raise UnsupportedOperatorError where a tensor cannot take a new value: there is no way back to its Partial."""
+    for p in layout.placements:
+        if isinstance(p, Partial) and reduction(p.op).mask is None:
+            raise UnsupportedOperatorError(
+                f"{name} would write to a Partial({p.op!r}) tensor, of which no terms can be made.",
+                expected="Shard, Replicate, or Partial of sum, avg, max or min",
+                got=layout,
+                fix="x = x.redistribute(placements=[Replicate()] * mesh.ndim) first, or the variant without underscore",
+            )
 
 
 def refuse_as_eager(call: Call) -> None:

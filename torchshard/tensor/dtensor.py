@@ -1,5 +1,6 @@
 """The DTensor class. Its operators are in dispatch.py, how it moves in redistribute.py, gradients in autograd.py."""
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import current_mesh, no_torch_function, wrapper_constructor
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, Sharding
-from torchshard.tensor.layout import TensorLayout, from_torch
-from torchshard.tensor.mesh import bind
+from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch
+from torchshard.tensor.mesh import PICKLED, bind, restored
 
 
 class DTensor(Tensor):
@@ -22,12 +24,12 @@ class DTensor(Tensor):
     only where a rule needs it; the result is what eager torch gives on the full tensor, or an error that says why not.
     """
 
-    __slots__ = ("_local_tensor", "_severed_at", "_spec")
+    __slots__ = ("_local_tensor", "_spec", "_window")
     __torch_function__ = no_torch_function()
 
     _local_tensor: Tensor
     _spec: TensorLayout
-    _severed_at: int | None  # see guards.py
+    _window: Any  # of severed views only, see guards.py
 
     @staticmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -152,8 +154,111 @@ class DTensor(Tensor):
         """
         return self._spec.torch_placements
 
+    @property
+    def data(self) -> "DTensor":
+        """The same tensor without history; set it to take over the values and the layout of another DTensor."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if type(other) is not DTensor:
+            raise ShardingError(
+                "The data of a DTensor can be replaced by another DTensor only.",
+                expected="a DTensor",
+                got=f"{type(other).__name__} of shape {tuple(other.shape)}",
+                fix="distribute_tensor(it, x.device_mesh, x.placements)",
+            )
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self._local_tensor, self._spec = other._local_tensor, other._spec
+        if other._spec.marks & SEVERED:
+            self._window = other._window
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Gradients of the leaves, as of any tensor; `gradient` must be a DTensor.
+
+        Raises:
+            UnsupportedOperatorError: `gradient` is a plain tensor, and implicit_replication() is not on.
+        """
+        if gradient is not None and type(gradient) is not DTensor and gradient.ndim:
+            from torchshard.tensor import call, modes
+
+            if not modes.replicates_plain_tensors():
+                raise call.refuse_plain("backward", "gradient", gradient)
+            gradient = call.replica(gradient, self._spec.mesh)
+        Tensor.backward(self, gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+
+    # Values as Python and NumPy have them. Like item() they are those of the whole tensor, so every rank must ask.
+
+    def tolist(self) -> Any:
+        """The values of the whole tensor as nested lists, a number for a scalar. Every rank must call it."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """With force=True a copy of the whole tensor as an array, which every rank must ask for.
+
+        Raises:
+            UnsupportedOperatorError: without `force` the array would have to share memory with the tensor.
+        """
+        if force:
+            return self.full_tensor().numpy(force=True)
+        raise _no_memory("numpy()", "numpy(force=True)")
+
+    def share_memory_(self) -> "DTensor":
+        """Move this rank's part to shared memory."""
+        self._local_tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether this rank's part is in shared memory."""
+        return bool(self._local_tensor.is_shared())
+
+    def storage(self) -> Any:
+        """Refused: a DTensor has no storage of its own."""
+        raise _no_memory("storage()", "full_tensor().storage()")
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.ndim == 0 else object.__format__(self, spec)
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise _no_memory("__dlpack__()", "full_tensor().__dlpack__()")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DTensor(local_tensor={self._local_tensor}, {self._spec.sharding})"
+        # Printing must not communicate. A term or an old copy would look like the value, so neither is shown.
+        layout = self._spec
+        if layout.sharding.partial or layout.marks & SEVERED:
+            return f"DTensor({layout}; full_tensor() has the values)"
+        return f"DTensor(local_tensor={self._local_tensor}, {layout.sharding})"
+
+    # torch's own ways to copy and pickle look for memory behind a wrapper that is a view.
+
+    def __copy__(self) -> "DTensor":
+        return self._like_me(self.detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DTensor":
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            return Tensor.__deepcopy__(self, memo)  # type: ignore[no-any-return, no-untyped-call]  # raises as for any
+        made = memo[id(self)] = self._like_me(self.detach().clone(), memo)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.data_ptr() == 0 and not self._spec.marks & SEVERED:
+            return Tensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
+        return Tensor.__reduce_ex__(self._like_me(self.detach().clone()), protocol)  # type: ignore[no-untyped-call]
+
+    def _like_me(self, made: Tensor, memo: dict[int, Any] | None = None) -> "DTensor":
+        """Give a tensor without history what this one has beside its values."""
+        made.__dict__.update(self.__dict__ if memo is None else copy.deepcopy(self.__dict__, memo))
+        return made.requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
         return ["_local_tensor"], self._spec.sharding
@@ -229,6 +334,18 @@ def layout_of(x: DTensor) -> Layout:
     """Mesh, placements, nesting order, global shape, stride and dtype of a DTensor in one object, with its boxes."""
     return x._spec.plain
 
+
+def _no_memory(what: str, instead: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{what} shares the memory of a tensor, which a DTensor spreads over ranks.",
+        expected="a plain tensor",
+        got="a DTensor",
+        fix=f"x.{instead} for a copy of the whole, x.to_local() for the part of this rank",
+    )
+
+
+# As torch does for its own: the default torch.load makes objects of known classes only, and may come before any use.
+torch.serialization.add_safe_globals([DTensor, restored, *PICKLED])
 
 # Operator (its address) -> number of arguments and keywords -> what runs; filled by dispatch.py.
 ENTRIES: dict[int, dict[Any, Callable[..., Any]]] = {}

@@ -30,6 +30,8 @@ class FirstRun:
         self.call, self.operands, self.made, self.targets = call, operands, made, targets
         self.mesh = operands[0].layout.mesh
         self.moves = [o.layout.sharding is not t.sharding for o, t in zip(operands, targets, strict=True)]
+        # Whether results should be views of the first operand, and cannot be because that has to be moved.
+        self.severs = call.viewed() and (self.moves[0] or bool(operands[0].layout.marks & SEVERED))
 
     def finish(
         self, shape_of: Callable[[int, Tensor], tuple[int, ...]], results: Sequence[Sharding] | None
@@ -53,12 +55,17 @@ class FirstRun:
             plan = plan_maker(arguments, call.positional, f"argument:{written[0]}" if returns else "none")
             made = plan(function, new, DTensor, (), **bound)
             return made(*call.values), made
-        local = plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **bound)(*call.values)
+        values, window = list(call.values), None
+        if self.severs:
+            arguments = self._base_given(arguments, bound)
+            base = self.operands[0].at
+            values[base], window = guards.opened(values[base], self._there_and_back())
+        local = plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **bound)(*values)
         if not isinstance(local, (Tensor, tuple, list)):
             return local, plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **bound)
         parts = [local] if isinstance(local, Tensor) else list(local)
         outs = [None if t is None else self._layout(k, t, shape_of, results) for k, t in enumerate(parts)]
-        return self._wrapped(local, parts, outs, arguments, bound, function)
+        return self._wrapped(local, parts, outs, arguments, bound, function, window)
 
     def _arguments(
         self, shape_of: Callable[[int, Tensor], tuple[int, ...]], results: Sequence[Sharding] | None
@@ -81,6 +88,19 @@ class FirstRun:
                 bound[f"move_{call.names[at]}"] = list_mover(pairs)
         self._constants(how, bound, results)
         return tuple(map(Argument, call.names, how)), bound
+
+    def _there_and_back(self) -> tuple[guards.Move, guards.Move] | None:
+        """How the first operand gets to where it can be viewed, and back; None where it is there."""
+        if not self.moves[0]:
+            return None
+        source, target = self.operands[0].layout.plain, self.targets[0]
+        return mover(self.operands[0].layout, target), mover(target, source)
+
+    def _base_given(self, arguments: tuple[Argument, ...], bound: dict[str, Any]) -> tuple[Argument, ...]:
+        """The arguments of a plan that is handed the moved first operand."""
+        base = self.call.names[self.operands[0].at]
+        bound.pop(f"move_{base}", None)
+        return tuple([Argument(a.name, "given") if a.name == base else a for a in arguments])
 
     def _constants(self, how: list[How], bound: dict[str, Any], results: Sequence[Sharding] | None) -> None:
         """Arguments that are sizes of the result become those of this rank's part."""
@@ -151,27 +171,26 @@ class FirstRun:
         arguments: tuple[Argument, ...],
         bound: dict[str, Any],
         function: Callable[..., Any],
+        window: guards.Window | None,
     ) -> tuple[Any, Plan | None]:
         call = self.call
         base = self.operands[0].at
         is_list = not isinstance(local, Tensor) and len(schema(call.func).returns) == 1
-        viewed = call.viewed()
-        cut = viewed and (self.moves[0] or bool(self.operands[0].layout.marks & SEVERED))
         if isinstance(local, Tensor):
-            kind = f"view:{base}" if call.name == "view.default" and not cut else "tensor"
+            kind = f"view:{base}" if call.name == "view.default" and window is None else "tensor"
         else:
             kind = "list" if is_list else "tuple:" + "".join("0" if t is None else "1" for t in parts)
         extra: dict[str, Any] = {}
         if kind.startswith("view"):
-            extra = {"copying": torch.reshape, "severed": guards.severed}
-        make: Callable[..., Any] = new_view if viewed else new
+            extra = {"copying": torch.reshape, "severed": guards.copied}
+        make: Callable[..., Any] = new_view if call.viewed() else new
         plan = plan_maker(arguments, call.positional, kind)(function, make, DTensor, tuple(outs), **bound, **extra)
         wrapped = [None if t is None else make(DTensor, t, out, False) for t, out in zip(parts, outs, strict=True)]
-        if cut:
-            plan = guards.severing(plan, base)
+        if window is not None:
+            plan = guards.severing(plan, base, self._there_and_back())
             for view in wrapped:
                 if view is not None:
-                    guards.severed(view, call.values[base])
+                    guards.sever(view, window)
         result = wrapped[0] if isinstance(local, Tensor) else wrapped if is_list else tuple(wrapped)
         return result, plan if self._lasts(outs) else None
 

@@ -1,17 +1,20 @@
 """Operators on lists of tensors (optimizers): one plan for the whole list."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchshard._torch import local_callable
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
-from torchshard.tensor.call import Call, Operand
+from torchshard.tensor.call import Call, Operand, refuse_unwritable
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
 from torchshard.tensor.first_run import Plan, list_mover, mover
 from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.redistribute import redistribute_local
+
+# Number of a tensor in a list -> the layout that it has, and the one that it is to have.
+_Pairs = dict[int, tuple[TensorLayout, TensorLayout]]
 
 # Linear in the first list while everything else is whole: its tensors may stay Partial sums and averages.
 _LINEAR = ("_foreach_mul", "_foreach_div", "_foreach_neg", "_foreach_zero")
@@ -27,14 +30,14 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     """Run the call, with all tensors of one place in the lists sharded as the first list has it there.
 
     Raises:
-        UnsupportedOperatorError: a list that is written to holds a Partial tensor.
+        UnsupportedOperatorError: a list that is written to holds a Partial tensor that cannot take its value back.
     """
     written = call.written()
     first = next(o.at for o in operands if o.item is not None)
-    goals = _goals(call, [o for o in operands if o.at == first], first in written)
+    goals = _goals(call, [o for o in operands if o.at == first])
     how: list[How] = ["given"] * len(call.names)
     bound: dict[str, Any] = {}
-    pairs: dict[int, dict[int, tuple[TensorLayout, TensorLayout]]] = {}
+    pairs: dict[int, _Pairs] = {}
     for o in operands:
         if o.fixed:
             continue
@@ -47,10 +50,13 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
             bound[f"move_{call.names[o.at]}"] = mover(o.layout, o.layout.to(sharding))
         else:
             pairs.setdefault(o.at, {})[o.item] = o.layout, o.layout.to(sharding)
+    back: dict[int, _Pairs] = {}
     for at, by_item in pairs.items():
-        still = all(a.sharding is b.sharding for a, b in by_item.values())
-        how[at] = "locals" if still else "moves"
+        moved = {k: (a, b) for k, (a, b) in by_item.items() if a.sharding is not b.sharding}
+        how[at] = "moves" if moved else "locals"
         bound[f"move_{call.names[at]}"] = list_mover(by_item)
+        if moved and at in written:
+            back[at], how[at] = moved, "given"  # see _giving_back
     arguments = tuple(map(Argument, call.names, how))
     needed = {
         k: v for k, v in bound.items() if any(k == f"move_{a.name}" for a in arguments if a.how in ("move", "moves"))
@@ -58,6 +64,7 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     function = local_callable(call.func)
     if written:
         plan = plan_maker(arguments, call.positional, "none")(function, new, DTensor, (), **needed)
+        plan = _giving_back(plan, call, back) if back else plan
         return plan(*call.values), plan
     raw = plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **needed)
     locals_ = raw(*call.values)
@@ -68,7 +75,28 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     return [wrap(t, out) for t, out in zip(locals_, outs, strict=True)], plan
 
 
-def _goals(call: Call, operands: Sequence[Operand], written: bool) -> list[tuple[TensorLayout, Sharding]]:
+def _giving_back(plan: Plan, call: Call, back: Mapping[int, _Pairs]) -> Plan:
+    """A plan that writes to tensors which had to be moved: to the moved copies, which then are moved back."""
+    for by_item in back.values():
+        for layout, _ in by_item.values():
+            refuse_unwritable(layout, call.name)
+
+    def run(*values: Any) -> None:
+        given = list(values)
+        for at, by_item in back.items():
+            given[at] = [
+                redistribute_local(x._local_tensor, *by_item[k]) if k in by_item else x._local_tensor
+                for k, x in enumerate(values[at])
+            ]
+        plan(*given)
+        for at, by_item in back.items():
+            for k, (layout, moved) in by_item.items():
+                values[at][k]._local_tensor.copy_(redistribute_local(given[at][k], moved, layout.plain))
+
+    return run
+
+
+def _goals(call: Call, operands: Sequence[Operand]) -> list[tuple[TensorLayout, Sharding]]:
     """For each tensor of the first list: its layout, and the sharding that all tensors of its place get."""
     goals = []
     for o in operands:
@@ -76,12 +104,5 @@ def _goals(call: Call, operands: Sequence[Operand], written: bool) -> list[tuple
         ops = {p.op for p in sharding.placements if isinstance(p, Partial)}
         if not (call.name.startswith(_LINEAR) and ops <= {"sum", "avg"}):
             sharding = sharding.without_partial()
-        if written and sharding is not o.layout.sharding:
-            raise UnsupportedOperatorError(
-                f"{call.name} writes to a list in which tensor {o.item} is Partial.",
-                expected="tensors without Partial placements",
-                got=o.layout,
-                fix="redistribute it to Replicate() or Shard(dim) first",
-            )
         goals.append((o.layout, sharding))
     return goals

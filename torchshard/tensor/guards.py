@@ -1,11 +1,14 @@
-"""Views that had to be moved: what stands for a view of a tensor but shares no memory with it.
+"""Views that had to be moved: what stands for a view of a tensor, but shares no memory with it.
 
 Eager torch's view sees later writes to its base, and writes to it reach the base. A view of a sharded tensor that has
-to be gathered is a copy, so neither would happen. Such a result is marked (its layout is SEVERED) and remembers the
-version of its base: writing to it is refused, and so is reading it once its base has changed.
+to be gathered is made of a copy. Such a result is marked (its layout is SEVERED) and keeps a *window*: the moved copy
+that it is a view of, and the way between the copy and the base. Before it is read, the copy is fetched again if the
+base has changed; after it is written to, the copy is given back. Autograd's version counter, which views share with
+their base, tells whether the base has changed; inference tensors have none, so there the copy is fetched at every use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,57 +21,141 @@ from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.redistribute import redistribute_local
 
+Move = Callable[[Tensor], Tensor]
 
-def severed(view: DTensor, base: DTensor) -> DTensor:
-    """Mark a result as cut off from `base`, of which it should be a view."""
+_UNKNOWN = -1  # a version that no tensor has
+
+
+@dataclass(slots=True, eq=False)
+class Window:
+    """The moved copy that a severed view is a view of.
+
+    Attributes:
+        base: of which it should be a view; may be severed itself.
+        local: the copy; the local tensors of all views through this window share memory with it.
+        fetch: makes the copy from the local tensor of the base.
+        give: makes the local tensor of the base from the copy.
+        version: of the base when the copy was last like it.
+    """
+
+    base: DTensor
+    local: Tensor
+    fetch: Move
+    give: Move
+    version: int
+
+    def refresh(self) -> None:
+        """Make the copy like the base."""
+        refresh(self.base)
+        version = _version(self.base)
+        if version == _UNKNOWN or version != self.version:
+            self.local.copy_(self.fetch(self.base._local_tensor))
+            self.version = version
+
+    def write_back(self) -> None:
+        """Make the base like the copy."""
+        self.base._local_tensor.copy_(self.give(self.local))
+        # The version moves on when the operator is over, if at all: better fetched once too often.
+        self.version = _UNKNOWN
+        _write_back(self.base)
+
+
+def _version(base: DTensor) -> int:
+    return _UNKNOWN if base.is_inference() else base._version
+
+
+def refresh(x: DTensor) -> None:
+    """Bring a severed view up to date with its base; nothing for any other tensor. Every rank must call it."""
+    if x._spec.marks & SEVERED:
+        x._window.refresh()
+
+
+def _write_back(x: DTensor) -> None:
+    if x._spec.marks & SEVERED:
+        x._window.write_back()
+
+
+def opened(x: DTensor, moves: tuple[Move, Move] | None) -> tuple[Tensor, Window]:
+    """What to take a severed view of: the local tensor, and its window.
+
+    Args:
+        x: the base.
+        moves: to where the view can be taken, and back; None where `x` is severed itself and need not be moved.
+    """
+    if moves is None:
+        return x._local_tensor, x._window
+    local = moves[0](x._local_tensor)
+    return local, Window(x, local, *moves, _version(x))
+
+
+def sever(view: DTensor, window: Window) -> DTensor:
+    """Mark a result as a view through a window."""
     view._spec = view._spec.marked(view._spec.marks | SEVERED)
-    view._severed_at = None if base.is_inference() else base._version
+    view._window = window
     return view
 
 
-def severing(plan: Callable[..., Any], base: int) -> Callable[..., Any]:
-    """A plan whose results are cut off from its argument `base`."""
+def copied(view: DTensor, base: DTensor) -> DTensor:
+    """Mark a result whose local tensor was reshaped by copying, where eager torch would have made a view."""
+    local, shape, held = view._local_tensor, view._local_tensor.shape, base._local_tensor.shape
+    return sever(view, Window(base, local, lambda t: t.reshape(shape), lambda t: t.reshape(held), _version(base)))
+
+
+def severing(plan: Callable[..., Any], base: int, moves: tuple[Move, Move] | None) -> Callable[..., Any]:
+    """A plan whose results are cut off from its argument `base`; `plan` itself takes the moved local tensor there."""
 
     def run(*args: Any) -> Any:
-        result = plan(*args)
+        local, window = opened(args[base], moves)
+        result = plan(*args[:base], local, *args[base + 1 :])
         for view in result if isinstance(result, (list, tuple)) else [result]:
-            severed(view, args[base])
+            sever(view, window)
         return result
 
     return run
 
 
-def checked(plan: Callable[..., Any], cut: Sequence[int], name: str) -> Callable[..., Any]:
-    """A plan that first makes sure that the bases of its severed arguments have not changed."""
+def guarded(plan: Callable[..., Any], cut: Sequence[int], written: Sequence[int], name: str) -> Callable[..., Any]:
+    """A plan some of whose arguments are severed: they are brought up to date before, and given back after a write.
+
+    Args:
+        plan: what to run.
+        cut: places of the arguments that are, or hold, severed views.
+        written: places of the arguments that the operator writes to.
+        name: of the operator.
+
+    Raises:
+        UnsupportedOperatorError: when called to write to several tensors at once, of which one is a severed view.
+    """
+    given_back = [at for at in cut if at in written]
 
     def run(*args: Any) -> Any:
+        if given_back and sum([len(list(_tensors(args[at]))) for at in written]) > 1:
+            raise _several(name)
         for at in cut:
-            for x in args[at] if isinstance(args[at], (list, tuple)) else [args[at]]:
-                if type(x) is DTensor and x._spec.marks & SEVERED:
-                    _check_version(x, name)
-        return plan(*args)
+            for x in _tensors(args[at]):
+                refresh(x)
+        result = plan(*args)
+        for at in given_back:
+            for x in _tensors(args[at]):
+                _write_back(x)
+        return result
 
     return run
 
 
-def _check_version(x: DTensor, name: str) -> None:
-    if x._severed_at is not None and x._severed_at != x._version:
-        raise UnsupportedOperatorError(
-            f"{name} reads a view whose base was written to after the view was taken.",
-            expected="a view that shares memory with its base, or a base that has not changed",
-            got=f"a view that had to be moved to {x._spec.sharding}: it does not see the change",
-            fix="take the view again after writing, or .clone() it before",
-        )
-
-
-def refuse_write(x: DTensor, name: str) -> UnsupportedOperatorError:
-    """The error for writing to a severed view."""
+def _several(name: str) -> UnsupportedOperatorError:
+    # Each copy would be given back whole, and undo what was written to another view of the same base.
     return UnsupportedOperatorError(
-        f"{name} would write to a view without changing its base.",
-        expected="a view that shares memory with its base",
-        got=f"a view that had to be moved to {x._spec.sharding}, which is a copy",
-        fix="write to a .clone(), or write to the base with an operator on all of it, such as torch.where",
+        f"{name} writes to several tensors, and one of them is a view that had to be moved.",
+        expected="views that share memory with their base, or one tensor at a time",
+        fix="call the operator for each tensor alone",
     )
+
+
+def _tensors(argument: Any) -> Iterator[DTensor]:
+    for x in argument if isinstance(argument, (list, tuple)) else [argument]:
+        if type(x) is DTensor:
+            yield x
 
 
 def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:

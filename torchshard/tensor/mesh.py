@@ -13,6 +13,7 @@ from torchshard._torch import group_of_members
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
+from torchshard.layout import layout, placements
 from torchshard.layout.layout import Mesh
 from torchshard.tensor.layout import TensorLayout
 
@@ -106,7 +107,7 @@ class BoundMesh(Mesh):
         return True
 
     def __reduce__(self) -> Any:
-        return bind, (self.device_mesh,)
+        return restored, (self.device_mesh,)
 
     def __deepcopy__(self, memo: Any) -> "BoundMesh":
         return self
@@ -126,6 +127,9 @@ class Bridge:
     group: Group
     agreement: Agreement
 
+
+# What a pickled DTensor consists of, beside tensors and itself.
+PICKLED = (DeviceMesh, layout._layout, layout._sharding, placements.Shard, placements.Partial, placements.Replicate)
 
 _this_process = uuid.uuid4().hex
 _by_id: dict[int, tuple["weakref.ref[DeviceMesh]", BoundMesh]] = {}
@@ -163,14 +167,59 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
     return found
 
 
+def restored(device_mesh: DeviceMesh) -> BoundMesh:
+    """The mesh of a pickled DTensor, in the process that loads it.
+
+    Raises:
+        ShardingError: there is no process group, this rank has another place than the one that saved, or the groups
+            that go by the mesh's names are of other ranks.
+    """
+    if not dist.is_initialized():
+        raise ShardingError(
+            "A DTensor can be loaded only where its ranks can talk.",
+            expected="a process group",
+            got="none",
+            fix="call torch.distributed.init_process_group() before, or save x.full_tensor()",
+        )
+    place = device_mesh.get_coordinate()
+    here = (device_mesh.mesh == dist.get_rank()).nonzero().tolist()
+    if here != ([] if place is None else [list(place)]):
+        raise ShardingError(
+            "A DTensor was saved by another rank: what it holds is the part of that one.",
+            expected=f"the file that the rank at {tuple(here[0]) if here else 'no place'} of the mesh has saved",
+            got=f"that of the rank at {None if place is None else tuple(place)}",
+            fix="load on each rank what that rank has saved, or save x.full_tensor()",
+        )
+    known = any(mesh == device_mesh and bound.alive() for (mesh, *_), bound in _by_value.items())
+    if not known and place is not None:
+        _check_groups(device_mesh)
+    return bind(device_mesh)
+
+
+def _check_groups(device_mesh: DeviceMesh) -> None:
+    place = device_mesh.get_coordinate()
+    assert place is not None, "a rank outside of the mesh has no groups there"
+    for axis in range(device_mesh.ndim):
+        line = device_mesh.mesh[tuple([slice(None) if a == axis else k for a, k in enumerate(place)])].tolist()
+        try:
+            held = dist.get_process_group_ranks(device_mesh.get_group(axis))
+        except (KeyError, LookupError, RuntimeError, ValueError):
+            held = None
+        if held is None or sorted(held) != sorted(line):
+            raise ShardingError(
+                "The process groups of a saved DTensor's mesh do not exist here.",
+                expected=f"a group of the ranks {line} along axis {axis} of the mesh",
+                got="none" if held is None else f"a group of the ranks {held}",
+                fix="make a mesh like it and a DTensor on it before loading: torchshard.zeros(1, device_mesh=mesh)",
+            )
+
+
 def _first_use() -> None:
-    """Make DTensor known to torch's optimizers and to the default torch.load."""
+    """Make DTensor known to torch's optimizers."""
     from torchshard._torch import introduce
-    from torchshard.layout import layout, placements
     from torchshard.tensor.dtensor import DTensor
 
-    pickled = [bind, layout._layout, layout._sharding, placements.Shard, placements.Partial, placements.Replicate]
-    introduce(DTensor, [DeviceMesh, *pickled])
+    introduce(DTensor)
 
 
 def _can_talk(device_mesh: DeviceMesh) -> bool:

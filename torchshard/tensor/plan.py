@@ -6,13 +6,14 @@ decomposition    where ATen itself composes the operator of others
 gathering        every operand whole on every rank; said once
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torchshard._torch import decomposition, schema
 from torchshard.errors import UnsupportedOperatorError
+from torchshard.layout.layout import Sharding
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
 from torchshard.rules.notation import parse
@@ -23,15 +24,16 @@ from torchshard.tensor.call import (
     Operand,
     operands_of,
     refuse_as_eager,
-    refuse_writes_to_severed,
     require_one_mesh,
     rule_of,
     run_on_meta,
     with_plain_wrapped,
 )
-from torchshard.tensor.dtensor import wrap
+from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.first_run import FirstRun, Plan
+from torchshard.tensor.handlers import random
 from torchshard.tensor.layout import SEVERED, TensorLayout, layout_for
+from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
 from torchshard.tensor.observing import tell
 from torchshard.tensor.redistribute import redistribute_local
@@ -43,7 +45,21 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
         args, kwargs = call.with_values(wrapped)
         return call.func(*args, **kwargs), None
     operands = operands_of(call)
-    refuse_writes_to_severed(call, operands)
+    cut = sorted({o.at for o in operands if o.layout.marks & SEVERED})
+    if not cut:
+        return _plan_of_operands(call, operands)
+    made: list[Plan | None] = []
+
+    def first(*_: Any) -> Any:
+        result, plan = _plan_of_operands(call, operands)
+        made.append(plan)
+        return result
+
+    result = guards.guarded(first, cut, call.written(), call.name)(*call.values)
+    return result, None if made[0] is None else guards.guarded(made[0], cut, call.written(), call.name)
+
+
+def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
     handler = handlers.find(call.name)
     if handler is not None:
         args, kwargs = call.with_values(call.values)
@@ -54,11 +70,7 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
     by_list = foreach.handles(call.name)
     if by_list:
         tell("list")
-    result, plan = foreach.make_plan(call, operands) if by_list else _plan_of_one_mesh(call, operands)
-    cut = sorted({o.at for o in operands if o.layout.marks & SEVERED})
-    if cut and plan is not None:
-        return result, guards.checked(plan, cut, call.name)
-    return result, plan
+    return foreach.make_plan(call, operands) if by_list else _plan_of_one_mesh(call, operands)
 
 
 def _plan_of_one_mesh(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
@@ -142,6 +154,40 @@ def _by_gathering(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | 
     handlers.refuse_ungatherable(call)
     if call.name not in handlers.QUIET:
         say_replicated(call.name, "no rule for these operands")
+    if handlers.draws(call):
+        return _by_gathering_in_step(call, operands)
+    return _gathered(call, operands)
+
+
+def _by_gathering_in_step(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
+    """A random operator, on whole operands: every rank draws the same after taking the first rank's generator."""
+    mesh = operands[0].layout.mesh
+    assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+    device = next(x.device for x in _dtensors(call.values))
+    given = call.names.index("generator") if "generator" in call.names else None
+
+    def agree(values: Sequence[Any]) -> None:
+        random.agree_on_generator(mesh, device, None if given is None else values[given])
+
+    agree(call.values)
+    result, plan = _gathered(call, operands)
+    if plan is None:
+        return result, None
+    drawing = plan
+
+    def run(*values: Any) -> Any:
+        agree(values)
+        return drawing(*values)
+
+    return result, run
+
+
+def _dtensors(values: Sequence[Any]) -> Iterator[DTensor]:
+    for value in values:
+        yield from [x for x in (value if isinstance(value, (list, tuple)) else [value]) if type(x) is DTensor]
+
+
+def _gathered(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
     whole = operands[0].layout.mesh.replicated()
     targets = [o.layout.to(whole) for o in operands]
     tell("gathered", "", [(call.names[o.at], o.layout, t) for o, t in zip(operands, targets, strict=True)])
@@ -194,7 +240,7 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
         args, kwargs = call.with_values(copies)
         made = call.func(*args, **kwargs)
         for o, target in pairs:
-            if o.at in written:
+            if o.at in written and not o.fixed:  # a plain scalar has been written to itself
                 x, local = values[o.at], copies[o.at]
                 if o.item is not None:
                     x, local = x[o.item], local[o.item]
@@ -215,3 +261,8 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
         return None if not returns else outs[0] if len(returns) == 1 else tuple(outs)
 
     return plan(*call.values), plan
+
+
+def _whole(x: Any, whole: Sharding) -> Any:
+    """What every rank has alike, as a DTensor if it is a tensor."""
+    return wrap(x, layout_for(whole, tuple(x.shape), x.stride(), x.dtype)) if isinstance(x, Tensor) else x

@@ -20,6 +20,7 @@ _OF_MEMORY = frozenset({"as_strided_.default", "as_strided_scatter.default", "se
 def find(name: str) -> Callable[..., Any] | None:
     """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
     from torchshard.tensor.handlers import (
+        amp,
         batch_norm,
         embedding,
         norms,
@@ -30,7 +31,7 @@ def find(name: str) -> Callable[..., Any] | None:
         views,
     )
 
-    rooms = batch_norm, embedding, norms, random, softmax, split_classes, statistics, views
+    rooms = amp, batch_norm, embedding, norms, random, softmax, split_classes, statistics, views
     tables: list[Mapping[str, Callable[..., Any]]] = [room.HANDLERS for room in rooms]
     return next((table[name] for table in tables if name in table), None)
 
@@ -49,15 +50,11 @@ def refuse_ungatherable(call: "Call") -> None:
             expected="an operator that returns its result",
             fix=f"use the variant without the underscore: {call.name.split('.')[0].rstrip('_')}",
         )
-    if torch.Tag.nondeterministic_seeded in call.func.tags and _draws(call):
-        raise UnsupportedOperatorError(
-            f"{call.name} draws random numbers, which would differ between the ranks that hold the same elements.",
-            expected="a random operator that is known here: dropout, uniform_, normal_, rand_like and their kin",
-            fix="draw on x.to_local() or on a full tensor, and make a DTensor of it",
-        )
 
 
-def _draws(call: "Call") -> bool:
-    """Whether an operator with a generator really uses it: dropout with probability 0 does not."""
+def draws(call: "Call") -> bool:
+    """Whether an operator uses a generator: dropout with probability 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in call.func.tags:
+        return False
     chances = [v for n, v in zip(call.names, call.values, strict=True) if n in ("p", "dropout_p", "dropout")]
-    return not chances or chances[0] != 0.0
+    return not (chances and isinstance(chances[0], float) and chances[0] == 0.0)

@@ -1,9 +1,12 @@
-"""Norms of lists of tensors, as gradient clipping takes them."""
+"""Norms of lists of tensors, as gradient clipping takes them; the tensors may live on several meshes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from torchshard.tensor.autograd import redistribute
+from torchshard.tensor.dtensor import DTensor
 
 aten = torch.ops.aten
 
@@ -12,4 +15,15 @@ def _foreach_norm(func: Any, tensors: Any, order: float = 2, dtype: Any = None) 
     return [aten.linalg_vector_norm(x, order, dtype=dtype) for x in tensors]
 
 
-HANDLERS: Mapping[str, Callable[..., Any]] = {"_foreach_norm.Scalar": _foreach_norm}
+def _stack(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Numbers of several meshes as one plain tensor: no mesh has them all, but this rank knows each of them.
+
+    clip_grad_norm_ makes the total of all norms so. Where gradients are wanted, the meshes must be one.
+    """
+    numbers = all(type(x) is DTensor and x.ndim == 0 for x in tensors)
+    if not numbers or len({x._spec.mesh for x in tensors}) == 1 or any(x.requires_grad for x in tensors):
+        return NotImplemented
+    return func([redistribute(x, x._spec.mesh.replicated())._local_tensor for x in tensors], dim)
+
+
+HANDLERS: Mapping[str, Callable[..., Any]] = {"_foreach_norm.Scalar": _foreach_norm, "stack.default": _stack}

@@ -8,8 +8,8 @@ import torch
 from torchshard._torch import below_dispatch, is_view, operator_names
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor import guards
-from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.first_run import mover
 from torchshard.tensor.layout import SEVERED, dense_stride, layout_for
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
 def _as_strided(
     func: Any, x: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> DTensor:
-    """A window on the memory that the whole tensor would have; the result is a copy on every rank."""
+    """A window on the memory that the whole tensor would have, of which every rank gets a copy."""
     layout, start = x._spec, offset or 0
     reach = start + 1 + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
     dense = layout.stride == dense_stride(layout.shape, layout.stride)
@@ -46,11 +46,11 @@ def _as_strided(
             got=f"size {tuple(size)}, stride {tuple(stride)}, offset {start} of {layout}",
             fix="use indexing, unfold or expand; or as_strided on x.to_local() or x.full_tensor()",
         )
-    whole = redistribute(x, layout.mesh.replicated())._local_tensor
-    window = func(whole.as_strided(layout.shape, layout.stride), size, stride, start)
-    out = layout_for(layout.mesh.replicated(), tuple(window.shape), tuple(window.stride()), window.dtype)
-    result = wrap(window if whole is not x._local_tensor else window.clone(), out)
-    return guards.severed(result, x) if func is aten.as_strided.default else result
+    whole = layout.to(layout.mesh.replicated())
+    local, window = guards.opened(x, (mover(layout, whole), mover(whole, layout)))
+    seen = func(local, size, stride, start + local.storage_offset())
+    out = layout_for(whole.sharding, tuple(seen.shape), tuple(seen.stride()), seen.dtype)
+    return wrap(seen, out) if func is aten.as_strided_copy.default else guards.sever(wrap(seen, out), window)
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {

@@ -1,0 +1,190 @@
+"""Optimizers and gradient clipping on DTensors do what they do on plain tensors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+
+from tests.ranks import run_ranks
+from tests.tensor.programs import VALUES, check, put
+
+WEIGHT, BIAS, SCALE = VALUES.double() / 10, torch.tensor([1.0, 2, 3]).double(), torch.tensor(0.5).double()
+INPUT = torch.linspace(-1, 1, 30).view(6, 5).double().sin()
+
+
+def _trains(kind, only_matrices=False, rounded=False, **options):
+    """Five steps of a small regression, with a state dict saved and loaded after the second."""
+
+    def run(put):
+        parameters = [nn.Parameter(put(t)) for t in ((WEIGHT,) if only_matrices else (WEIGHT, BIAS, SCALE))]
+        x = put(INPUT)
+        optimizer = kind(parameters, **options)
+
+        def loss():
+            optimizer.zero_grad()
+            weight, bias, scale = parameters if len(parameters) > 1 else (*parameters, 1.0, 1.0)
+            out = ((x @ weight + bias) * scale - x[:, 1:4]).square().mean() + 0.1 * weight.square().sum()
+            out.backward()
+            return out
+
+        for step in range(5):
+            if kind is LBFGS:
+                optimizer.step(loss)
+            else:
+                loss()
+                optimizer.step()
+            if step == 1:
+                state = optimizer.state_dict()
+                optimizer = kind(parameters, **options)
+                optimizer.load_state_dict(state)
+        held = {
+            f"{k} {name}": value
+            for k, s in optimizer.state_dict()["state"].items()
+            for name, value in s.items()
+            if isinstance(value, torch.Tensor)
+        }
+        return [p.detach().bfloat16() if rounded else p.detach() for p in parameters], {} if rounded else held
+
+    return run
+
+
+_EACH_WAY = {
+    "SGD": (SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "SGD nesterov": (SGD, {"momentum": 0.9, "nesterov": True}),
+    "SGD dampened": (SGD, {"momentum": 0.5, "dampening": 0.1, "maximize": True}),
+    "Adam amsgrad": (Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    "AdamW": (AdamW, {}),
+    "Adagrad": (Adagrad, {}),
+    "Adadelta": (Adadelta, {}),
+    "Adamax": (Adamax, {}),
+    "ASGD": (ASGD, {}),
+    "NAdam": (NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "RAdam": (RAdam, {}),
+    "RMSprop": (RMSprop, {"centered": True, "momentum": 0.5}),
+}
+OPTIMIZERS = {
+    f"{name} foreach={foreach}": _trains(kind, lr=0.01, foreach=foreach, **options)
+    for name, (kind, options) in _EACH_WAY.items()
+    for foreach in (True, False)
+}
+FUSED = {
+    "SGD": _trains(SGD, lr=0.01, fused=True),
+    "SGD momentum": _trains(SGD, lr=0.01, fused=True, momentum=0.9),
+    "Adam": _trains(Adam, lr=0.01, fused=True, amsgrad=True),
+    "AdamW": _trains(AdamW, lr=0.01, fused=True),
+    "Adagrad": _trains(Adagrad, lr=0.01, fused=True),
+    "AdamW, rate in a tensor": _trains(AdamW, lr=torch.tensor(0.01), foreach=False),
+    "LBFGS": _trains(LBFGS, lr=0.5, max_iter=2),
+    "LBFGS strong Wolfe": _trains(LBFGS, lr=0.5, max_iter=2, line_search_fn="strong_wolfe"),
+    # Its matrix products run in bfloat16, so that the order of sums shows.
+    "Muon": _trains(torch.optim.Muon, lr=0.001, only_matrices=True, rounded=True),
+}
+
+
+@pytest.mark.parametrize("table", ["OPTIMIZERS", "FUSED"])
+def test_five_steps_equal_a_single_process(table):
+    check(__name__, table, mesh_shapes=((2,),), texts=("S0", "S1"))
+    check(__name__, table, mesh_shapes=((2, 2),), texts=("S0 R",))
+
+
+def _graded(put, change=lambda g: g):
+    parameters = [nn.Parameter(put(t)) for t in (WEIGHT, BIAS, SCALE)]
+    for p, g in zip(parameters, (VALUES.double(), BIAS, SCALE), strict=True):
+        p.grad = put(change(g))
+    return parameters
+
+
+def _clips(order, foreach):
+    def run(put):
+        parameters = _graded(put)
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0, norm_type=order, foreach=foreach)
+        return norm, norm.item(), [p.grad for p in parameters]
+
+    return run
+
+
+def _clips_values(put):
+    parameters = _graded(put)
+    nn.utils.clip_grad_value_(parameters, 0.9)
+    return [p.grad for p in parameters]
+
+
+def _refuses(put):
+    return nn.utils.clip_grad_norm_(_graded(put, lambda g: g * float("nan")), 1.0, error_if_nonfinite=True)
+
+
+def _not_finite(put):
+    parameters = _graded(put, lambda g: torch.where(g > 14, float("inf"), g))
+    return nn.utils.clip_grad_norm_(parameters, 1.0), [p.grad for p in parameters]
+
+
+def _total(put):
+    parameters = _graded(put)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+    return norm, [p.grad for p in parameters]
+
+
+def _scaled(put):
+    p = nn.Parameter(put(VALUES))
+    optimizer, scaler = SGD([p], lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale((p * p).sum() * (float("inf") if step == 1 else 1)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([p], 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return p.detach(), scaler.get_scale()
+
+
+def _vectors(put):
+    parameters = _graded(put)
+    vector = nn.utils.parameters_to_vector(parameters)
+    nn.utils.vector_to_parameters(vector * 2, parameters)
+    return vector, [p.detach() for p in parameters]
+
+
+CLIPPING = {
+    **{f"norm {o} foreach={f}": _clips(o, f) for o in (2.0, 1.0, 3.0, 0.0, float("inf")) for f in (True, False)},
+    "values": _clips_values,
+    "error_if_nonfinite": _refuses,
+    "not finite": _not_finite,
+    "total": _total,
+    "scaler": _scaled,
+    "vectors": _vectors,
+}
+
+
+def test_clipping_and_scaling():
+    check(__name__, "CLIPPING", raises=1)
+
+
+def meshes(rank, world, foreach):
+    from torchshard import DTensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    where = (mesh, "S0 S1"), (mesh["tp"], "S0"), (mesh["dp"], "R")
+    placed = [put(t * 3, *there) for t, there in zip((WEIGHT, BIAS, SCALE), where, strict=True)]
+    norm = nn.utils.get_total_norm(placed, foreach=foreach)
+    leaves = [nn.Parameter(g) for g in placed]
+    for p, g in zip(leaves, placed, strict=True):
+        p.grad = g.clone()
+    same = nn.utils.clip_grad_norm_(leaves, 1.0, foreach=foreach)
+    nn.utils.clip_grad_value_(leaves, 0.2, foreach=foreach)
+    assert all(isinstance(p.grad, DTensor) for p in leaves)
+    return norm.item(), same.item(), [p.grad.full_tensor().tolist() for p in leaves]
+
+
+def test_gradients_of_several_meshes():
+    parameters = [nn.Parameter(t * 3) for t in (WEIGHT, BIAS, SCALE)]
+    for p in parameters:
+        p.grad = p.detach().clone()
+    norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+    nn.utils.clip_grad_value_(parameters, 0.2)
+    for foreach in (True, False):
+        for one, same, grads in run_ranks(4, meshes, foreach):
+            assert one == pytest.approx(norm.item())
+            assert same == pytest.approx(norm.item())
+            for got, p in zip(grads, parameters, strict=True):
+                torch.testing.assert_close(torch.tensor(got).double(), p.grad, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,194 @@
+"""What Python sees of a DTensor (numbers, truth, text, lists) is the value, or is refused: never this rank's part."""
+
+import math
+
+import expecttest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tensor.programs import VALUES, check, program, put
+
+_LINES = """
+    y = x.sum().item(), put(torch.tensor([2.0])).item(), x[2, 1].item(), x[-1][0].item()
+    y = bool(s), float(s), int(s), complex(s), math.sqrt(s), math.floor(s), round(float(s), 2)
+    y = bool(x.sum() - x.sum()), bool(x.any()), bool((x > 0).all()), torch.is_nonzero(s)
+    bool(x)
+    float(x)
+    y = f"{s:.3f}", f"{s}", format(s, "e"), "%.2f" % s, str(s.item())
+    f"{x:.3f}"
+    y = [1, 2, 3, 4][put(torch.tensor(2))], list(range(put(torch.tensor(3))))
+    y = x.tolist(), s.tolist(), x[0].tolist()
+    y = x.numpy(force=True).tolist()
+    y = 1 if s > 0 else 2
+    y = 1 if s * 2 > 6.5 else 2
+    y = x > 0, x == 1.0, s < put(torch.tensor(4.0)), x != x
+    y = torch.equal(x, put(V)), torch.equal(x, x + 1), torch.allclose(x, put(V)), torch.equal(x, x[:3])
+    y = torch.isclose(x, x * (1 + 1e-9)), 3.0 in x, 99.0 in x
+    y = max(s, put(torch.tensor(2.0))).item(), abs(x), sum(x)
+    y = x.relu().nonzero(), torch.unique(x), x[x > 0]
+    y = len(x), [row for row in x], [float(a) for a in x[0]], [a + b for a, b in zip(x, x)]
+    a, b, c, d, e = x; y = a, e
+    y = tuple(x.shape), x.stride(), x.dim(), x.numel(), x.element_size(), x.dtype, str(x.device), x.nbytes
+    y = (x * 1.5).int(), x.long(), x.half(), x.double(), x.bool(), x.bfloat16().float(), x.to(torch.complex64)
+    y = x.exp(), x**2, x * x, x + 1, 1 / x, x.abs(), x / 2, -x, x.relu(), x.max(), x.argmax(), x.median()
+    y = 1 + x, 2 - x, 2 / x, 2 ** (x / 10), x % 3, x // 2, ~(x > 0), 5 % x.abs(), 7 // x, divmod(7, int(s))
+    y = x @ x.T, x[0] @ x[1], x.sort(0)[0], x.topk(2)[0]
+    y = len({x, x}), x in [x]
+    x + put(torch.ones(4))
+"""
+PROGRAMS = {
+    line.strip(): program(f"s = put(torch.tensor(3.0)); {line}", math=math) for line in _LINES.strip().splitlines()
+}
+
+
+def test_as_in_eager_torch():
+    check(__name__, "PROGRAMS", raises=4)
+    check(__name__, "PROGRAMS", mesh_shapes=((2,),), texts=("A", "M"), raises=4)
+
+
+def told(rank, world):
+    from torchshard import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = {text: put(VALUES, mesh, text) for text in ("R", "S0", "P")}
+    plain = torch.ones(5, 3)
+    calls = {
+        "repr": lambda: repr(x["S0"].int()).replace("\n", " "),
+        "repr of terms": lambda: f"{x['P']!r} and {x['P']}",
+        "repr of a moved view": lambda: repr(x["S0"][1:4]),
+        "numpy": lambda: x["S0"].numpy(),
+        "array": lambda: __import__("numpy").asarray(x["S0"]),
+        "dlpack": lambda: torch.from_dlpack(x["R"]),
+        "storage": lambda: x["R"].storage(),
+        "set_": lambda: x["R"].set_(x["R"]),
+        "data": lambda: setattr(x["S0"], "data", plain),
+        "grad": lambda: _step_with_a_plain_gradient(x["S0"], plain),
+        "plain": lambda: torch.where(x["S0"] > 0, x["S0"], plain),
+        "plain in a list": lambda: torch.cat([x["S0"], x["S0"], plain]),
+        "plain index": lambda: x["S0"][torch.tensor([0, 2])],
+        "plain weight": lambda: torch.nn.functional.linear(x["S0"], torch.ones(2, 3, requires_grad=True)),
+        "plain gradient": lambda: (x["S0"] * 2).backward(plain),
+        "upstream": lambda: x["S0"] + torch.distributed.tensor.distribute_tensor(plain, mesh),
+        "vmap": lambda: torch.vmap(lambda k: x["S0"] * k)(torch.arange(3.0)),
+        "product": lambda: x["S0"].norm(dim=0).pow_(2) if world == 2 else distribute_tensor(plain, mesh),
+        "load": lambda: _load_alone(x["S0"]),
+        "load another's": lambda: _load_anothers(x["S0"], rank),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = f"returned {call()}"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _step_with_a_plain_gradient(x, plain):
+    p = torch.nn.Parameter(x)
+    p.grad = plain
+    torch.optim.SGD([p], lr=0.1).step()
+
+
+def _load_anothers(x, rank):
+    import io
+
+    import torch.distributed as dist
+
+    file = io.BytesIO()
+    torch.save(x, file)
+    files = [None] * dist.get_world_size()
+    dist.all_gather_object(files, file.getvalue())
+    return torch.load(io.BytesIO(files[1 - rank]))
+
+
+def _load_alone(x):
+    import io
+    import subprocess
+    import sys
+
+    file = io.BytesIO()
+    torch.save(x, file)
+    script = "import io, sys, torch; from torchshard import DTensor; torch.load(io.BytesIO(sys.stdin.buffer.read()))"
+    done = subprocess.run([sys.executable, "-c", script], input=file.getvalue(), capture_output=True, check=False)
+    return done.stderr.decode().partition("ShardingError: ")[2]
+
+
+class Sentences(expecttest.TestCase):
+    def test_what_is_refused(self):
+        found, other = run_ranks(2, told)
+        assert [m.partition("\n")[0] for m in found.values()][1:] == [m.partition("\n")[0] for m in other.values()][1:]
+        self.assertExpectedInline(
+            "\n".join(f"[{name}] {message}" for name, message in found.items()),
+            """\
+[repr] returned DTensor(local_tensor=tensor([[ 1, -2,  3],         [ 4,  5, -6],         [ 7,  8,  9]], dtype=torch.int32), (0=2:S(0)))
+[repr of terms] returned DTensor(float32[5, 3] (0=2:P(sum)); full_tensor() has the values) and DTensor(float32[5, 3] (0=2:P(sum)); full_tensor() has the values)
+[repr of a moved view] returned DTensor(float32[3, 3] (0=2:S(1)); full_tensor() has the values)
+[numpy] UnsupportedOperatorError: numpy() shares the memory of a tensor, which a DTensor spreads over ranks.
+  expected: a plain tensor
+  got:      a DTensor
+  fix:      x.numpy(force=True) for a copy of the whole, x.to_local() for the part of this rank
+[array] UnsupportedOperatorError: numpy() shares the memory of a tensor, which a DTensor spreads over ranks.
+  expected: a plain tensor
+  got:      a DTensor
+  fix:      x.numpy(force=True) for a copy of the whole, x.to_local() for the part of this rank
+[dlpack] UnsupportedOperatorError: __dlpack__() shares the memory of a tensor, which a DTensor spreads over ranks.
+  expected: a plain tensor
+  got:      a DTensor
+  fix:      x.full_tensor().__dlpack__() for a copy of the whole, x.to_local() for the part of this rank
+[storage] UnsupportedOperatorError: storage() shares the memory of a tensor, which a DTensor spreads over ranks.
+  expected: a plain tensor
+  got:      a DTensor
+  fix:      x.full_tensor().storage() for a copy of the whole, x.to_local() for the part of this rank
+[set_] UnsupportedOperatorError: set_.source_Tensor works on the memory of a tensor, which a DTensor spreads over ranks.
+  expected: an operator on values
+  fix:      use it on x.to_local(), or on x.full_tensor()
+[data] ShardingError: The data of a DTensor can be replaced by another DTensor only.
+  expected: a DTensor
+  got:      Tensor of shape (5, 3)
+  fix:      distribute_tensor(it, x.device_mesh, x.placements)
+[grad] UnsupportedOperatorError: add_.Tensor: the argument 'other' is a plain torch.Tensor among DTensors.
+  expected: DTensors only, or scalars
+  got:      Tensor of shape (5, 3)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[plain] UnsupportedOperatorError: where.self: the argument 'other' is a plain torch.Tensor among DTensors.
+  expected: DTensors only, or scalars
+  got:      Tensor of shape (5, 3)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[plain in a list] UnsupportedOperatorError: cat.default: the argument 'tensors' is a plain torch.Tensor among DTensors.
+  expected: DTensors only, or scalars
+  got:      Tensor of shape (5, 3)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[plain index] UnsupportedOperatorError: index.Tensor: the argument 'indices' is a plain torch.Tensor among DTensors.
+  expected: DTensors only, or scalars
+  got:      Tensor of shape (2,)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[plain weight] UnsupportedOperatorError: mm.default: the argument 'mat2' is a plain torch.Tensor among DTensors.
+  expected: DTensors only, or scalars
+  got:      Tensor of shape (3, 2)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[plain gradient] UnsupportedOperatorError: backward: the argument 'gradient' is a plain torch.Tensor among DTensors.
+  expected: DTensors only, or scalars
+  got:      Tensor of shape (5, 3)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[upstream] UnsupportedOperatorError: add.Tensor: the argument 'other' is a torch.distributed.tensor.DTensor, which is another class.
+  expected: DTensors only, or scalars
+  got:      DTensor of shape (5, 3)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[vmap] UnsupportedOperatorError: mul.Tensor: the argument 'other' is a plain torch.Tensor among DTensors.
+  expected: DTensors only, or scalars
+  got:      Tensor of shape (3, 1, 1)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[product] UnsupportedOperatorError: pow_.Scalar would write to a Partial('norm(2.0)') tensor, of which no terms can be made.
+  expected: Shard, Replicate, or Partial of sum, avg, max or min
+  got:      float32[3] (0=2:P(norm(2.0)))
+  fix:      x = x.redistribute(placements=[Replicate()] * mesh.ndim) first, or the variant without underscore
+[load] returned A DTensor can be loaded only where its ranks can talk.
+  expected: a process group
+  got:      none
+  fix:      call torch.distributed.init_process_group() before, or save x.full_tensor()
+
+[load another's] ShardingError: A DTensor was saved by another rank: what it holds is the part of that one.
+  expected: the file that the rank at (0,) of the mesh has saved
+  got:      that of the rank at (1,)
+  fix:      load on each rank what that rank has saved, or save x.full_tensor()""",
+        )

@@ -1,0 +1,193 @@
+"""Writing in place, and through views: what eager torch does, on pieces; also where a view has to be moved."""
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tensor.programs import VALUES, check, program, put
+
+_WRITES = """
+    x[1:3] = 7.0
+    x[:, 1:2] = 7.0
+    x[:] = 3.0
+    x[2] = 7.0
+    x[2, 1] = 7.0
+    x[-1] = 7.0
+    x[::2] = 7.0
+    x[2] = put(torch.ones(3))
+    x[1:3] = put(torch.ones(2, 3))
+    x[1:3] = put(torch.ones(3))
+    x[1:3] = torch.tensor(2.0)
+    x[x > 3] = 0.0
+    x[x > 3] = (x * 0 + 1)[x > 3]
+    x[put(torch.tensor([0, 3]))] = 5.0
+    x.index_put_((put(torch.tensor([0, 3])),), put(torch.ones(2, 3)))
+    x.index_fill_(0, put(torch.tensor([0, 3])), 9.0)
+    x.index_add_(0, put(torch.tensor([0, 3])), put(torch.ones(2, 3)))
+    x.scatter_(0, put(torch.tensor([[0, 1, 2]])), put(torch.ones(1, 3)))
+    x.T.add_(1)
+    x.mT.mul_(2)
+    x.view(-1).zero_()
+    x.reshape(-1).mul_(3)
+    x.flatten().add_(3)
+    x.unsqueeze(1).add_(3)
+    x.permute(1, 0).add_(1)
+    x.movedim(0, 1).add_(1)
+    x.view(1, 5, 3).add_(1)
+    x.view(-1)[:].view(5, 3).add_(1)
+    a, b = x.chunk(2, 0); a.add_(1); b.mul_(2)
+    a, b = x.chunk(2, 1); a.add_(1); b.mul_(2)
+    a, b = x.split([2, 3], 0); a.zero_(); b.mul_(2)
+    x.unbind(0)[1].add_(1)
+    x.select(0, 2).add_(1); x.select(1, 1).mul_(2)
+    x.narrow(1, 0, 2).add_(1)
+    x[:].add_(1); x[0:5].mul_(2)
+    x.diagonal().add_(1)
+    x.t()[1].add_(1)
+    x[1:4][1].add_(1)
+    x[1:4].t().mul_(3)
+    x.detach().mul_(2)
+    x.data.mul_(2)
+    x.data[1:3].zero_()
+    x[1:4].data.mul_(2)
+    x.add_(put(V))
+    x.mul_(put(V))
+    x.copy_(put(V) * 2)
+    x.exp_()
+    x += 1; x -= put(V); x *= 2; x /= 3; x **= 2
+    x.clamp_(min=0)
+    x.masked_fill_(x > 3, 0.0)
+    x.lerp_(put(V), 0.5)
+    x.tril_()
+    x.addmm_(put(torch.eye(5)), put(V))
+    x[1:4].normal_()
+    x[1:4].bernoulli_(0.5)
+    torch.add(put(V), put(V), out=x)
+    torch.mm(put(torch.eye(5)), put(V), out=x)
+    y = put(torch.zeros(3)); torch.sum(x, 0, out=y)
+    torch._foreach_mul_([x.t(), x.unsqueeze(0)], 2.0)
+    y = put(torch.tensor([[2, 4, 6], [8, 2, 2]])); y //= 2
+    put(torch.tensor([2, 4, 6])).add_(1.5)
+    put(torch.ones(3)).add_(x)
+"""
+
+_READS = """
+    y = x.t(); x.add_(1)
+    y = x[1:4]; x.add_(1)
+    v = x[1:4]; x.add_(1); y = v * 2
+    v = x[1:4]; w = v.t(); x.add_(1); y = w.sum(), v.tolist(), v.to(torch.float64)
+    v = x[1:4]; w = x[2:5]; v.zero_(); y = w + 1
+    v = x[1:4]; x.view(-1).add_(1); y = v + v
+    v = x[1:4]; v.add_(1); x.mul_(2); y = v + 1
+    v = x[1:4]; v.add_(1); v.add_(1); x.mul_(2); v.t().add_(1); y = v, v[0]
+    v = x[1:4]; w = v[:, 1:]; w.add_(1); x.add_(1); y = w + v[:, 1:]
+    y = x[1:4].clone(); x.zero_()
+    v = x[1:4]; x.add_(1); y = v.detach(), v.data, torch.cat([v, v])
+    v = x.view(-1)[2:9]; x.add_(1); y = v + 1; v.zero_()
+    y = x.data = put(V) * 3; y.add_(1)
+    v = x.t(); x.data = put(V) * 3; y = v + 1
+    x.data = put(V)[:2] * 1; y = x.sum(), tuple(x.shape)
+    x.data = put(V).double(); y = x.dtype, x + 1
+    v = x[1:4]; x.data[2] = 0.0; y = v.shape
+"""
+
+_GRADIENTS = """
+    x[:, :2].mul_(2)
+    x[1].mul_(2)
+    x[1:3] = 0.0
+    x[:, 1:] = 0.0
+    x[:, 1:] = p[:, :2] * 3
+    x[2, 1] = 0.0
+    x[p.detach() > 3] = 0.0
+    x.T.mul_(3)
+    x.view(-1).mul_(3)
+    x.view(1, 5, 3).mul_(3)
+    x.unsqueeze(0).mul_(3)
+    x[1:4][1].mul_(2)
+    x.T[1].mul_(2)
+    v = x[1:4]; x.mul_(3); x = v * 2
+    v = x.t(); x.mul_(3); x = v * 2
+    v = x[1:4]; v.mul_(p[1:4]); x = x + 1
+    x.relu_()
+    x.mul_(p)
+    x.exp_()
+    x.copy_(p * 2)
+    x.zero_()
+    x[:, 0].fill_(2.0)
+    with torch.no_grad(): x.mul_(2)
+    x.data.mul_(2)
+    x = x.detach_().requires_grad_() * p
+    x = x[:1].expand(4, 3)
+    x = x.diagonal()
+    y = x.exp(); x.add_(1); x = y
+    y = x.exp(); y.add_(1); x = y
+    y = x * x; x.add_(1); x = y
+    y = x * x; x[:, :1].add_(1); x = y
+    y = x * x; x[1:3].add_(1); x = y
+    y = x * x; x.T.add_(1); x = y
+    y = x * x; x.detach().add_(1); x = y
+    p.add_(1)
+    p.T.add_(1)
+    p[1:3].add_(1)
+    a, b = x.chunk(2, 1); a.mul_(3)
+"""
+
+
+def _table(text, before="", after=""):
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return {line: program(";".join(part for part in (before, line, after) if part)) for line in lines}
+
+
+WRITES = _table(_WRITES)
+READS = _table(_READS)
+GRADIENTS = _table(
+    _GRADIENTS,
+    "p = put(V).detach().requires_grad_(); x = p * 1.5",
+    "(x * x).sum().backward(); y = p.grad, x.detach(); x = p.detach()",
+)
+
+
+@pytest.mark.parametrize(("table", "raises"), [("WRITES", 2), ("READS", 0), ("GRADIENTS", 10)])
+def test_as_in_eager_torch(table, raises):
+    check(__name__, table, raises=raises)
+
+
+def _read_when_stale(put):
+    with torch.inference_mode():
+        x = put(VALUES) * 1
+        v = x[1:4]
+        x.add_(1)
+        return (v + 1).tolist()
+
+
+def _written(put):
+    with torch.inference_mode():
+        x = put(VALUES) * 1
+        x[1:4].add_(1)
+        x[:, 1:].t().mul_(2)
+        return x.tolist()
+
+
+INFERENCE = {"stale": _read_when_stale, "written": _written}
+
+
+def test_in_inference_mode():
+    check(__name__, "INFERENCE")
+
+
+def _several_at_once(put):
+    x = put(VALUES) * 1
+    torch._foreach_mul_([x, x[1:3], x[:2]], 2.0)
+
+
+def several(rank, world):
+    from torchshard import init_device_mesh
+    from torchshard.errors import UnsupportedOperatorError
+
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.raises(UnsupportedOperatorError, match=r"_foreach_mul_.Scalar writes to several tensors"):
+        _several_at_once(lambda values: put(values, mesh, "S0"))
+
+
+def test_several_views_are_not_written_at_once():
+    run_ranks(2, several)
