@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import intercepting, operator_in, schema
+from torchshard._torch import intercepting, operator_in
 from torchshard.errors import ShardingError
 from torchshard.rules.rule import Rule
-from torchshard.tensor.call import Call, operator_name, rule_of
-from torchshard.tensor.codegen import KeyPart
+from torchshard.tensor.call import Call, rule_of
+from torchshard.tensor.dispatch import call_of
 from torchshard.tensor.proof import Report, described, mapped, proved, tensors_in
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
@@ -97,7 +97,7 @@ def check_call(
     Returns:
         An empty report where there is no rule.
     """
-    call = _call(func, args, kwargs or {})
+    call = call_of(func, args, kwargs or {})
     rule = rule or rule_of(call)
     tensors = tensors_in(call.values)
     if rule is None or not tensors:
@@ -113,7 +113,7 @@ def recorded(function: Callable[..., Any], sample: Sequence[Any], backward: bool
     calls: list[Call] = []
 
     def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls.append(_call(func, *mapped((args, kwargs), lambda t: t.detach().clone())))
+        calls.append(call_of(func, *mapped((args, kwargs), lambda t: t.detach().clone())))
         return func(*args, **kwargs)
 
     marked = any(t.requires_grad for t in tensors_in([given, list(named.values())]))
@@ -132,10 +132,3 @@ def recorded(function: Callable[..., Any], sample: Sequence[Any], backward: bool
         with intercepting(record):
             torch.autograd.backward(ends, grads)
     return calls
-
-
-def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    names = (*[a.name for a in schema(func).arguments[: len(args)]], *kwargs)
-    values = (*args, *kwargs.values())
-    parts: list[KeyPart] = ["value"] * len(values)  # nothing is looked up by a key
-    return Call(func, operator_name(func), names, len(args), tuple(parts), values)
