@@ -205,3 +205,27 @@ def by_columns(rank, world):
 def test_the_gradient_of_a_table_lies_where_the_table_does():
     for seen in run_ranks(4, by_columns):
         assert all(seen), seen
+
+
+def leafless(rank, world):
+    """Without the private name that tells the table, and for tables that are no leaves, the gradient lies elsewhere."""
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard._torch import without_fast_paths
+
+    mesh = init_device_mesh("cpu", (world,))
+    rows, numbers = torch.randn(7, 3), torch.tensor([6, 0, 6])
+    placed = distribute_tensor(numbers, mesh, [Replicate()])
+    plain = rows.clone().requires_grad_()
+    F.embedding(numbers, plain).square().sum().backward()
+    table = distribute_tensor(rows, mesh, [Shard(0)]).requires_grad_()
+    with without_fast_paths():
+        F.embedding(placed, table).square().sum().backward()
+    same(table.grad, plain.grad)
+    assert table.grad.placements != (Shard(0),)
+    table.grad = None
+    F.embedding(placed, table * 1).square().sum().backward()
+    same(table.grad, plain.grad)
+
+
+def test_a_table_that_is_not_known():
+    run_ranks(2, leafless)
