@@ -261,6 +261,8 @@ class DTensor(Tensor):
         return made.requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
+        if self._spec.marks & SEVERED:
+            self._window.refresh()
         return ["_local_tensor"], self._spec.sharding
 
     @staticmethod
