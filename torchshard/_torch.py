@@ -244,7 +244,7 @@ def is_traced(x: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return isinstance(x, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(x) or x.is_meta
+    return isinstance(x, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(x) or x.is_meta
 
 
 def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]:

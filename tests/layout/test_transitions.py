@@ -35,6 +35,16 @@ def test_every_transition_ends_in_the_target_with_the_right_values(change, seed)
     np.testing.assert_allclose(assemble(played, target, shape), full, rtol=1e-12, atol=1e-14)
 
 
+@settings(max_examples=100, deadline=None)
+@given(changes(OPS), st.integers(0, 2**32 - 1))
+def test_regular_transitions_have_no_exchange(change, seed):
+    source, target, shape = change
+    parts, full = terms(np.random.default_rng(seed), source, shape)
+    found = transition(source, target, shape, 8, regular=True)
+    assert all(step.kind != "exchange" for step in found.steps)
+    np.testing.assert_allclose(assemble(play(found, parts), target, shape), full, rtol=1e-12, atol=1e-14)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from(["sum", "avg", "max", "min"]), st.integers(0, 2**32 - 1))
 def test_transitions_to_partial_keep_the_value(data, op, seed):

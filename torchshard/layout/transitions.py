@@ -110,6 +110,7 @@ def transition(
     *,
     links: tuple[Link, ...] | None = None,
     limit: int | None = None,
+    regular: bool = False,
 ) -> Transition:
     """The cheapest way from `source` to `target`, two shardings of one mesh.
 
@@ -120,6 +121,8 @@ def transition(
         itemsize: bytes of one element.
         links: cost constants, one an axis.
         limit: bytes that a rank may hold at most while it happens.
+        regular: without exchanges, which look different on every rank. A compiler that rearranges a graph would
+            rearrange them differently, and ranks would wait for each other.
 
     Returns:
         The steps; none where source is target. The same on every rank.
@@ -129,15 +132,15 @@ def transition(
     """
     mesh = source.mesh
     assert target.mesh is mesh, "between two meshes: see passages.py"
-    key = source, target, shape, itemsize, links, limit
+    key = source, target, shape, itemsize, links, limit, regular
     try:
         found = mesh.transitions.get(key)
     except TypeError:  # symbolic sizes
-        return Transition(source, target, shape, _search(source, target, shape, itemsize, links, limit))
+        return Transition(source, target, shape, _search(source, target, shape, itemsize, links, limit, regular))
     if found is None:
         if len(mesh.transitions) >= MAX_CACHED:
             mesh.transitions.clear()
-        found = Transition(source, target, shape, _search(source, target, shape, itemsize, links, limit))
+        found = Transition(source, target, shape, _search(source, target, shape, itemsize, links, limit, regular))
         mesh.transitions[key] = found
     return found
 
@@ -149,16 +152,17 @@ def _search(
     itemsize: int,
     links: tuple[Link, ...] | None,
     limit: int | None,
+    regular: bool,
 ) -> tuple[Step, ...]:
     if source is target:
         return ()
     links = links or (DEFAULT_LINK,) * source.mesh.ndim
     sizes = _Sizes(source.mesh, shape, itemsize, {})
-    if limit is None and source.splits and target.splits and not source.partial:
-        modest = _dijkstra(source, target, sizes, links, limit, _roof(source, target, sizes))
+    if limit is None and source.splits and target.splits and not source.partial and not regular:
+        modest = _dijkstra(source, target, sizes, links, limit, _roof(source, target, sizes), regular)
         if modest is not None:
             return modest
-    found = _dijkstra(source, target, sizes, links, limit, None)
+    found = _dijkstra(source, target, sizes, links, limit, None, regular)
     assert found is not None, "a search without a roof finds a way, or raises"
     return found
 
@@ -176,6 +180,7 @@ def _dijkstra(
     links: tuple[Link, ...],
     limit: int | None,
     roof: int | None,
+    regular: bool,
 ) -> tuple[Step, ...] | None:
     """The cheapest path whose steps stay within `limit` and `roof`; None if only `roof` stands in the way."""
     axes = _axes_concerned(source, target)
@@ -193,7 +198,7 @@ def _dijkstra(
         if here in settled:
             continue
         settled.add(here)
-        for step in _edges(here, target, axes, sizes, _only_reduced(source, here)):
+        for step in _edges(here, target, axes, sizes, not regular and _only_reduced(source, here)):
             if step.after in settled:
                 continue
             if limit is not None and step.peak > limit:

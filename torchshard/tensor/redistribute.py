@@ -60,7 +60,8 @@ def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) ->
         return x  # a rank outside of the mesh holds nothing, before and after
     if source.marks & ASSUMED:
         check_assumed(x, source)
-    for run in _program(source, target).runs:
+    traced = type(x) is not Tensor and is_traced(x)
+    for run in _program(source, target, traced).runs:
         x = run(x)
     return x
 
@@ -72,8 +73,7 @@ def redistribute_later(x: Tensor, source: TensorLayout, target: TensorLayout) ->
     """
     if source.sharding is target.sharding or (source.mesh.coordinate is None and source.mesh is target.mesh):
         return x
-    program = _program(source, target)
-    if program.last is None or is_traced(x):
+    if is_traced(x) or (program := _program(source, target, traced=False)).last is None:
         return redistribute_local(x, source, target)
     if source.marks & ASSUMED:
         check_assumed(x, source)
@@ -96,26 +96,26 @@ def moved(source: TensorLayout, target: TensorLayout) -> TensorLayout:
     return target.sharding.layout(target.shape, stride, target.dtype)  # type: ignore[return-value]
 
 
-def _program(source: TensorLayout, target: TensorLayout) -> Program:
+def _program(source: TensorLayout, target: TensorLayout, traced: bool) -> Program:
     mesh = source.mesh
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     for about_to_move in observers.moved:
         about_to_move(source, target)
-    key = source.sharding, target.sharding, source.shape, source.stride, source.dtype
+    key = source.sharding, target.sharding, source.shape, source.stride, source.dtype, traced
     try:
         found = mesh.programs.get(key)
     except TypeError:  # symbolic sizes
-        return _make_program(mesh, source, target)
+        return _make_program(mesh, source, target, traced)
     if found is None:
         if len(mesh.programs) >= MAX_PROGRAMS:
             mesh.programs.clear()
-        found = mesh.programs[key] = _make_program(mesh, source, target)
+        found = mesh.programs[key] = _make_program(mesh, source, target, traced)
     return found
 
 
-def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout) -> Program:
+def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, traced: bool) -> Program:
     if target.mesh is mesh:
-        plan = transition(source.sharding, target.sharding, source.shape, source.dtype.itemsize)
+        plan = transition(source.sharding, target.sharding, source.shape, source.dtype.itemsize, regular=traced)
         steps = actions(plan, mesh)
     else:
         steps = crossing.actions_between(source, target)
