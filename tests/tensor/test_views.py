@@ -61,9 +61,9 @@ def memory(rank, world):
     x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (world,)), [Replicate()])
     found = {}
     for name, call in {
-        "as_strided": lambda: x.as_strided((2, 2), (1, 1)),
+        "as_strided of a view": lambda: x[1:].as_strided((2, 2), (1, 1)),
+        "as_strided_": lambda: x.as_strided_((2, 2), (1, 1)),
         "resize_": lambda: x.resize_(2, 2),
-        "t_": lambda: x.t_(),
     }.items():
         try:
             found[name] = f"returned {call()}"
@@ -72,7 +72,30 @@ def memory(rank, world):
     return found
 
 
-@pytest.mark.parametrize("name", ["as_strided", "resize_", "t_"])
+@pytest.mark.parametrize("name", ["as_strided of a view", "as_strided_", "resize_"])
 def test_operators_on_memory_are_refused(name):
     for found in run_ranks(1, memory):
         assert found[name] == "UnsupportedOperatorError"
+
+
+def shapes_in_place(rank, world):
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh, full = init_device_mesh("cpu", (world,)), torch.randn(5, 1, 4, requires_grad=True)
+    for name, args in (("squeeze_", (1,)), ("unsqueeze_", (0,)), ("transpose_", (0, 2)), ("squeeze_", ())):
+        plain, placed = full * 2, distribute_tensor(full.detach(), mesh, [Shard(0)]).requires_grad_() * 2
+        getattr(plain, name)(*args)
+        assert getattr(placed, name)(*args) is placed
+        torch.testing.assert_close((placed * 3).full_tensor(), plain * 3)
+    window, placed = full.as_strided((3, 2), (4, 1), 1), distribute_tensor(full.detach(), mesh, [Shard(0)])
+    seen = placed.as_strided((3, 2), (4, 1), 1)
+    torch.testing.assert_close(seen.full_tensor(), window)
+    seen.zero_()
+    changed = full.detach().clone()
+    changed.as_strided((3, 2), (4, 1), 1).zero_()
+    torch.testing.assert_close(placed.full_tensor(), changed)
+    return True
+
+
+def test_shapes_change_in_place_and_windows_reach_their_base():
+    assert run_ranks(2, shapes_in_place) == [True, True]

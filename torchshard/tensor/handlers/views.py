@@ -18,7 +18,9 @@ aten = torch.ops.aten
 def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
     """squeeze_, unsqueeze_, t_, transpose_: `x` takes over part and layout of what the variant without _ returns."""
     name, overload = operator_names(func)
-    view = getattr(getattr(aten, name.rstrip("_")), overload)(x, *args)
+    view = (
+        aten.transpose.int(x, *args) if name == "transpose_" else getattr(getattr(aten, name[:-1]), overload)(x, *args)
+    )
     if view._spec.marks & SEVERED and not x._spec.marks & SEVERED:
         raise UnsupportedOperatorError(
             f"{name} would have to move a DTensor to change its shape in place.",
