@@ -84,12 +84,12 @@ def modes(rank, world):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         values = [torch.equal(torch.cov(x).full_tensor(), torch.cov(full)) for _ in range(2)]
-        flips = [torch.equal(x.flip(0).full_tensor(), full.flip(0)) for _ in range(2)]
+        flips = [torch.equal(torch.block_diag(x).full_tensor(), full) for _ in range(2)]
     found["values"] = all(values + flips)
     found["said"] = sorted({str(w.message) for w in caught}), len(caught)
     with fallback("error"):
         try:
-            x.flip(0)
+            torch.block_diag(x)
         except torchshard.errors.UnsupportedOperatorError as error:
             found["refused"] = str(error)
     with warnings.catch_warnings(record=True) as caught:
@@ -120,8 +120,8 @@ class Modes(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(f"[{k}] {v}" for k, v in found.items()),
             """\
-[said] (['torchshard: flip.default gathers its operands on every rank (no rule for these operands; said once)'], 1)
-[refused] flip.default has no sharded way to run: no rule for these operands.
+[said] (['torchshard: block_diag.default gathers its operands on every rank (no rule for these operands; said once)'], 1)
+[refused] block_diag.default has no sharded way to run: no rule for these operands.
   expected: a rule for these operands, as fallback('error') is on
   fix:      redistribute the operands to Replicate(), or allow it with torchshard.fallback('replicate')
 [meshes] add.Tensor: the arguments live on different meshes.

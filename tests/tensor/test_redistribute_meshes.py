@@ -210,3 +210,21 @@ def test_groups_are_found_by_members_that_are_in_different_numbers_of_groups():
 
 def test_groups_made_the_public_way():
     assert run_ranks(3, in_different_numbers_of_groups, False) == [(True, True)] * 3
+
+
+def compiled_between(rank, world):
+    from torchshard import DeviceMesh, Shard, distribute_tensor, init_device_mesh
+
+    flat, square = init_device_mesh("cpu", (world,)), DeviceMesh("cpu", torch.arange(world).view(1, world))
+    x = distribute_tensor(torch.ones(4, 4), flat, [Shard(0)])
+    distribute_tensor(torch.ones(4, 4), square, [Shard(0), Shard(1)])  # the mesh is known
+    move = torch.compile(lambda t: t.redistribute(square, [Shard(0), Shard(1)]), backend="aot_eager", fullgraph=True)
+    try:
+        move(x)
+    except Exception as error:
+        return str(error)
+    return "moved"
+
+
+def test_a_move_between_meshes_is_not_compiled():
+    assert all("cannot be compiled" in said for said in run_ranks(2, compiled_between))

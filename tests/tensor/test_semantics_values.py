@@ -47,7 +47,7 @@ def test_as_in_eager_torch():
 
 
 def told(rank, world):
-    from torchshard import distribute_tensor, init_device_mesh
+    from torchshard import init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
     x = {text: put(VALUES, mesh, text) for text in ("R", "S0", "P")}
@@ -70,7 +70,7 @@ def told(rank, world):
         "plain gradient": lambda: (x["S0"] * 2).backward(plain),
         "upstream": lambda: x["S0"] + torch.distributed.tensor.distribute_tensor(plain, mesh),
         "vmap": lambda: torch.vmap(lambda k: x["S0"] * k)(torch.arange(3.0)),
-        "product": lambda: x["S0"].norm(dim=0).pow_(2) if world == 2 else distribute_tensor(plain, mesh),
+        "norm with a view": lambda: [(n.detach(), n.pow_(2)) for n in [x["S0"].norm(dim=0)]],
         "load": lambda: _load_alone(x["S0"]),
         "load another's": lambda: _load_anothers(x["S0"], rank),
     }
@@ -178,10 +178,10 @@ class Sentences(expecttest.TestCase):
   expected: DTensors only, or scalars
   got:      Tensor of shape (3, 1, 1)
   fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
-[product] UnsupportedOperatorError: pow_.Scalar would write to a Partial('norm(2.0)') tensor, of which no terms can be made.
-  expected: Shard, Replicate, or Partial of sum, avg, max or min
+[norm with a view] UnsupportedOperatorError: A Partial DTensor of which there are views would be written to.
+  expected: terms of a sum, an average, a maximum or a minimum, not of P(norm(2.0))
   got:      float32[3] (0=2:P(norm(2.0)))
-  fix:      x = x.redistribute(placements=[Replicate()] * mesh.ndim) first, or the variant without underscore
+  fix:      redistribute it to Replicate() or Shard(dim) first
 [load] returned A DTensor can be loaded only where its ranks can talk.
   expected: a process group
   got:      none

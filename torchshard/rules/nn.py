@@ -193,7 +193,7 @@ RULES = {
     **named("_fused_rms_norm", Rule(_rms_norm)),
     **named("glu", Rule(_glu)),
     **named("glu_backward", Rule(_glu_backward, options("lin=0"))),
-    **named("_embedding_bag _embedding_bag_forward_only", Rule(_embedding_bag, options("red=d:same"))),
+    **named("_embedding_bag _embedding_bag_forward_only", Rule(_embedding_bag, options("red=d:same full"))),
     **named("_embedding_bag_dense_backward", Rule(_embedding_bag_backward, options("lin=0"))),
     **named("nll_loss_forward", Rule(_nll_loss)),
     **named("nll_loss_backward", Rule(_nll_loss_backward, options("lin=0"))),

@@ -55,7 +55,8 @@ BY_ELEMENT = Rule(_by_element)
 def _cast_is_linear(source: Any, target: Any) -> bool:
     """Whether converting each term converts the sum: not to integers, and not to fewer bits, where terms may cancel."""
     if target.is_complex or (target.is_floating_point and not source.is_complex):
-        return bool(target.itemsize >= source.itemsize and (source.is_floating_point or source.is_complex))
+        kept = target.itemsize // (1 + target.is_complex) >= source.itemsize // (1 + source.is_complex)
+        return bool(kept and (source.is_floating_point or source.is_complex))
     return False
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchshard._torch import is_traced
 from torchshard.comm import collectives
-from torchshard.errors import RankMismatchError
+from torchshard.errors import RankMismatchError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.layout.transitions import transition
 from torchshard.tensor import crossing
@@ -117,6 +117,14 @@ def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, t
     if target.mesh is mesh:
         plan = transition(source.sharding, target.sharding, source.shape, source.dtype.itemsize, regular=traced)
         steps = actions(plan, mesh)
+    elif traced:
+        # What a rank sends differs from rank to rank, and graphs that differ wait for one another.
+        raise UnsupportedOperatorError(
+            "A redistribution between two meshes cannot be compiled.",
+            expected=f"a target on the mesh {source.mesh}",
+            got=f"one on the mesh {target.mesh}",
+            fix="redistribute outside of the compiled function",
+        )
     else:
         steps = crossing.actions_between(source, target)
     if target.box and not _row_major(source):

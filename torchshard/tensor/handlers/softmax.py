@@ -26,7 +26,9 @@ class _Rows:
         mesh = like.mesh
         assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
         self.dim, self.sharding = dim, like.sharding.without_partial()
-        self.group = mesh.group(tuple(sorted(self.sharding.splits[dim])))
+        self.outside = mesh.coordinate is None  # such a rank holds nothing, but knows the layout of the result
+        if not self.outside:
+            self.group = mesh.group(tuple(sorted(self.sharding.splits[dim])))
 
     def piece(self, x: DTensor) -> Tensor:
         """This rank's piece of x, in the precision to compute in."""
@@ -49,7 +51,8 @@ class _Rows:
         return [1 if d == self.dim else n for d, n in enumerate(x.shape)]
 
     def wrapped(self, local: Tensor, shape: torch.Size, dtype: torch.dtype) -> DTensor:
-        """A DTensor of these pieces."""
+        """A DTensor of these pieces; they do not count on a rank outside of the mesh."""
+        local = local.new_empty(0) if self.outside else local
         return made_of(local.to(dtype), self.sharding, shape)
 
 
@@ -57,7 +60,7 @@ def _rows(x: Any, dim: int) -> _Rows | None:
     """How to go along `dim`; None where x is not split along it, and the rule serves."""
     if type(x) is not DTensor or not x.ndim or not x.dtype.is_floating_point or not x.numel():
         return None
-    if dim % x.ndim not in x._spec.sharding.splits or x._spec.mesh.coordinate is None:
+    if dim % x.ndim not in x._spec.sharding.splits:
         return None
     return _Rows(x._spec, dim % x.ndim)
 
@@ -74,6 +77,8 @@ def _normalised(x: DTensor, dim: int, dtype: torch.dtype, safe: bool = False) ->
     rows = _rows(x, dim)
     if rows is None:
         return NotImplemented
+    if rows.outside:
+        return rows.wrapped(x._local_tensor, x.shape, dtype)
     piece = rows.piece(x)
     if dtype.itemsize > piece.dtype.itemsize:
         piece = piece.to(dtype)
@@ -89,6 +94,8 @@ def _log_softmax(func: Any, x: DTensor, dim: int, half_to_float: bool) -> Any:
     rows = _rows(x, dim)
     if rows is None:
         return NotImplemented
+    if rows.outside:
+        return rows.wrapped(x._local_tensor, x.shape, torch.float32 if half_to_float else x.dtype)
     piece = rows.piece(x)
     below = piece - rows.largest(piece)
     return rows.wrapped(below - rows.total(below.exp()).log(), x.shape, torch.float32 if half_to_float else x.dtype)
@@ -98,6 +105,8 @@ def _softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype
     rows = _rows(output, dim)
     if rows is None:
         return NotImplemented
+    if rows.outside:
+        return rows.wrapped(output._local_tensor, output.shape, dtype)
     weighted = rows.piece(output) * rows.piece(grad)
     return rows.wrapped(weighted - rows.piece(output) * rows.total(weighted), output.shape, dtype)
 
@@ -106,6 +115,8 @@ def _log_softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, d
     rows = _rows(output, dim)
     if rows is None:
         return NotImplemented
+    if rows.outside:
+        return rows.wrapped(output._local_tensor, output.shape, dtype)
     piece = rows.piece(grad)
     return rows.wrapped(piece - rows.piece(output).exp() * rows.total(piece), output.shape, dtype)
 
