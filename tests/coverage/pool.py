@@ -1,5 +1,6 @@
 """Ranks kept alive to run many trials; a crash or a hang costs the operator that caused it and a new start."""
 
+import collections
 import multiprocessing
 import os
 import tempfile
@@ -41,19 +42,26 @@ def _serve(pipe: Any, rank: int, mesh_shape: tuple[int, ...], store: str) -> Non
         pipe.send(("end", None))
 
 
+class _Counting:
+    """torch's collectives, counted by name."""
+
+    def __init__(self, ops: Any, counter: Any) -> None:
+        self.ops, self.counter = ops, counter
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self.ops, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.counter[name] += 1
+            return op(*args, **kwargs)
+
+        return counting
+
+
 def _counted(collectives: Any, plan: Any) -> Any:
     """Count collectives, and operators that run gathered, by name from now on."""
-    import collections
-
     counter: Any = collections.Counter()
-    for name in ("all_gather", "all_to_all", "exchange", "all_reduce", "reduce_scatter"):
-        function = getattr(collectives, name)
-
-        def counting(*args: Any, _name: str = name, _function: Any = function, **kwargs: Any) -> Any:
-            counter[_name] += 1
-            return _function(*args, **kwargs)
-
-        setattr(collectives, name, counting)
+    collectives._c10d = _Counting(collectives._c10d, counter)
     say = plan.say_replicated
     plan.say_replicated = lambda name, why: counter.update([name]) or say(name, why)
     return counter

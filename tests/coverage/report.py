@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.coverage.samples import IN_PLACE
 from tests.coverage.sweep import verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
@@ -19,7 +20,7 @@ What happens to the operators of torch's own operator database (`torch.testing`'
 operator has) on DTensors: made by `make coverage`, from runs on real gloo ranks beside eager torch on the full tensors.
 Each operator is tried on up to {samples} of its samples in some ten placements of the operands (whole, split along their
 dims, uneven and empty pieces among them, Partial sums, averages, maxima and minima), forward and backward. Names are the
-database's; those that end in an underscore are in-place variants.
+database's.
 
 {counts}
 
@@ -52,11 +53,11 @@ def render(sweeps: Mapping[str, Mapping[str, Trials]], samples: int) -> str:
     gathered = [n for n, trials in usable.items() if n not in kept and verdict(trials, "forward") == "right"]
     parts = [
         _HEAD.format(counts=_counts(sweeps), samples=samples),
-        f"## Keep a split operand split ({len([n for n in kept if n[-1] != '_'])} operators)\n",
+        f"## Keep a split operand split ({len([n for n in kept if not n.endswith(IN_PLACE)])} operators)\n",
         "In some placement with a split operand, no all-gather is sent: counted.\n",
-        _by_family([n for n in kept if n[-1] != "_"]),
-        f"## In-place variants that do ({len([n for n in kept if n[-1] == '_'])})\n",
-        _by_family([n for n in kept if n[-1] == "_"]),
+        _by_family([n for n in kept if not n.endswith(IN_PLACE)]),
+        f"## In-place variants that do ({len([n for n in kept if n.endswith(IN_PLACE)])})\n",
+        _by_family([n for n in kept if n.endswith(IN_PLACE)]),
         f"## Right, but gathered in the placements that were tried ({len(gathered)})\n",
         _by_family(gathered),
         "## Refused\n",
@@ -72,8 +73,8 @@ def _counts(sweeps: Mapping[str, Mapping[str, Trials]]) -> str:
     ]
     for mesh, found in sweeps.items():
         for kind, chosen in (
-            ("operators", [n for n in found if n[-1] != "_"]),
-            ("in place", [n for n in found if n[-1] == "_"]),
+            ("operators", [n for n in found if not n.endswith(IN_PLACE)]),
+            ("in place", [n for n in found if n.endswith(IN_PLACE)]),
         ):
             for side in ("forward", "backward"):
                 verdicts = [verdict(found[n], side) for n in chosen]

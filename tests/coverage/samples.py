@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+IN_PLACE = "(in-place)"
+
 LOOKED_AT = 24  # calls of an operator among which to choose
 
 # Operators that read the memory of an argument to learn sizes: that one stays a plain tensor.
@@ -28,15 +30,13 @@ class Sample:
 
 @functools.lru_cache(1)
 def database() -> dict[str, tuple[Any, Callable[..., Any]]]:
-    """Name -> entry of torch's database, and the function to call. In-place variants have an underscore at the end, and
-    write to a copy.
-    """
+    """Name -> entry of torch's database, and the function to call; in-place variants, so marked, write to a copy."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     found = {op.formatted_name: (op, op.op) for op in op_db}
     for op in op_db:
-        if op.inplace_variant is not None and not op.formatted_name.endswith("_"):
-            found[f"{op.formatted_name}_"] = op, functools.partial(_in_place, op.inplace_variant)
+        if op.inplace_variant is not None:
+            found[op.formatted_name + IN_PLACE] = op, functools.partial(_in_place, op.inplace_variant)
     return found
 
 
@@ -75,7 +75,7 @@ def _sample(name: str, number: int, function: Callable[..., Any], sample: Any, g
     if name in SIZES_IN_A_TENSOR:
         at = at[:1]
     tensors = tuple([leaves[k] for k in at])
-    if name.endswith("_") and sample.broadcasts_input:
+    if name.endswith(IN_PLACE) and sample.broadcasts_input:
         return None
     if not any(t.ndim for t in tensors) or any(t.layout is not torch.strided for t in tensors):
         return None

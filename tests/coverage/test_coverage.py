@@ -34,6 +34,11 @@ def test_some_operators_do_as_the_page_says():
     assert list(_complaints(_sweep(names, (2,), 3))) == []
 
 
+def test_what_gathers_is_seen_to():
+    found = _sweep(["block_diag", "mm"], (2,), 2)
+    assert [report.keeps(found[name]) for name in ("block_diag", "mm")] == [False, True]
+
+
 def test_the_page_keeps_what_was_reached():
     assert len(report.listed("Keep a split operand split")) >= 500
 

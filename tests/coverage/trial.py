@@ -95,10 +95,10 @@ def _try(sample: Sample, where: Sequence[Any], mesh: Any, counter: Any) -> Outco
     want = sample.run(plain)
     placed = [place(t, mesh, list(p)) for t, p in zip(plain, where, strict=True)]
     torch.manual_seed(1)
-    counter["all_gather"] = 0  # what placing the operands took
+    counter["all_gather_into_tensor"] = 0  # what placing the operands took
     try:
         got = sample.run(placed)
-        gathers = counter["all_gather"]
+        gathers = counter["all_gather_into_tensor"]
         same(got, want, initialised)
     except Exception as error:
         return Outcome(_kind(error), None, _said(error))

@@ -73,3 +73,8 @@ def calls():
     )
     eval_ = (image, image * 2, _floats(3), _floats(3), _floats(3).abs(), None, None, False, 1e-5, [True, True, True])
     yield aten.native_batch_norm_backward.default, eval_, {}
+    statistics = (_floats(3), _floats(3) / 2, _floats(3) / 3, _floats(3).abs())
+    yield aten.native_batch_norm.default, (image, *statistics, False, 0.1, 1e-5), {}
+    yield aten.median.dim, (x, 0), {}
+    yield aten.sort.stable, (x,), {"stable": True}
+    yield aten.squeeze_copy.dim, (_floats(5, 1, 4), 1), {}
