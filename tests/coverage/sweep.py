@@ -1,7 +1,4 @@
-"""All trials of operators on a mesh of real ranks.
-
-python -m tests.coverage.sweep --mesh 2 --samples 3 --out coverage.json [names ...]
-"""
+"""All trials of operators on a mesh of real ranks."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
