@@ -5,6 +5,8 @@ The public names are resolved on first use, so that opening a checkpoint or aski
 
 from typing import TYPE_CHECKING
 
+from torchshard._lazy import lazily
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -59,18 +61,4 @@ _HOMES = {
     "torchshard.tensor.register": "register_rule",
     "torchshard.tensor.validate": "validate_rule",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'torchshard' has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__getattr__, __dir__ = lazily(__name__, _HOMES)

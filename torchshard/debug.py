@@ -18,7 +18,7 @@ from torchshard.errors import ImplicitRedistributionError, ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.transitions import transition
 from torchshard.tensor.dispatch import call_of
-from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.observing import observing
 
@@ -178,7 +178,11 @@ class ExplicitRedistributionContext:
             if all(step.kind in ("slice", "mask") for step in steps):
                 return
         call = call_of(func, args, kwargs)
-        names = [name for name, value in zip(call.names, call.values, strict=True) if _holds(value, source)]
+        names = [
+            name
+            for name, value in zip(call.names, call.values, strict=True)
+            if any(x._spec is source for x in dtensors_in([value]))
+        ]
         argument = f"its argument {' or '.join(map(repr, names))}" if names else "a result on its way"
         error = ImplicitRedistributionError(
             f"{call.name} would redistribute {argument}, which nobody has asked for.",
@@ -197,12 +201,6 @@ class _Innermost(threading.local):
 
 
 _innermost = _Innermost()
-
-
-def _holds(value: Any, layout: TensorLayout) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_holds(item, layout) for item in value)
-    return isinstance(value, DTensor) and value._spec is layout
 
 
 def _placements(layout: TensorLayout) -> list[Placement] | str:

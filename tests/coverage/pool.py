@@ -24,7 +24,6 @@ def _serve(pipe: Any, rank: int, mesh_shape: tuple[int, ...], store: str) -> Non
 
     from tests.coverage.sweep import run_operator
     from torchshard.comm import collectives
-    from torchshard.tensor import plan
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -36,7 +35,8 @@ def _serve(pipe: Any, rank: int, mesh_shape: tuple[int, ...], store: str) -> Non
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=10)
     )
     mesh = init_device_mesh("cpu", mesh_shape)
-    counter = _counted(collectives, plan)
+    counter: Any = collections.Counter()
+    collectives._c10d = _Counting(collectives._c10d, counter)
     while (task := pipe.recv()) is not None:
         run_operator(task, mesh, counter, pipe.send)
         pipe.send(("end", None))
@@ -56,15 +56,6 @@ class _Counting:
             return op(*args, **kwargs)
 
         return counting
-
-
-def _counted(collectives: Any, plan: Any) -> Any:
-    """Count collectives, and operators that run gathered, by name from now on."""
-    counter: Any = collections.Counter()
-    collectives._c10d = _Counting(collectives._c10d, counter)
-    say = plan.say_replicated
-    plan.say_replicated = lambda name, why: counter.update([name]) or say(name, why)
-    return counter
 
 
 class Pool:

@@ -1,7 +1,7 @@
 """One sample in one placement of its operands, compared with eager torch: right, refused, wrong or an error."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +20,12 @@ class Outcome:
     forward, backward: "right", "refused", "wrong", "error"; None where there is none.
     text: what was wrong.
     gathers: all-gathers in the forward.
-    fallbacks: ATen operators that ran on gathered operands, forward and backward.
     """
 
     forward: str
     backward: str | None = None
     text: str = ""
     gathers: int = 0
-    fallbacks: tuple[str, ...] = ()
 
 
 def placements(sample: Sample, axes: int) -> Iterator[tuple[Any, ...]]:
@@ -82,13 +80,7 @@ def same(got: Any, want: Any, initialised: bool) -> None:
 
 
 def try_one(sample: Sample, where: Sequence[Any], mesh: Any, counter: Any) -> Outcome:
-    """Run a sample in these placements of its operands; `counter` counts collectives and fallbacks by name."""
-    counter.clear()
-    outcome = _try(sample, where, mesh, counter)
-    return replace(outcome, fallbacks=tuple(sorted(name for name in counter if "." in name)))
-
-
-def _try(sample: Sample, where: Sequence[Any], mesh: Any, counter: Any) -> Outcome:
+    """Run a sample in these placements of its operands; `counter` counts collectives by name."""
     initialised = not any(word in sample.op for word in UNINITIALISED)
     plain = [_leaf(t) for t in sample.tensors]
     torch.manual_seed(1)
@@ -130,7 +122,7 @@ def _backward(plain: Any, placed: Any, want: Any, got: Any, gathers: int) -> Out
         gave = torch.autograd.grad(
             [a for a, _ in pairs],
             [placed[k] for k in leaves],
-            [_whole(c, a) for c, (a, _) in zip(cotangents, pairs, strict=True)],
+            [_placed_as(a, c) for c, (a, _) in zip(cotangents, pairs, strict=True)],
             allow_unused=True,
         )
         for k, a, b in zip(leaves, gave, wanted, strict=True):
@@ -141,15 +133,15 @@ def _backward(plain: Any, placed: Any, want: Any, got: Any, gathers: int) -> Out
     return Outcome("right", "right", "", gathers)
 
 
-def _whole(t: torch.Tensor, like: Any) -> Any:
+def _placed_as(result: Any, cotangent: torch.Tensor) -> Any:
+    """A cotangent, on every rank alike, of the class of its result."""
     from torch.distributed.tensor import Replicate
 
     from torchshard import DTensor
 
-    if not isinstance(like, DTensor):
-        return t
-    mesh = like.device_mesh
-    return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
+    if not isinstance(result, DTensor):
+        return cotangent
+    return place(cotangent, result.device_mesh, [Replicate()] * result.device_mesh.ndim)
 
 
 def _kind(error: Exception) -> str:

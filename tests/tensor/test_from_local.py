@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.saying import said
 
 
 def uneven(rank, world):
@@ -107,13 +108,7 @@ def refusals(rank, world):
         "plain": lambda: distribute_tensor(x.detach(), mesh) + torch.ones(4, 3),
         "factory": lambda: __import__("torchshard").zeros(4, device_mesh=mesh, placements=[Partial()]),
     }
-    found = {}
-    for name, call in calls.items():
-        try:
-            found[name] = f"returned {call()}"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return said(calls)
 
 
 class Sentences(expecttest.TestCase):

@@ -10,7 +10,7 @@ from tests.tensor.bare import calls
 from tests.tensor.cases import GROUPS
 from tests.tensor.proving import operands
 from torchshard.rules.registry import RULES
-from torchshard.tensor.call import rule_of
+from torchshard.tensor.call import operator_name, rule_of
 from torchshard.tensor.proof import described
 from torchshard.tensor.validate import check_call, recorded
 
@@ -61,8 +61,7 @@ def test_all_rules_are_right():
             for sample in samples(name, 2):
                 proved.run(lambda *ts, s=sample: s.run(list(ts)), sample.tensors, _has_backward(sample))
         for func, args, kwargs in calls():
-            name = ".".join((func._overloadpacket.__name__, func._overloadname))
-            proved.call(func, args, kwargs, f"{name}{[described(v) for v in args]}")
+            proved.call(func, args, kwargs, f"{operator_name(func)}{[described(v) for v in args]}")
     assert not proved.wrong, f"{len(proved.wrong)} are wrong:\n" + "\n".join(proved.wrong[:8])
     never = set(RULES) - {name for name, count in proved.right.items() if count} - {"detach.default", "alias.default"}
     assert never == set()

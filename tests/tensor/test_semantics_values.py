@@ -6,6 +6,7 @@ import expecttest
 import torch
 
 from tests.ranks import run_ranks
+from tests.saying import said
 from tests.tensor.programs import VALUES, check, program, put
 
 _LINES = """
@@ -74,13 +75,7 @@ def told(rank, world):
         "load": lambda: _load_alone(x["S0"]),
         "load another's": lambda: _load_anothers(x["S0"], rank),
     }
-    found = {}
-    for name, call in calls.items():
-        try:
-            found[name] = f"returned {call()}"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return said(calls)
 
 
 def _step_with_a_plain_gradient(x, plain):

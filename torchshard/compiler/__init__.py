@@ -5,18 +5,14 @@
 
 from typing import TYPE_CHECKING
 
+from torchshard._lazy import lazily
+
 if TYPE_CHECKING:
     from torchshard.compiler.explaining import explain
     from torchshard.compiler.split import split_backend
 
 __all__ = ["explain", "split_backend"]
 
-_HOME = {"explain": "explaining", "split_backend": "split"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__ = lazily(
+    __name__, {"torchshard.compiler.explaining": "explain", "torchshard.compiler.split": "split_backend"}
+)

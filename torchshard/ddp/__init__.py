@@ -2,15 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from torchshard._lazy import lazily
+
 if TYPE_CHECKING:
     from torchshard.ddp.wrapper import DistributedDataParallel
 
 __all__ = ["DistributedDataParallel"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchshard.ddp import wrapper
-
-    return getattr(wrapper, name)
+__getattr__, __dir__ = lazily(__name__, {"torchshard.ddp.wrapper": "DistributedDataParallel"})

@@ -17,7 +17,7 @@ import numpy as np
 from torchshard.layout.grid import Coordinate
 from torchshard.layout.layout import Mesh, Sharding
 from torchshard.layout.pieces import piece
-from torchshard.layout.placements import Partial, Shard
+from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import parse_norm, reduction
 from torchshard.layout.transitions import Step, Transition
 
@@ -87,35 +87,23 @@ def _in_groups(step: Step, parts: Parts, work: Callable[[Parts], Parts]) -> Part
     return [array for array in result if array is not None]
 
 
-def _dim(step: Step, sharding: Sharding) -> int:
-    placement = sharding.placements[step.axes[0]]
-    assert isinstance(placement, Shard), f"{step} does not shard"
-    return placement.dim
-
-
-def _op(step: Step) -> str:
-    placement = step.before.placements[step.axes[0]]
-    assert isinstance(placement, Partial), f"{step} does not reduce"
-    return placement.op
-
-
 def _cut(array: Array, dim: int, parts: int) -> Parts:
     pieces = [piece(array.shape[dim], parts, k) for k in range(parts)]
     return [array.take(range(start, start + length), dim) for start, length in pieces]
 
 
 def _all_gather(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:
-    dim = _dim(step, step.before)
+    dim = step.dim(step.before)
     return _in_groups(step, parts, lambda group: [np.concatenate(group, dim)] * len(group))
 
 
 def _slice(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:
-    dim = _dim(step, step.after)
+    dim = step.dim(step.after)
     return _in_groups(step, parts, lambda group: [_cut(a, dim, len(group))[k] for k, a in enumerate(group)])
 
 
 def _all_to_all(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:
-    old, new = _dim(step, step.before), _dim(step, step.after)
+    old, new = step.dim(step.before), step.dim(step.after)
 
     def work(group: Parts) -> Parts:
         blocks = [_cut(a, new, len(group)) for a in group]
@@ -125,12 +113,12 @@ def _all_to_all(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:
 
 
 def _all_reduce(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:
-    return _in_groups(step, parts, lambda group: [reduce_terms(_op(step), group)] * len(group))
+    return _in_groups(step, parts, lambda group: [reduce_terms(step.op, group)] * len(group))
 
 
 def _reduce_scatter(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:
-    dim = _dim(step, step.after)
-    return _in_groups(step, parts, lambda group: _cut(reduce_terms(_op(step), group), dim, len(group)))
+    dim = step.dim(step.after)
+    return _in_groups(step, parts, lambda group: _cut(reduce_terms(step.op, group), dim, len(group)))
 
 
 def _exchange(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:

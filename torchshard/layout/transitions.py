@@ -68,6 +68,19 @@ class Step:
         launches = 2 if self.kind == "exchange" else 1 if self.rounds else 0
         return slowest([links[a] for a in self.axes]).seconds(launches, self.rounds, self.nbytes)
 
+    @property
+    def op(self) -> str:
+        """The reduction that it carries out."""
+        placement = self.before.placements[self.axes[0]]
+        assert isinstance(placement, Partial), f"{self} reduces nothing"
+        return placement.op
+
+    def dim(self, sharding: Sharding) -> int:
+        """The dim that its axes split in `sharding`, which is that before or after it."""
+        placement = sharding.placements[self.axes[0]]
+        assert isinstance(placement, Shard), f"{self} splits nothing"
+        return placement.dim
+
     def copies(self, shape: tuple[int, ...]) -> Copies:
         """Who gives what to whom, for an exchange."""
         assert self.kind == "exchange", f"copies of {self.kind}"

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from torchshard._lazy import lazily
+
 if TYPE_CHECKING:
     from torchshard.parallel.context import context_parallel
     from torchshard.parallel.loss import loss_parallel
@@ -28,24 +30,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "context": "context_parallel",
-    "mapping": "local_map",
-    "loss": "loss_parallel",
-    "parts": "local_parameters placed_parameters",
-    "plan": "parallelize_module",
-    "preparing": "PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput",
-    "styles": "ColwiseParallel ParallelStyle RowwiseParallel SequenceParallel",
+    "torchshard.parallel.context": "context_parallel",
+    "torchshard.parallel.mapping": "local_map",
+    "torchshard.parallel.loss": "loss_parallel",
+    "torchshard.parallel.parts": "local_parameters placed_parameters",
+    "torchshard.parallel.plan": "parallelize_module",
+    "torchshard.parallel.preparing": "PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput",
+    "torchshard.parallel.styles": "ColwiseParallel ParallelStyle RowwiseParallel SequenceParallel",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__getattr__, __dir__ = lazily(__name__, _HOMES)

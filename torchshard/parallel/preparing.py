@@ -80,13 +80,7 @@ class PrepareModuleInput(ParallelStyle):
     def _prepared(self, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         if self.input_layouts is None or self.desired_input_layouts is None:
             return inputs
-        _require_as_many_values("inputs", inputs, "input_layouts", self.input_layouts)
-        return tuple(
-            [
-                prepare(x, mesh, layout, desired, self.use_local_output)
-                for x, layout, desired in zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
-            ]
-        )
+        return prepare_all("input", inputs, mesh, self.input_layouts, self.desired_input_layouts, self.use_local_output)
 
     def __repr__(self) -> str:
         return (
@@ -122,12 +116,9 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _prepared(self, outputs: Any, mesh: DeviceMesh) -> Any:
         values = outputs if isinstance(outputs, tuple) else (outputs,)
-        _require_as_many_values("outputs", values, "output_layouts", self.output_layouts)
-        prepared = [
-            prepare(x, mesh, layout, desired, self.use_local_output)
-            for x, layout, desired in zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
-        ]
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+        layouts, desired = self.output_layouts, self.desired_output_layouts
+        prepared = prepare_all("output", values, mesh, layouts, desired, self.use_local_output)
+        return prepared[0] if len(prepared) == 1 else prepared
 
     def __repr__(self) -> str:
         return (
@@ -195,6 +186,28 @@ def prepare(x: Any, mesh: DeviceMesh, layout: Placement | None, desired: Placeme
     return placed.to_local() if local else placed
 
 
+def prepare_all(
+    kind: str,
+    values: tuple[Any, ...],
+    mesh: DeviceMesh,
+    layouts: tuple[Placement | None, ...],
+    desired: tuple[Placement | None, ...],
+    local: bool,
+) -> tuple[Any, ...]:
+    """`prepare` for each input, or each output, of a module.
+
+    Raises:
+        ValueError: there are not as many as layouts.
+    """
+    if len(values) != len(layouts):
+        raise ValueError(
+            f"the module has {len(values)} {kind}s, and {kind}_layouts has {len(layouts)}; give None where to leave one"
+        )
+    return tuple(
+        [prepare(x, mesh, one, wanted, local) for x, one, wanted in zip(values, layouts, desired, strict=True)]
+    )
+
+
 def _several(layouts: Some | None) -> tuple[Placement | None, ...] | None:
     return (layouts,) if isinstance(layouts, Placement) else layouts
 
@@ -202,10 +215,3 @@ def _several(layouts: Some | None) -> tuple[Placement | None, ...] | None:
 def _require_as_many(name: str, some: tuple[Any, ...], other: str, others: tuple[Any, ...]) -> None:
     if len(some) != len(others):
         raise AssertionError(f"{name} and {other} must have the same length: {len(some)} and {len(others)}")
-
-
-def _require_as_many_values(name: str, some: tuple[Any, ...], other: str, others: tuple[Any, ...]) -> None:
-    if len(some) != len(others):
-        raise ValueError(
-            f"the module has {len(some)} {name}, and {other} has {len(others)}; give None where to leave one"
-        )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchshard.layout.layout import Layout
+from torchshard.rules.reducing import letters
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
 
 # Kernels refuse batches and channels of length 0.
@@ -31,7 +32,8 @@ _LINES = table("""
 """)
 
 
-def _space(ndim: int, letter: str) -> list[str]:
+def positions(ndim: int, letter: str) -> list[str]:
+    """Factors for the positions in space, after batch and channels."""
     return [f"{letter}{d}" for d in range(ndim - 2)]
 
 
@@ -41,8 +43,8 @@ def _kernels(x: Layout, weight: Layout, transposed: bool, groups: int) -> tuple[
     first, second = (into, out) if transposed else (out, into)
     if groups > 1:  # one side of the kernels has the channels of one group only
         second = "K"
-    kernel = [first, second, *_space(weight.ndim, "K")]
-    return ["n", into, *_space(x.ndim, "X")], kernel, ["n", out, *_space(x.ndim, "Y")]
+    kernel = [first, second, *positions(weight.ndim, "K")]
+    return ["n", into, *positions(x.ndim, "X")], kernel, ["n", out, *positions(x.ndim, "Y")]
 
 
 def _convolution(
@@ -71,12 +73,12 @@ def _convolution_backward(
 
 
 def _upsample(x: Layout, *_: Any, **__: Any) -> str:
-    return f"{' '.join(['n', 'c', *_space(x.ndim, 'X')])} -> {' '.join(['n', 'c', *_space(x.ndim, 'Y')])}"
+    return f"{' '.join(['n', 'c', *positions(x.ndim, 'X')])} -> {' '.join(['n', 'c', *positions(x.ndim, 'Y')])}"
 
 
 def _upsample_backward(grad: Layout, output_size: Any, input_size: Sequence[int], *_: Any, **__: Any) -> Made:
-    result = ["n", "c", *_space(grad.ndim, "X")]
-    line = f"{' '.join(['n', 'c', *_space(grad.ndim, 'Y')])} -> {' '.join(result)}"
+    result = ["n", "c", *positions(grad.ndim, "X")]
+    line = f"{' '.join(['n', 'c', *positions(grad.ndim, 'Y')])} -> {' '.join(result)}"
     return Made(line, dict(zip(result[2:], input_size[2:], strict=True)), local_size=2)
 
 
@@ -90,7 +92,7 @@ def _trilinear(
 ) -> Made:  # fmt: skip
     """A product of three tensors with dims of length 1 put in, some dims summed: what bilinear is made of."""
     total = a.ndim + len(expand_a)
-    names = [chr(ord("a") + d) for d in range(total)]
+    names = letters(total)
     operands = [[f for d, f in enumerate(names) if d not in gone] for gone in (expand_a, expand_b, expand_c)]
     result = [f for d, f in enumerate(names) if d not in summed]
     line = f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}"

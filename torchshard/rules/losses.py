@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchshard.layout.layout import Layout
+from torchshard.rules.reducing import argument
 from torchshard.rules.rule import Made, Rule, named, options, reduces
 
 NONE, MEAN, SUM = 0, 1, 2  # as ATen numbers reductions
@@ -20,7 +21,7 @@ def _loss(at: int) -> Callable[..., Made]:
     """A loss whose reduction is argument number `at`; a mean is the sum over this rank's part, over the whole count."""
 
     def build(*args: Any, **kwargs: Any) -> Made:
-        reduction = kwargs.get("reduction", args[at] if len(args) > at else MEAN)
+        reduction = argument(args, kwargs, at + 1, "reduction", MEAN)
         layouts = [a for a in (*args, *kwargs.values()) if isinstance(a, Layout)]
         operands = ", ".join(["..."] * len(layouts))
         if reduction == NONE:
@@ -50,7 +51,7 @@ def _loss_backward(at: int) -> Callable[..., Made]:
     """The gradient of a mean over all ranks' elements: that of the sum, with the gradient divided by their count."""
 
     def build(*args: Any, **kwargs: Any) -> Made:
-        reduction = kwargs.get("reduction", args[at] if len(args) > at else MEAN)
+        reduction = argument(args, kwargs, at + 1, "reduction", MEAN)
         layouts = [a for a in (*args, *kwargs.values()) if isinstance(a, Layout)]
         line = f"{', '.join(['...'] * len(layouts))} -> ..."
         count = math.prod(_broadcast(layouts[1:]))
@@ -68,7 +69,7 @@ def _margin_loss(at: int, results: int) -> Callable[..., Made]:
     """A loss of rows of scores, each handled as a whole; a second result has the shape of the rows."""
 
     def build(x: Layout, target: Layout, *args: Any, **kwargs: Any) -> Made:
-        reduction = kwargs.get("reduction", args[at - 2] if len(args) > at - 2 else MEAN)
+        reduction = argument(args, kwargs, at - 1, "reduction", MEAN)
         weights = [a for a in (*args, *kwargs.values()) if isinstance(a, Layout)]
         row = "n C" if x.ndim == 2 else "C"
         operands = [row, row if target.ndim == x.ndim else row[:-1], *["C"] * len(weights)]
@@ -83,7 +84,7 @@ def _margin_loss(at: int, results: int) -> Callable[..., Made]:
 
 def _margin_loss_backward(at: int) -> Callable[..., Made]:
     def build(grad: Layout, x: Layout, target: Layout, *args: Any, **kwargs: Any) -> Made:
-        reduction = kwargs.get("reduction", args[at - 3] if len(args) > at - 3 else MEAN)
+        reduction = argument(args, kwargs, at - 2, "reduction", MEAN)
         row = "n C" if x.ndim == 2 else "C"
         others = [a for a in (*args, *kwargs.values()) if isinstance(a, Layout)]
         operands = ["n" if grad.ndim else "", row, row if target.ndim == x.ndim else row[:-1]]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchshard.layout.layout import Layout
+from torchshard.rules.convolution import positions
 from torchshard.rules.losses import MEAN, NONE
 from torchshard.rules.reducing import dims_of, letters
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
@@ -72,7 +73,7 @@ def _nll_loss_backward(
 def _group_norm(
     x: Layout, weight: Layout | None, bias: Layout | None, n: int, c: int, space: int, groups: int, eps: float
 ) -> Made:
-    rows = " ".join(["n", "C", *[f"X{d}" for d in range(x.ndim - 2)]])
+    rows = " ".join(["n", "C", *positions(x.ndim, "X")])
     weights = ["C"] * ((weight is not None) + (bias is not None))
 
     def local(op: Any, x: Any, weight: Any, bias: Any, n: int, *rest: Any) -> Any:
@@ -82,7 +83,7 @@ def _group_norm(
 
 
 def _group_norm_backward(grad: Layout, x: Layout, mean: Layout, rstd: Layout, weight: Layout | None, *_: Any) -> Made:
-    rows = " ".join(["n", "C", *[f"X{d}" for d in range(x.ndim - 2)]])
+    rows = " ".join(["n", "C", *positions(x.ndim, "X")])
 
     def local(op: Any, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, n: int, *rest: Any) -> Any:
         return op(grad, x, mean, rstd, weight, x.shape[0], *rest)
@@ -98,7 +99,7 @@ def _batch_norm(
     """With given statistics; those of a batch are of the whole batch, see tensor/handlers."""
     if training:
         return None
-    rows = " ".join(["n", "c", *[f"X{d}" for d in range(x.ndim - 2)]])
+    rows = " ".join(["n", "c", *positions(x.ndim, "X")])
     given = [t for t in (weight, bias, mean, var) if t is not None]
     return f"{', '.join([rows, *['c'] * len(given)])} -> {rows}, Y, Z"
 
@@ -109,7 +110,7 @@ def _batch_norm_backward(
 ) -> str | None:  # fmt: skip
     if training:
         return None
-    rows = " ".join(["n", "c", *[f"X{d}" for d in range(x.ndim - 2)]])
+    rows = " ".join(["n", "c", *positions(x.ndim, "X")])
     given = ["c" if t is not None else "" for t in (weight, mean, var)]
     given += ["Y" if saved_mean is not None else "", "Z" if saved_rstd is not None else ""]
     return f"{', '.join([rows, rows, *filter(None, given)])} -> {rows}, c, c"

@@ -61,7 +61,7 @@ def _vector_norm(x: Layout, ord: float = 2, dim: Dims = None, keepdim: bool = Fa
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str, default: Any) -> Any:
-    """An argument after the first, by its position among those or by its name."""
+    """One of these arguments, by its position (from 1) or by its name."""
     return args[position - 1] if len(args) >= position else kwargs.get(name, default)
 
 

@@ -203,7 +203,7 @@ def _asked_layout(
     """The layout that the sizes of all ranks' parts make up; every rank finds the same, or raises the same."""
     mesh = sharding.mesh
     assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.everyone
     mine = torch.tensor([list(local.shape)], device=local.device)
     held = [tuple(row) for row in collectives.all_gather(mine, 0, [1] * group.size, group).tolist()]
     if shape is None or stride is None:

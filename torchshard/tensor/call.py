@@ -1,5 +1,6 @@
 """A call of an operator: its arguments, which of them are tensors, and what must be true of those."""
 
+import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,8 +15,6 @@ from torch import Tensor
 from torchshard._torch import in_backward, lacks_fake, operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh
-from torchshard.layout.placements import Partial
-from torchshard.layout.reductions import reduction
 from torchshard.rules.pointwise import BY_ELEMENT
 from torchshard.rules.registry import find
 from torchshard.rules.rule import Rule
@@ -66,13 +65,18 @@ class Call:
 
     def written(self) -> tuple[int, ...]:
         """Positions of the arguments that the operator writes to."""
-        by_name = {a.name: a for a in schema(self.func).arguments}
-        chosen = [by_name[n.rstrip("_") if n not in by_name else n] for n in self.names]
-        return tuple([i for i, a in enumerate(chosen) if a.alias_info is not None and a.alias_info.is_write])
+        return _written(self.func, self.names)
 
     def viewed(self) -> bool:
         """Whether results share memory with an argument without being it."""
         return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(self.func).returns)
+
+
+@functools.lru_cache(4096)
+def _written(func: Any, names: tuple[str, ...]) -> tuple[int, ...]:
+    by_name = {a.name: a for a in schema(func).arguments}
+    chosen = [by_name[n.rstrip("_") if n not in by_name else n] for n in names]
+    return tuple([i for i, a in enumerate(chosen) if a.alias_info is not None and a.alias_info.is_write])
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +191,6 @@ def require_one_mesh(call: Call, operands: Sequence[Operand]) -> None:
                 expected="one mesh",
                 got="\n".join(shown),
                 fix=f"bring both to one: distribute_tensor({call.names[operand.at]}.full_tensor(), mesh, placements)",
-            )
-
-
-def refuse_unwritable(layout: TensorLayout, name: str) -> None:
-    """Raise UnsupportedOperatorError where a tensor cannot take a new value: there is no way back to its Partial."""
-    for p in layout.placements:
-        if isinstance(p, Partial) and reduction(p.op).mask is None:
-            raise UnsupportedOperatorError(
-                f"{name} would write to a Partial({p.op!r}) tensor, of which no terms can be made.",
-                expected="Shard, Replicate, or Partial of sum, avg, max or min",
-                got=layout,
-                fix="x = x.redistribute(placements=[Replicate()] * mesh.ndim) first, or the variant without underscore",
             )
 
 

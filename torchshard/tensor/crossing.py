@@ -12,7 +12,7 @@ from torchshard.layout.layout import Mesh
 from torchshard.layout.passages import Passage, passage
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.mesh import BoundMesh, Bridge
-from torchshard.tensor.steps import Action, actions, communicating, start_copies
+from torchshard.tensor.steps import Action, actions, boxes_of, communicating, start_copies
 
 
 def actions_between(source: TensorLayout, target: TensorLayout) -> list[Action]:
@@ -78,10 +78,7 @@ def _kept(x: Tensor, mine: Box | None, wanted: Box | None) -> Tensor:
 def _by_rank(parts: list[Part], mesh: Mesh, bridge: Bridge) -> list[Box | None]:
     """The box for each rank of the bridge; `parts` names coordinates of `mesh`."""
     places = {rank: place for place, rank in enumerate(bridge.ranks)}
-    boxes: list[Box | None] = [None] * len(bridge.ranks)
-    for coordinate, box in parts:
-        boxes[places[mesh.ranks[mesh.linear(coordinate)]]] = box
-    return boxes
+    return boxes_of([(mesh.ranks[mesh.linear(coordinate)], box) for coordinate, box in parts], places)
 
 
 def _agree(bridge: Bridge, source: TensorLayout, target: TensorLayout) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -330,6 +330,15 @@ def new_view(cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_gr
         with torch.inference_mode(False):
             return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
     return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
+
+
+def dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
+    """The DTensors among values and in lists of them, in order."""
+    for x in values:
+        if isinstance(x, (list, tuple)):
+            yield from dtensors_in(x)
+        elif type(x) is DTensor:
+            yield x
 
 
 def layout_of(x: DTensor) -> Layout:

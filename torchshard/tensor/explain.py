@@ -6,7 +6,7 @@ kept plans are neither used nor changed.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchshard._torch import intercepting
 from torchshard.layout.layout import Layout
 from torchshard.layout.transitions import Transition, transition
 from torchshard.tensor.dispatch import call_of
-from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.observing import observing
 from torchshard.tensor.plan import make_plan
@@ -164,7 +164,7 @@ class _Watch:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator: watched if it works on DTensors, counted if it communicates."""
-        inputs = _layouts([*args, *kwargs.values()])
+        inputs = tuple([x._spec for x in dtensors_in([*args, *kwargs.values()])])
         if not inputs:
             if func.namespace in _COLLECTIVES and "wait" not in func.name():
                 self.collectives[func.name().split("::")[1].split(".")[0]] += 1
@@ -178,7 +178,7 @@ class _Watch:
                 result, _ = make_plan(call)
         finally:
             self.running.pop()
-        row.results = _layouts([result])
+        row.results = tuple([x._spec for x in dtensors_in([result])])
         return result
 
     def ran_by(self, how: str, line: str, moves: list[tuple[str, TensorLayout, TensorLayout]]) -> None:
@@ -198,17 +198,6 @@ class _Watch:
         if found is not None:
             self.expected.remove(found)
         self.running[-1].moves.append(Move(found[0] if found else "", source, target, steps))
-
-
-def _layouts(values: Iterable[Any]) -> tuple[Layout, ...]:
-    """Of the DTensors among values and in lists of them."""
-    found: list[Layout] = []
-    for x in values:
-        if isinstance(x, (list, tuple)):
-            found += _layouts(x)
-        elif isinstance(x, DTensor):
-            found.append(x._spec)
-    return tuple(found)
 
 
 def _placed(layout: Layout) -> str:

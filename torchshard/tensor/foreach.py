@@ -6,10 +6,11 @@ from typing import Any
 from torchshard._torch import local_callable
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
-from torchshard.tensor.call import Call, Operand, refuse_unwritable
+from torchshard.tensor.call import Call, Operand
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
 from torchshard.tensor.first_run import Plan, list_mover, mover
+from torchshard.tensor.guards import refuse_unwritable
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.redistribute import redistribute_local
 

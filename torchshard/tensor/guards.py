@@ -7,7 +7,7 @@ base has changed; after it is written to, the copy is given back. Autograd's ver
 their base, tells whether the base has changed; inference tensors have none, so there the copy is fetched at every use.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchshard._torch import storage_uses
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import reduction
-from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.redistribute import redistribute_local
 
@@ -129,14 +129,14 @@ def guarded(plan: Callable[..., Any], cut: Sequence[int], written: Sequence[int]
     given_back = [at for at in cut if at in written]
 
     def run(*args: Any) -> Any:
-        if given_back and sum([len(list(_tensors(args[at]))) for at in written]) > 1:
+        if given_back and sum([len(list(dtensors_in([args[at]]))) for at in written]) > 1:
             raise _several(name)
         for at in cut:
-            for x in _tensors(args[at]):
+            for x in dtensors_in([args[at]]):
                 refresh(x)
         result = plan(*args)
         for at in given_back:
-            for x in _tensors(args[at]):
+            for x in dtensors_in([args[at]]):
                 _write_back(x)
         return result
 
@@ -152,12 +152,6 @@ def _several(name: str) -> UnsupportedOperatorError:
     )
 
 
-def _tensors(argument: Any) -> Iterator[DTensor]:
-    for x in argument if isinstance(argument, (list, tuple)) else [argument]:
-        if type(x) is DTensor:
-            yield x
-
-
 def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
     """Write to `x` what an operator has made of its gathered values.
 
@@ -168,15 +162,32 @@ def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
         UnsupportedOperatorError: something else does.
     """
     layout = x._spec
-    terms = [p for p in layout.placements if isinstance(p, Partial)]
-    if all(reduction(p.op).mask for p in terms):
+    terms = _without_terms(layout)
+    if terms is None:
         x._local_tensor.copy_(redistribute_local(whole, target, layout))
     elif storage_uses(x._local_tensor.untyped_storage()) == 2:  # the tensor and the storage object
         x._local_tensor, x._spec = whole, target
     else:
         raise UnsupportedOperatorError(
             "A Partial DTensor of which there are views would be written to.",
-            expected=f"terms of a sum, an average, a maximum or a minimum, not of {terms[0]}",
+            expected=f"terms of a sum, an average, a maximum or a minimum, not of {terms}",
             got=layout,
             fix="redistribute it to Replicate() or Shard(dim) first",
         )
+
+
+def refuse_unwritable(layout: TensorLayout, name: str) -> None:
+    """Raise UnsupportedOperatorError where a tensor cannot take a new value: there is no way back to its Partial."""
+    if (terms := _without_terms(layout)) is not None:
+        raise UnsupportedOperatorError(
+            f"{name} would write to a Partial({terms.op!r}) tensor, of which no terms can be made.",
+            expected="Shard, Replicate, or Partial of sum, avg, max or min",
+            got=layout,
+            fix="x = x.redistribute(placements=[Replicate()] * mesh.ndim) first, or the variant without underscore",
+        )
+
+
+def _without_terms(layout: TensorLayout) -> Partial | None:
+    """The Partial of a layout whose terms cannot be made of a value."""
+    partials = [p for p in layout.placements if isinstance(p, Partial)]
+    return next((p for p in partials if reduction(p.op).mask is None), None)

@@ -44,6 +44,11 @@ class BoundMesh(Mesh):
             group = self._groups[axes] = self._make_group(axes)
         return group
 
+    @property
+    def everyone(self) -> Group:
+        """All ranks of the mesh."""
+        return self.group(tuple(range(self.ndim)))
+
     def _make_group(self, axes: tuple[int, ...]) -> Group:
         assert self.coordinate is not None, "a rank outside of the mesh communicates"
         places = [list(self.coordinate)]

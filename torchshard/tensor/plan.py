@@ -6,14 +6,13 @@ decomposition    where ATen itself composes the operator of others
 gathering        every operand whole on every rank; said once
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torchshard._torch import decomposition, schema
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.layout.layout import Sharding
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
 from torchshard.rules.notation import parse
@@ -24,15 +23,16 @@ from torchshard.tensor.call import (
     Operand,
     operands_of,
     refuse_as_eager,
+    replica,
     require_one_mesh,
     rule_of,
     run_on_meta,
     with_plain_wrapped,
 )
-from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.first_run import FirstRun, Plan
 from torchshard.tensor.handlers import random
-from torchshard.tensor.layout import SEVERED, TensorLayout, layout_for
+from torchshard.tensor.layout import SEVERED
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
 from torchshard.tensor.observing import tell
@@ -163,7 +163,7 @@ def _by_gathering_in_step(call: Call, operands: Sequence[Operand]) -> tuple[Any,
     """A random operator, on whole operands: every rank draws the same after taking the first rank's generator."""
     mesh = operands[0].layout.mesh
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
-    device = next(x.device for x in _dtensors(call.values))
+    device = next(dtensors_in(call.values)).device
     given = call.names.index("generator") if "generator" in call.names else None
 
     def agree(values: Sequence[Any]) -> None:
@@ -180,11 +180,6 @@ def _by_gathering_in_step(call: Call, operands: Sequence[Operand]) -> tuple[Any,
         return drawing(*values)
 
     return result, run
-
-
-def _dtensors(values: Sequence[Any]) -> Iterator[DTensor]:
-    for value in values:
-        yield from [x for x in (value if isinstance(value, (list, tuple)) else [value]) if type(x) is DTensor]
 
 
 def _gathered(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
@@ -209,12 +204,6 @@ def _said_again(call: Call, plan: Plan | None) -> Plan | None:
         return kept(*values)
 
     return run
-
-
-def _replicated(x: Any, like: TensorLayout) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return wrap(x, layout_for(like.mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
 
 
 def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
@@ -255,14 +244,9 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
         arguments = iter([values[at] for at in written])
         parts = made if isinstance(made, (list, tuple)) else [made]
         outs = [
-            next(arguments) if back else _replicated(new, operands[0].layout)
+            next(arguments) if back else replica(new, whole.mesh) if isinstance(new, Tensor) else new
             for back, new in zip(returns, parts, strict=False)
         ]
         return None if not returns else outs[0] if len(returns) == 1 else tuple(outs)
 
     return plan(*call.values), plan
-
-
-def _whole(x: Any, whole: Sharding) -> Any:
-    """What every rank has alike, as a DTensor if it is a tensor."""
-    return wrap(x, layout_for(whole, tuple(x.shape), x.stride(), x.dtype)) if isinstance(x, Tensor) else x

@@ -73,10 +73,13 @@ def redistribute_later(x: Tensor, source: TensorLayout, target: TensorLayout) ->
     """
     if source.sharding is target.sharding or (source.mesh.coordinate is None and source.mesh is target.mesh):
         return x
-    if is_traced(x) or (program := _program(source, target, traced=False)).last is None:
+    if is_traced(x):
         return redistribute_local(x, source, target)
     if source.marks & ASSUMED:
         check_assumed(x, source)
+    program = _program(source, target, traced=False)
+    if program.last is None:
+        return _run(program.runs, x)
     started = program.last(_run(program.before, x))
     stride = dense_stride(target.local_shape, target.stride) if target.box else (1,)
     return Pending.of(lambda: _run(program.after, started.wait()), target.local_shape, stride, x.dtype, x.device)
@@ -154,7 +157,7 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
     if is_traced(x) or mesh.size == 1 or mesh.coordinate is None:
         return  # a trace computes nothing; the eager run before it has checked
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.everyone
     sizes = torch.tensor([list(x.shape)], device=x.device)
     held = collectives.all_gather(sizes, 0, [1] * group.size, group).tolist()
     if any(size != held[0] for size in held):

@@ -3,9 +3,10 @@
 What a step means is in layout/play.py, which plays it on plain arrays.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +16,12 @@ from torchshard.comm.collectives import Started
 from torchshard.comm.group import Group
 from torchshard.layout.boxes import Box
 from torchshard.layout.pieces import nested_piece, nested_pieces, piece
-from torchshard.layout.placements import Partial, Shard
+from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import reduction
 from torchshard.layout.transitions import Step, Transition
 from torchshard.tensor.mesh import BoundMesh
 
+_Who = TypeVar("_Who")  # a coordinate, or a rank
 Run = Callable[[Tensor], Tensor]
 Start = Callable[[Tensor], Started[Tensor]]
 
@@ -52,18 +54,6 @@ def communicating(start: Start) -> Action:
     return Action(lambda x: start(x).wait(), start)
 
 
-def _dim(step: Step, after: bool) -> int:
-    placement = (step.after if after else step.before).placements[step.axes[0]]
-    assert isinstance(placement, Shard), f"{step} splits nothing"
-    return placement.dim
-
-
-def _op(step: Step) -> str:
-    placement = step.before.placements[step.axes[0]]
-    assert isinstance(placement, Partial), f"{step} reduces nothing"
-    return placement.op
-
-
 def _line_lengths(step: Step, plan: Transition, mesh: BoundMesh, dim: int) -> list[int]:
     """Lengths of the pieces of `dim` along the line of the step's axes, which are the last that split it."""
     assert mesh.coordinate is not None
@@ -83,32 +73,32 @@ def _cuts(step: Step, plan: Transition, mesh: BoundMesh, dim: int) -> list[tuple
 
 
 def _all_gather(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
-    dim = _dim(step, after=False)
+    dim = step.dim(step.before)
     lengths, group = _line_lengths(step, plan, mesh, dim), mesh.group(step.axes)
     return lambda x: collectives.start_all_gather(x, dim, lengths, group)
 
 
 def _slice(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
     assert mesh.coordinate is not None
-    dim = _dim(step, after=True)
+    dim = step.dim(step.after)
     start, length = _cuts(step, plan, mesh, dim)[mesh.coordinate[step.axes[0]]]
     return lambda x: x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
 def _all_to_all(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
-    join, split = _dim(step, after=False), _dim(step, after=True)
+    join, split = step.dim(step.before), step.dim(step.after)
     sent = [length for _, length in _cuts(step, plan, mesh, split)]
     received, group = _line_lengths(step, plan, mesh, join), mesh.group(step.axes)
     return lambda x: collectives.start_all_to_all(x, split, join, sent, received, group)
 
 
 def _all_reduce(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
-    op, group = _op(step), mesh.group(step.axes)
+    op, group = step.op, mesh.group(step.axes)
     return lambda x: collectives.start_all_reduce(x, op, group)
 
 
 def _reduce_scatter(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
-    op, dim, group = _op(step), _dim(step, after=True), mesh.group(step.axes)
+    op, dim, group = step.op, step.dim(step.after), mesh.group(step.axes)
     lengths = [length for _, length in _cuts(step, plan, mesh, dim)]
     return lambda x: collectives.start_reduce_scatter(x, op, dim, lengths, group)
 
@@ -125,12 +115,7 @@ def _exchange(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
     assert mesh.coordinate is not None
     copies, here, group = step.copies(plan.shape), mesh.coordinate, mesh.group(step.axes)
     places = _places(step, mesh)
-    given: list[Box | None] = [None] * len(places)
-    taken: list[Box | None] = [None] * len(places)
-    for to, box in copies.sends(here):
-        given[places[to]] = box
-    for origin, box in copies.receives(here):
-        taken[places[origin]] = box
+    given, taken = boxes_of(copies.sends(here), places), boxes_of(copies.receives(here), places)
     mine, wanted = step.before.box(plan.shape, here), step.after.box(plan.shape, here)
     return partial(start_copies, given=given, taken=taken, mine=mine, wanted=wanted, group=group)
 
@@ -142,6 +127,14 @@ def _places(step: Step, mesh: BoundMesh) -> dict[tuple[int, ...], int]:
     for axis in step.axes:
         line = [(*c[:axis], k, *c[axis + 1 :]) for c in line for k in range(mesh.shape[axis])]
     return {coordinate: place for place, coordinate in enumerate(line)}
+
+
+def boxes_of(parts: Iterable[tuple[_Who, Box]], places: Mapping[_Who, int]) -> list[Box | None]:
+    """The box of each place of a group, from boxes by whose they are; None where there is none."""
+    boxes: list[Box | None] = [None] * len(places)
+    for who, box in parts:
+        boxes[places[who]] = box
+    return boxes
 
 
 def start_copies(

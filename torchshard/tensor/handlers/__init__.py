@@ -1,5 +1,6 @@
 """The few operators that a row of notation cannot tell: they communicate inside, or must be refused."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,11 @@ _OF_MEMORY = frozenset({"as_strided_.default", "as_strided_scatter.default", "se
 
 def find(name: str) -> Callable[..., Any] | None:
     """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
+    return _handlers().get(name)
+
+
+@functools.cache
+def _handlers() -> Mapping[str, Callable[..., Any]]:
     from torchshard.tensor.handlers import (
         amp,
         batch_norm,
@@ -32,8 +38,7 @@ def find(name: str) -> Callable[..., Any] | None:
     )
 
     rooms = amp, batch_norm, embedding, norms, random, softmax, split_classes, statistics, views
-    tables: list[Mapping[str, Callable[..., Any]]] = [room.HANDLERS for room in rooms]
-    return next((table[name] for table in tables if name in table), None)
+    return {name: handler for room in rooms for name, handler in room.HANDLERS.items()}
 
 
 def refuse_ungatherable(call: "Call") -> None:

@@ -34,7 +34,7 @@ def _unscale(func: Any, grads: Sequence[DTensor], found_inf: Tensor, inverse_sca
 def _largest(found_inf: Tensor, mesh: Any) -> None:
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     if mesh.coordinate is not None and mesh.size > 1:
-        found_inf.copy_(collectives.all_reduce(found_inf, "max", mesh.group(tuple(range(mesh.ndim)))))
+        found_inf.copy_(collectives.all_reduce(found_inf, "max", mesh.everyone))
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {"_amp_foreach_non_finite_check_and_unscale_.default": _unscale}

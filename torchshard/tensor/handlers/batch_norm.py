@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from torchshard.tensor.handlers.parts import wide
+
 
 def _forward(
     func: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
@@ -16,9 +18,9 @@ def _forward(
         return NotImplemented
     dims = [d for d in range(x.ndim) if d != 1]
     count = x.numel() // max(x.shape[1], 1)
-    wide = _wide(x)
-    now = wide.mean(dims)
-    centred = wide - _by_channel(now, x)
+    values = wide(x)
+    now = values.mean(dims)
+    centred = values - _by_channel(now, x)
     spread = centred.square().mean(dims)
     rstd = torch.rsqrt(spread + eps)
     result = centred * _by_channel(rstd, x)
@@ -42,10 +44,6 @@ def _with_update(func: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any,
     return (*results, x.new_empty([0], dtype=torch.uint8))  # what a kernel would keep for its backward
 
 
-def _wide(x: Any) -> Any:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _by_channel(t: Any, x: Any) -> Any:
     return t.view([-1 if d == 1 else 1 for d in range(x.ndim)])
 
@@ -58,8 +56,8 @@ def _backward(
         return NotImplemented
     dims = [d for d in range(x.ndim) if d != 1]
     count = max(x.numel() // max(x.shape[1], 1), 1)
-    grad, dtype = _wide(grad), grad.dtype
-    normed = (_wide(x) - _by_channel(saved_mean, x)) * _by_channel(saved_rstd, x)
+    grad, dtype = wide(grad), grad.dtype
+    normed = (wide(x) - _by_channel(saved_mean, x)) * _by_channel(saved_rstd, x)
     sums = grad.sum(dims)
     moments = (grad * normed).sum(dims)
     scale = saved_rstd if weight is None else saved_rstd * weight

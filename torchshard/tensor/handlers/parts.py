@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchshard.layout.layout import Sharding, contiguous_stride
@@ -27,3 +28,8 @@ def part(x: Any, sharding: Sharding | None = None) -> Tensor:
 def made_of(local: Tensor, sharding: Sharding, shape: tuple[int, ...]) -> DTensor:
     """The row-major DTensor of this global shape whose part on this rank is `local`."""
     return wrap(local.contiguous(), layout_for(sharding, tuple(shape), contiguous_stride(shape), local.dtype))
+
+
+def wide(x: Tensor) -> Tensor:
+    """A tensor in the precision to compute in: float32 for half precision."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

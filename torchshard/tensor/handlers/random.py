@@ -44,7 +44,7 @@ def agree_on_generator(mesh: BoundMesh, device: torch.device, generator: torch.G
         return
     module = torch if device.type == "cpu" else getattr(torch, device.type)
     state = module.get_rng_state() if generator is None else generator.get_state()
-    group = mesh.group(tuple(range(mesh.ndim)))
+    group = mesh.everyone
     state = collectives.broadcast(state.to(device), 0, group).cpu()
     if generator is None:
         module.set_rng_state(state)

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from torchshard.comm import collectives
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import made_of, part
+from torchshard.tensor.handlers.parts import made_of, part, wide
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.mesh import BoundMesh
-
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class _Rows:
@@ -32,8 +30,7 @@ class _Rows:
 
     def piece(self, x: DTensor) -> Tensor:
         """This rank's piece of x, in the precision to compute in."""
-        local = part(x, self.sharding)
-        return local.to(_WIDER.get(local.dtype, local.dtype))
+        return wide(part(x, self.sharding))
 
     def largest(self, x: Tensor) -> Tensor:
         """The largest element of each row; what a NaN counts as does not matter, as it makes the sum NaN."""
@@ -51,18 +48,18 @@ class _Rows:
         return [1 if d == self.dim else n for d, n in enumerate(x.shape)]
 
     def wrapped(self, local: Tensor, shape: torch.Size, dtype: torch.dtype) -> DTensor:
-        """A DTensor of these pieces; they do not count on a rank outside of the mesh."""
-        local = local.new_empty(0) if self.outside else local
+        """A DTensor of these pieces."""
         return made_of(local.to(dtype), self.sharding, shape)
 
 
-def _rows(x: Any, dim: int) -> _Rows | None:
-    """How to go along `dim`; None where x is not split along it, and the rule serves."""
+def _by_rows(x: DTensor, dim: int, dtype: torch.dtype, compute: Callable[[_Rows], Tensor]) -> Any:
+    """What `compute` makes of each piece, split as `x` is; left to the rule where x is not split along `dim`."""
     if type(x) is not DTensor or not x.ndim or not x.dtype.is_floating_point or not x.numel():
-        return None
+        return NotImplemented
     if dim % x.ndim not in x._spec.sharding.splits:
-        return None
-    return _Rows(x._spec, dim % x.ndim)
+        return NotImplemented
+    rows = _Rows(x._spec, dim % x.ndim)
+    return rows.wrapped(x._local_tensor.new_empty(0) if rows.outside else compute(rows), x.shape, dtype)
 
 
 def _softmax(func: Any, x: DTensor, dim: int, half_to_float: bool = False) -> Any:
@@ -74,51 +71,42 @@ def _safe_softmax(func: Any, x: DTensor, dim: int, dtype: torch.dtype | None = N
 
 
 def _normalised(x: DTensor, dim: int, dtype: torch.dtype, safe: bool = False) -> Any:
-    rows = _rows(x, dim)
-    if rows is None:
-        return NotImplemented
-    if rows.outside:
-        return rows.wrapped(x._local_tensor, x.shape, dtype)
-    piece = rows.piece(x)
-    if dtype.itemsize > piece.dtype.itemsize:
-        piece = piece.to(dtype)
-    largest = rows.largest(piece)
-    parts = (piece - largest).exp_()
-    parts = parts / rows.total(parts)
-    if safe:  # rows of which everything is masked
-        parts = parts.masked_fill_(largest == -torch.inf, 0.0)
-    return rows.wrapped(parts, x.shape, dtype)
+    def compute(rows: _Rows) -> Tensor:
+        piece = rows.piece(x)
+        if dtype.itemsize > piece.dtype.itemsize:
+            piece = piece.to(dtype)
+        largest = rows.largest(piece)
+        parts = (piece - largest).exp_()
+        parts = parts / rows.total(parts)
+        return parts.masked_fill_(largest == -torch.inf, 0.0) if safe else parts  # rows that are masked altogether
+
+    return _by_rows(x, dim, dtype, compute)
 
 
 def _log_softmax(func: Any, x: DTensor, dim: int, half_to_float: bool) -> Any:
-    rows = _rows(x, dim)
-    if rows is None:
-        return NotImplemented
-    if rows.outside:
-        return rows.wrapped(x._local_tensor, x.shape, torch.float32 if half_to_float else x.dtype)
-    piece = rows.piece(x)
-    below = piece - rows.largest(piece)
-    return rows.wrapped(below - rows.total(below.exp()).log(), x.shape, torch.float32 if half_to_float else x.dtype)
+    def compute(rows: _Rows) -> Tensor:
+        piece = rows.piece(x)
+        below = piece - rows.largest(piece)
+        return below - rows.total(below.exp()).log()
+
+    return _by_rows(x, dim, torch.float32 if half_to_float else x.dtype, compute)
 
 
 def _softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype: torch.dtype) -> Any:
-    rows = _rows(output, dim)
-    if rows is None:
-        return NotImplemented
-    if rows.outside:
-        return rows.wrapped(output._local_tensor, output.shape, dtype)
-    weighted = rows.piece(output) * rows.piece(grad)
-    return rows.wrapped(weighted - rows.piece(output) * rows.total(weighted), output.shape, dtype)
+    def compute(rows: _Rows) -> Tensor:
+        parts = rows.piece(output)
+        weighted = parts * rows.piece(grad)
+        return weighted - parts * rows.total(weighted)
+
+    return _by_rows(output, dim, dtype, compute)
 
 
 def _log_softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype: torch.dtype) -> Any:
-    rows = _rows(output, dim)
-    if rows is None:
-        return NotImplemented
-    if rows.outside:
-        return rows.wrapped(output._local_tensor, output.shape, dtype)
-    piece = rows.piece(grad)
-    return rows.wrapped(piece - rows.piece(output).exp() * rows.total(piece), output.shape, dtype)
+    def compute(rows: _Rows) -> Tensor:
+        piece = rows.piece(grad)
+        return piece - rows.piece(output).exp() * rows.total(piece)
+
+    return _by_rows(output, dim, dtype, compute)
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
