@@ -378,6 +378,12 @@ def one_operator(op: Any) -> Any:
     return found
 
 
+def overload_of(namespace: str, name: str, overload: str) -> Any:
+    """The operator of these names, None where there is none; "mylib::scale" and "scale" are the same name."""
+    packet = getattr(getattr(torch.ops, namespace), name.split("::")[-1], None)
+    return getattr(packet, overload, None)
+
+
 def schema(func: Any) -> Any:
     """Arguments and returns of an operator, with what they alias and write (OpOverload._schema, 2.11-2.15)."""
     return func._schema

@@ -6,20 +6,20 @@ from torchshard.layout.layout import Layout
 from torchshard.rules.rule import Made, Rule, named, table
 
 _LINES = table("""
-    add.Tensor sub.Tensor add_.Tensor sub_.Tensor               | ..., ... -> ...      | lin=0+1
-    mul.Tensor mul_.Tensor                                      | ..., ... -> ...      | lin=0,1
-    div.Tensor div_.Tensor                                      | ..., ... -> ...      | lin=0
-    mul.Scalar mul_.Scalar div.Scalar div_.Scalar neg neg_      | ... -> ...           | lin=0
-    rad2deg rad2deg_ deg2rad deg2rad_ zero_                     | ... -> ...           | lin=0
-    _conj_physical conj_physical conj_physical_                 | ... -> ...           | lin=0
+    add.Tensor sub.Tensor                                       | ..., ... -> ...      | lin=0+1
+    mul.Tensor                                                  | ..., ... -> ...      | lin=0,1
+    div.Tensor                                                  | ..., ... -> ...      | lin=0
+    mul.Scalar div.Scalar neg                                   | ... -> ...           | lin=0
+    rad2deg deg2rad zero_                                       | ... -> ...           | lin=0
+    _conj_physical conj_physical                                | ... -> ...           | lin=0
     clone alias alias_copy detach contiguous positive            | ... -> ...           | moves
     _conj _neg_view real imag                                   | ... -> ...           | lin=0
     complex rsub.Tensor                                         | ..., ... -> ...      | lin=0+1
     view_as_real                                                | ... -> ... Z         | lin=0
     view_as_complex                                             | ... Z -> ...         | lin=0
-    rsub.Scalar floor_divide.Scalar floor_divide_.Scalar        | ... -> ...           |
+    rsub.Scalar floor_divide.Scalar                             | ... -> ...           |
     floor_divide floor_divide_.Tensor                           | ..., ... -> ...      |
-    relu relu_ exp exp_ sigmoid sigmoid_ tanh tanh_ expm1       | ... -> ...           | mono
+    relu exp sigmoid tanh expm1                                 | ... -> ...           | mono
     erf atan asinh sinh exp2 relu6                              | ... -> ...           | mono
     ceil floor round trunc                                      | ... -> ...           | mono
     threshold_backward gelu_backward silu_backward              | ..., ... -> ...      | lin=0
@@ -33,11 +33,11 @@ _LINES = table("""
     fill.Tensor                                                 | ...,  -> ...         |
     log_sigmoid_backward                                        | ..., ..., ... -> ... | lin=0
     native_dropout_backward                                     | ..., ... -> ...      | lin=0
-    gelu_ hardswish hardswish_ mish_ celu_ fill_.Scalar         | ... -> ...           |
-    fill_.Tensor masked_fill_.Scalar                            | ..., ... -> ...      |
+    hardswish fill_.Scalar                                      | ... -> ...           |
+    fill_.Tensor                                                | ..., ... -> ...      |
     bucketize.Tensor                                            | ..., B -> ...        |
-    masked_fill.Tensor masked_fill_.Tensor                      | ..., ..., ... -> ... |
-    lerp.Scalar lerp_.Scalar                                    | ..., ... -> ...      | lin=0+1
+    masked_fill.Tensor                                          | ..., ..., ... -> ... |
+    lerp.Scalar                                                 | ..., ... -> ...      | lin=0+1
     zeros_like ones_like empty_like full_like                   | ... -> ...           | like
 """)
 

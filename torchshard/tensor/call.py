@@ -12,7 +12,7 @@ import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor
 
-from torchshard._torch import in_backward, lacks_fake, operator_names, schema
+from torchshard._torch import in_backward, lacks_fake, operator_names, overload_of, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh
 from torchshard.rules.pointwise import BY_ELEMENT
@@ -31,8 +31,14 @@ def operator_name(func: Any) -> str:
 
 
 def rule_of(call: "Call") -> Rule | None:
-    """The rule that an operator has, or that torch's own tags tell."""
-    return find(call.name) or (BY_ELEMENT if _works_by_element(call.func) else None)
+    """The rule that an operator has, or that torch's own tags tell; an in-place form has that of its other form."""
+    base, overload = call.name.split(".", 1)
+    forms = [call.func]
+    if base.endswith("_") and (other := overload_of(call.func.namespace, base[:-1], overload)):
+        forms.append(other)
+    rules = [find(operator_name(form)) for form in forms]
+    rules += [BY_ELEMENT for form in forms if _works_by_element(form)]
+    return next((rule for rule in rules if rule), None)
 
 
 def _works_by_element(func: Any) -> bool:
