@@ -602,7 +602,7 @@ def compile_pieces(
     """
     from torch._dynamo.backends import distributed as theirs
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-    from torch._guards import detect_fake_mode
+    from torch._guards import TracingContext, detect_fake_mode
     from torch._logging._internal import trace_structured
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -618,10 +618,30 @@ def compile_pieces(
             payload_fn=lambda child=child: child.print_readable(print_output=False),  # type: ignore[misc]
         )
     fake_mode = detect_fake_mode(inputs) or FakeTensorMode()
-    with _disable_saved_tensors_hooks_during_tracing():
-        theirs.SubmodCompiler(pieces, compiler, fake_mode).run(*inputs)
+    context = TracingContext.try_get()
+    with _disable_saved_tensors_hooks_during_tracing(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            theirs.SubmodCompiler(pieces, compiler, fake_mode).run(*inputs)
+        finally:
+            if context is not None:  # theirs would wait for the end of the traceback that holds its frame
+                context.fakify_first_call = False
     pieces.recompile()
     return pieces
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into torch's structured trace, where tlparse finds it (torch._logging.trace_structured, 2.11-2.15).
+
+    It is asked for only if somebody traces.
+    """
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def is_ignored_by_ddp(param: Tensor) -> bool:
+    """Whether torch's DistributedDataParallel was told to leave this parameter alone (a mark of its own, 2.11-2.15)."""
+    return bool(getattr(param, "_ddp_ignored", False))
 
 
 def source_name(node: torch.fx.Node) -> str:
