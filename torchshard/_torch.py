@@ -656,6 +656,25 @@ def source_name(node: torch.fx.Node) -> str:
     return ".".join(quoted[1:]) or node.name
 
 
+def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Why and where Dynamo ended a graph before its function did; None if it did not (GraphCompileReason, 2.11-2.15).
+
+    The place is a file and a line, empty if it is not known.
+    """
+    found = getattr(graph, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return None
+    place = found.user_stack[-1] if found.user_stack else None
+    return found.reason.strip(), f"{place.filename}:{place.lineno}" if place else ""
+
+
+def graph_breaks() -> list[str]:
+    """Reasons of all graph breaks that Dynamo has counted in this process (torch._dynamo.utils.counters, 2.11-2.15)."""
+    from torch._dynamo.utils import counters
+
+    return [reason.strip() for reason, times in counters["graph_break"].items() for _ in range(times)]
+
+
 def trace_backward(graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: GraphPass) -> Callable[..., Any]:
     """Trace forward and backward as inductor does, rewrite the backward, and run both node by node.
 
