@@ -19,7 +19,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 BORDER = PACKAGE / "_torch.py"
 
 # What never imports torch on its own: rooms, and single modules.
-WITHOUT_TORCH = ("layout", "checkpoint", "cli", "buckets", "keys", "timeline", "errors")
+WITHOUT_TORCH = ("layout", "checkpoint", "cli", "buckets", "keys", "timeline", "simulation", "errors")
 
 LONGEST = 400
 

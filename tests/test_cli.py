@@ -127,6 +127,59 @@ def test_what_the_user_can_mend_is_a_sentence(folder, tmp_path):
     assert not out.exists()
 
 
+MODEL = """
+import torch
+
+def mlp():
+    return torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))
+
+def gpt():
+    from torchshard.demo.model import GPT, Config
+    return GPT(Config()), (torch.zeros(1, 8, dtype=torch.int64),)
+
+number = 3
+"""
+
+
+def test_plan(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    times = ("--forward", "1", "--backward", "2", "--gbits", "10", "--world-size", "64", "--bucket-cap-mb", "0.25")
+    out = ("--trace", tmp_path / "step.json", "--picture", tmp_path / "step.png")
+    done = torchshard("plan", tmp_path / "mine.py:mlp", "--input", "4,256", *times, *out)
+    assert done.returncode == 0, done.stderr
+    rows = done.stdout.splitlines()
+    assert rows[0].split() == ["graph", "bucket", "parameters", "bytes", "in", "place", "launched", "after"]
+    assert "2.weight, 2.bias, 0.weight" in rows[2]
+    assert rows[4] == "530.0 KiB of gradients in graphs, 99 % of them computed in place"
+    assert rows[-1].startswith("64 ranks, ring over 1.25 GB/s: a step of 6.37 ms")
+    assert len(json.loads((tmp_path / "step.json").read_text())["traceEvents"]) == 8
+    assert (tmp_path / "step.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_plan_with_inputs_of_its_own_and_measured_times(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = torchshard("plan", "mine:gpt", "--ranks-per-node", "8", "--world-size", "96000", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "96,000 ranks in nodes of 8, ring over 12.5 GB/s: a step of" in done.stdout
+
+
+def test_mistakes_in_plan(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    cases = {
+        "does not name a model": ("mlp",),
+        "no file": ("nothing.py:mlp",),
+        "cannot be found": ("mine.py:none",),
+        "made int": ("mine.py:number",),
+        "input 'x' is not known": ("mine.py:mlp", "--input", "x"),
+        "bucket_cap_mb=-1.0 is no size": ("mine.py:mlp", "--input", "1,256", "--bucket-cap-mb", "-1"),
+    }
+    for message, command in cases.items():
+        done = torchshard("plan", *command, cwd=tmp_path)
+        assert done.returncode == 2, (message, done.stdout, done.stderr)
+        assert message in done.stderr.replace("\n", " ")
+        assert "Traceback" not in done.stderr
+
+
 def test_a_bar_on_a_terminal(folder, tmp_path):
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (25, 100))

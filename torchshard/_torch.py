@@ -608,7 +608,7 @@ def compile_pieces(
     """
     from torch._dynamo.backends import distributed as theirs
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-    from torch._guards import detect_fake_mode
+    from torch._guards import TracingContext, detect_fake_mode
     from torch._logging._internal import trace_structured
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -624,10 +624,30 @@ def compile_pieces(
             payload_fn=lambda child=child: child.print_readable(print_output=False),  # type: ignore[misc]
         )
     fake_mode = detect_fake_mode(inputs) or FakeTensorMode()
-    with _disable_saved_tensors_hooks_during_tracing():
-        theirs.SubmodCompiler(pieces, compiler, fake_mode).run(*inputs)
+    context = TracingContext.try_get()
+    with _disable_saved_tensors_hooks_during_tracing(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            theirs.SubmodCompiler(pieces, compiler, fake_mode).run(*inputs)
+        finally:
+            if context is not None:  # theirs would wait for the end of the traceback that holds its frame
+                context.fakify_first_call = False
     pieces.recompile()
     return pieces
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into torch's structured trace, where tlparse finds it (torch._logging.trace_structured, 2.11-2.15).
+
+    It is asked for only if somebody traces.
+    """
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def is_ignored_by_ddp(param: Tensor) -> bool:
+    """Whether torch's DistributedDataParallel was told to leave this parameter alone (a mark of its own, 2.11-2.15)."""
+    return bool(getattr(param, "_ddp_ignored", False))
 
 
 def source_name(node: torch.fx.Node) -> str:
@@ -640,6 +660,25 @@ def source_name(node: torch.fx.Node) -> str:
     text = name() if callable(name) else name
     quoted = re.findall(r"\['([^']*)'\]", text or "")
     return ".".join(quoted[1:]) or node.name
+
+
+def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Why and where Dynamo ended a graph before its function did; None if it did not (GraphCompileReason, 2.11-2.15).
+
+    The place is a file and a line, empty if it is not known.
+    """
+    found = getattr(graph, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return None
+    place = found.user_stack[-1] if found.user_stack else None
+    return found.reason.strip(), f"{place.filename}:{place.lineno}" if place else ""
+
+
+def graph_breaks() -> list[str]:
+    """Reasons of all graph breaks that Dynamo has counted in this process (torch._dynamo.utils.counters, 2.11-2.15)."""
+    from torch._dynamo.utils import counters
+
+    return [reason.strip() for reason, times in counters["graph_break"].items() for _ in range(times)]
 
 
 def trace_backward(graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: GraphPass) -> Callable[..., Any]:

@@ -124,6 +124,65 @@ def demo(
         raise typer.Exit(code)
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="package.module:function or file.py:function that makes it."),
+    ],
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", metavar="SIZES", help="An input: 8,128 or int64:8,128. Repeatable.")
+    ] = None,
+    bucket_cap_mb: Annotated[float | None, typer.Option(metavar="MIB", help="Size of buckets.")] = None,
+    first_bucket_mb: Annotated[float | None, typer.Option(metavar="MIB", help="Size of the first one.")] = None,
+    world_size: Annotated[int, typer.Option(metavar="N", help="Ranks of the simulated step.")] = 8,
+    gbits: Annotated[float, typer.Option(metavar="GBIT/S", help="Bandwidth of each rank's link.")] = 100.0,
+    latency: Annotated[float, typer.Option(metavar="US", help="Of a message, in microseconds.")] = 10.0,
+    algorithm: Annotated[str, typer.Option(metavar="NAME", help="ring or tree.")] = "ring",
+    ranks_per_node: Annotated[int, typer.Option(metavar="N", help="Ranks of a node.")] = 1,
+    inside_gbits: Annotated[float, typer.Option(metavar="GBIT/S", help="Bandwidth inside of a node.")] = 1000.0,
+    forward: Annotated[float | None, typer.Option(metavar="MS", help="Time of forward; default: measured.")] = None,
+    backward: Annotated[float | None, typer.Option(metavar="MS", help="Time of backward.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace of the step.")] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step (.png, .svg, ...).")] = None,
+) -> None:
+    """Show the bucket plan of a model, and a step with it on any number of ranks, simulated."""
+    from torchshard.compiler import explain, measure, named, simulate
+    from torchshard.simulation import Link, StepTimes
+
+    with _mistakes_on_stderr():
+        module, args = named.load(model, inputs or ())
+        found = explain(module, *args, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
+        if forward is None and backward is None:
+            times = measure(module, *args)
+        else:
+            times = StepTimes((forward or 0.0) / 1e3, (backward or 0.0) / 1e3)
+        step = simulate(
+            found,
+            world_size=world_size,
+            bandwidth=gbits * 1e9 / 8,
+            latency=latency / 1e6,
+            algorithm=algorithm,
+            ranks_per_node=ranks_per_node,
+            inside=Link(inside_gbits * 1e9 / 8, latency / 1e6) if ranks_per_node > 1 else None,
+            times=times,
+        )
+    typer.echo(f"{found}\n\n{step}")
+    if trace:
+        trace.write_text(step.chrome_trace())
+    if picture:
+        step.picture(picture, str(step.network))
+
+
+@contextmanager
+def _mistakes_on_stderr() -> Iterator[None]:
+    """A value that makes no sense becomes a sentence on stderr and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 @contextmanager
 def _bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar on stderr; None where stderr is not a terminal."""

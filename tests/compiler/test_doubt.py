@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 class Trial:
     """A wrapped and compiled model, beside a plain one that sees every rank's batch."""
 
-    def __init__(self, rank, world):
-        from tests.compiler.traced import traced
+    def __init__(self, rank, world, how="traced"):
+        from tests.compiler.traced import BACKENDS
         from torchshard.ddp import DistributedDataParallel
 
         torch.manual_seed(0)
@@ -22,7 +22,7 @@ class Trial:
         module = Parts()
         self.reference = copy.deepcopy(module)
         self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
-        self.model = torch.compile(self.ddp, backend=traced)
+        self.model = torch.compile(self.ddp, **BACKENDS[how]())
 
     def step(self, objective, size=8):
         """Gradients of an objective, averaged over ranks; their error, and what was counted."""
@@ -188,16 +188,17 @@ def _run_settings_of_dynamo(rank, world):
     for value in (True, False, "python_reducer", "python_reducer_without_compiled_forward", "no_optimization"):
         torch._dynamo.reset()
         with torch._dynamo.config.patch(optimize_ddp=value):
-            trial = Trial(rank, world)
-            answers.append([trial.step(_plain) for _ in range(2)])
+            for how, counted in (("traced", (6, 0, 0)), ("split", (0, 6, 0))):
+                trial = Trial(rank, world, how)
+                answers.append((counted, [trial.step(_plain) for _ in range(2)]))
     return answers
 
 
 def _under_any_setting_of_dynamo(answers):
-    for first, second in (steps for answer in answers for steps in answer):
+    for counted, (first, second) in (pair for answer in answers for pair in answer):
         assert first[0] < 1e-5
         assert second[0] < 1e-5
-        assert second[1:] == (6, 0, 0)
+        assert second[1:] == counted
 
 
 def _run_without_private_ways(rank, world):

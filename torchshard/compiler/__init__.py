@@ -9,10 +9,18 @@ from torchshard._lazy import lazily
 
 if TYPE_CHECKING:
     from torchshard.compiler.explaining import explain
+    from torchshard.compiler.measuring import measure
+    from torchshard.compiler.simulating import simulate
     from torchshard.compiler.split import split_backend
 
-__all__ = ["explain", "split_backend"]
+__all__ = ["explain", "measure", "simulate", "split_backend"]
 
 __getattr__, __dir__ = lazily(
-    __name__, {"torchshard.compiler.explaining": "explain", "torchshard.compiler.split": "split_backend"}
+    __name__,
+    {
+        "torchshard.compiler.explaining": "explain",
+        "torchshard.compiler.measuring": "measure",
+        "torchshard.compiler.simulating": "simulate",
+        "torchshard.compiler.split": "split_backend",
+    },
 )

@@ -39,4 +39,6 @@ def torchshard(
         return ingraph.without_wrapper(chosen.compiler()(graph, inputs), inputs)
     if chosen.in_graph:
         return ingraph.compile_graph(graph, inputs, reducer, chosen)
+    if reducer.group.size() == 1:
+        return chosen.compiler()(graph, inputs)  # there is nobody to wait for
     return split.SplitBackend(chosen.compiler(), chosen.policy or reducer.policy, reducer.names_by_id)(graph, inputs)

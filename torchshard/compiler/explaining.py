@@ -1,8 +1,9 @@
 """What the backend would do with a model, without running a step of it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from tabulate import tabulate
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy, PlannedBucket
+from torchshard.buckets import BucketPolicy, PlannedBucket, size_text
+from torchshard.compiler.measuring import unchanged
 from torchshard.compiler.options import policy_of
 from torchshard.compiler.rewrite import BucketPass, InsertedBucket, bucket_rows, graph_parameters
 from torchshard.ddp.wrapper import DistributedDataParallel
@@ -30,6 +32,27 @@ class GraphPlan:
 
 
 @dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo stopped a graph.
+
+    Attributes:
+        reason: in Dynamo's words, all of them.
+        place: file and line; empty where nothing had been captured yet.
+    """
+
+    reason: str
+    place: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The first line of the reason."""
+        return self.reason.partition("\n")[0]
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({Path(self.place).name})" if self.place else self.kind
+
+
+@dataclass(frozen=True)
 class CompiledPlan:
     """What `explain` has found; as text, a table of the buckets.
 
@@ -37,21 +60,44 @@ class CompiledPlan:
         graphs: in the order in which they are compiled, those with gradients of parameters.
         outside: names of the parameters that have gradients in no graph: unused, or used by code that is not
             compiled; hooks reduce their gradients, if there are any.
+        breaks: why it is not one graph.
     """
 
     graphs: tuple[GraphPlan, ...]
     outside: tuple[str, ...]
+    breaks: tuple[GraphBreak, ...] = ()
+
+    @property
+    def inserted(self) -> tuple[InsertedBucket, ...]:
+        """The buckets of all graphs, and how they are filled."""
+        return tuple(bucket for graph in self.graphs for bucket in graph.inserted)
 
     @property
     def buckets(self) -> tuple[PlannedBucket, ...]:
-        """Of all graphs."""
-        return tuple(bucket.planned for graph in self.graphs for bucket in graph.inserted)
+        """The same in the planner's words."""
+        return tuple(bucket.planned for bucket in self.inserted)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the gradients in graphs."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def zero_copy(self) -> float:
+        """The share of these bytes that is computed where it is reduced; 1.0 is all."""
+        direct = sum(gradient.nbytes for bucket in self.inserted for gradient in bucket.direct)
+        return direct / self.nbytes if self.nbytes else 0.0
 
     def __str__(self) -> str:
         rows = [(number, *row) for number, graph in enumerate(self.graphs) for row in bucket_rows(graph.inserted)]
         headers = ["graph", "bucket", "parameters", "bytes", "in place", "launched after"]
-        text = str(tabulate(rows, headers, disable_numparse=True))
-        return f"{text}\nnot in a graph: {', '.join(self.outside)}" if self.outside else text
+        lines = [
+            str(tabulate(rows, headers, disable_numparse=True)),
+            f"{size_text(self.nbytes)} of gradients in graphs, {int(100 * self.zero_copy)} % of them computed in place",
+        ]
+        if self.outside:
+            lines.append(f"not in a graph: {', '.join(self.outside)}")
+        return "\n".join(lines + [f"graph break: {found}" for found in self.breaks])
 
 
 def explain(
@@ -83,17 +129,26 @@ def explain(
     policy = policy_of(bucket_cap_mb, first_bucket_mb) or policy
     names = {id(p): n for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
     found: list[GraphPlan] = []
-    compiled = torch.compile(_fresh(_call), backend=_recording(names, policy, found), dynamic=False)
-    with torch.enable_grad(), _unchanged(module):
+    breaks: list[GraphBreak] = []
+    compiled = torch.compile(_fresh(_call), backend=_recording(names, policy, found, breaks), dynamic=False)
+    before = Counter(_torch.graph_breaks())
+    with torch.enable_grad(), unchanged(module):
         compiled(module, *args, **kwargs)
+    # Where nothing was captured before a break, no graph tells of it, but it is counted; so are others, more than once.
+    counted, known = map(GraphBreak, Counter(_torch.graph_breaks()) - before), {b.kind for b in breaks}
+    breaks += [found for found in counted if found.kind not in known]
     inside = {name for graph in found for bucket in graph.inserted for name in bucket.planned.params}
-    return CompiledPlan(tuple(found), tuple(name for name in names.values() if name not in inside))
+    return CompiledPlan(tuple(found), tuple(name for name in names.values() if name not in inside), tuple(breaks))
 
 
-def _recording(names: Mapping[int, str], policy: BucketPolicy, found: list[GraphPlan]) -> Callable[..., Any]:
-    """A backend that appends each graph's plan to `found`."""
+def _recording(
+    names: Mapping[int, str], policy: BucketPolicy, found: list[GraphPlan], breaks: list[GraphBreak]
+) -> Callable[..., Any]:
+    """A backend that appends each graph's plan to `found`, and what ended the graph to `breaks`."""
 
     def compiler(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if ended := _torch.graph_break(graph):
+            breaks.append(GraphBreak(*ended))
         rewrite = _RecordingPass(graph_parameters(inputs, names), policy)
         run = _torch.trace_backward(graph, inputs, rewrite)
         if rewrite.inserted:
@@ -121,17 +176,3 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
-
-
-@contextmanager
-def _unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Leave buffers and random generators as they were."""
-    buffers = [(b, b.clone()) for b in module.buffers()]
-    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)

@@ -51,12 +51,12 @@ class InsertedBucket:
 
     Attributes:
         planned: its gradients, in the order of its slots.
-        direct: how many of them are computed in their slot, without a copy.
+        direct: those of them that are computed in their slot, without a copy.
         launched_after: name of the node that completes it.
     """
 
     planned: PlannedBucket
-    direct: int
+    direct: tuple[Gradient, ...]
     launched_after: str
 
 
@@ -131,12 +131,13 @@ class _Insertion:
         with graph.inserting_before(self._after_inputs(nodes[0])):
             flat = graph.call_function(ops.OPEN, (number, numel, value.dtype, value.device, params))
             views = [self._slot(flat, i, start) for i, start in zip(params, starts, strict=True)]
-        last, copied, slots = views[-1], [], []
+        last, direct, copied, slots = views[-1], [], [], []
         for slot, (i, node, view) in enumerate(zip(params, nodes, views, strict=True)):
             if self._can_write_to_slot(node):
                 with graph.inserting_before(node):
                     last = graph.call_function(ops.MM_INTO, (*node.args, number, slot, view))
                 self._replaced.append(node)
+                direct.append(bucket.gradients[slot])
             else:
                 copied.append(node)
                 slots.append(slot)
@@ -144,7 +145,7 @@ class _Insertion:
             self._results[self._found[i][0]] = view
         with graph.inserting_after(last):
             graph.call_function(ops.LAUNCH, (flat, self._token, views, copied, slots, number))
-        return InsertedBucket(bucket, len(params) - len(copied), nodes[-1].name)
+        return InsertedBucket(bucket, tuple(direct), nodes[-1].name)
 
     def done(self) -> None:
         """Return the slots instead of the gradients."""
@@ -177,7 +178,7 @@ def bucket_rows(inserted: Sequence[InsertedBucket]) -> list[tuple[object, ...]]:
             number,
             names_text(b.planned.params),
             size_text(b.planned.nbytes),
-            f"{b.direct} of {len(b.planned.gradients)}",
+            f"{len(b.direct)} of {len(b.planned.gradients)}",
             b.launched_after,
         )
         for number, b in enumerate(inserted)

@@ -5,6 +5,7 @@ there, before that of the piece in front of it begins.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,9 +101,11 @@ class SplitBackend:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **_configuration: Any) -> Callable[..., Any]:
         """Compile what Dynamo has captured."""
-        parameters = self._parameters(graph, inputs)
-        plan = self.last_plan = cut(graph.graph, parameters, self._policy)
+        # Without a backward there is nothing to overlap.
+        policy = self._policy if torch.is_grad_enabled() else BucketPolicy(cap=sys.maxsize, first=sys.maxsize)
+        plan = self.last_plan = cut(graph.graph, self._parameters(graph, inputs), policy)
         _log.debug("pieces of the graph:\n%s", plan)
+        _torch.trace_artifact("torchshard_pieces", lambda: str(plan))
         if len(plan.pieces) == 1:
             return self._compiler(graph, inputs)
         number = {node: -at for at, piece in enumerate(plan.pieces) for node in piece.nodes}
@@ -127,7 +130,7 @@ class SplitBackend:
     def _counts(self, value: Any) -> bool:
         if not isinstance(value, torch.nn.Parameter) or not value.requires_grad:
             return False
-        return self._names is None or id(value) in self._names
+        return id(value) in self._names if self._names is not None else not _torch.is_ignored_by_ddp(value)
 
 
 def cut(graph: torch.fx.Graph, parameters: dict[torch.fx.Node, Gradient], policy: BucketPolicy) -> SplitPlan:

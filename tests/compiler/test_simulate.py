@@ -1,0 +1,64 @@
+"""Plans of models, played; what a model computes, measured. The arithmetic is tested in tests/test_simulation.py."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.compiler.models import batch, make
+from torchshard.compiler import explain, measure, simulate, split_backend
+from torchshard.simulation import Link, StepTimes
+
+
+def test_plans_of_any_kind():
+    model, x = make("mlp"), batch("mlp", 8)[0]
+    plan = explain(model, x, bucket_cap_mb=0.005)
+    backend = split_backend(0.005, 0.005, inner="eager")
+    torch.compile(model, backend=backend)(x)
+    for given in (plan, plan.buckets, backend.last_plan):
+        step = simulate(given, world_size=16, bandwidth=1e9, latency=1e-5, times=StepTimes(1e-3, 2e-3))
+        assert step.nbytes == sum(4 * p.numel() for p in model.parameters())
+        assert step.seconds == pytest.approx(step.compute + step.exposed())
+    nodes = simulate(
+        plan, world_size=4096, bandwidth=1e9, algorithm="tree", ranks_per_node=8, inside=Link(1e11), times=None
+    )
+    assert nodes.exposed() == pytest.approx(nodes.seconds)
+
+
+class Slow(nn.Module):
+    """The gradient of `late` comes after half of the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.late, self.early, self.unused = nn.Linear(256, 256), nn.Linear(256, 8), nn.Linear(2, 2)
+        self.seen = nn.Buffer(torch.zeros(()))
+        self.drop = nn.Dropout()
+
+    def forward(self, x):
+        self.seen += 1
+        x = self.late(x)
+        for _ in range(20):
+            x = torch.tanh(x)
+        return {"out": self.early(self.drop(x)), "count": len(x)}
+
+
+def test_measured_times():
+    model, x = Slow(), torch.randn(256, 256)
+    model(x)["out"].sum().backward()
+    grads, state = [p.grad for p in model.parameters()], torch.get_rng_state()
+    times = measure(model, x, repeat=3)
+    assert set(times.ready) == {"late.weight", "late.bias", "early.weight", "early.bias"}
+    assert times.forward > 0
+    assert 0 < times.ready["early.weight"] < times.ready["late.weight"] <= times.backward
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.seen == 1
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    own = measure(model, x, repeat=1, loss=lambda out: out["out"].square().mean())
+    assert own.ready.keys() == times.ready.keys()
+
+
+def test_mistakes_in_measuring():
+    with pytest.raises(ValueError, match="repeat=0 measures nothing"):
+        measure(Slow(), torch.randn(2, 256), repeat=0)
+    with pytest.raises(ValueError, match="the loss has no gradient"):
+        measure(Slow(), torch.randn(2, 256), loss=lambda out: torch.zeros(()))

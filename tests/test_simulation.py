@@ -1,0 +1,130 @@
+import json
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchshard.buckets import BucketPolicy, Gradient, MiB, PlannedBucket, plan_buckets
+from torchshard.simulation import Link, Network, StepTimes, simulate_step
+
+links = st.builds(Link, st.floats(1e6, 1e12), st.floats(0, 1e-3))
+counts = st.lists(st.integers(1, 10**9), min_size=1, max_size=8)
+
+
+def buckets(sizes):
+    return [PlannedBucket((Gradient(k, f"p{k}", size),)) for k, size in enumerate(sizes)]
+
+
+def ring_played(begins, nbytes, link):
+    """Every rank's clock through the rounds of a ring: in each it sends a part on and receives one from behind."""
+    clocks, world = list(begins), len(begins)
+    for _ in range(2 * (world - 1)):
+        message = link.latency + nbytes / world / link.bandwidth
+        clocks = [max(clocks[r], clocks[r - 1]) + message for r in range(world)]
+    return max(clocks)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=9), st.integers(1, 10**9), links)
+def test_a_ring_takes_as_long_as_its_messages_one_by_one(begins, nbytes, link):
+    world = len(begins)
+    closed = 2 * (world - 1) * link.latency + 2 * (world - 1) / world * nbytes / link.bandwidth
+    assert Network(world, link).all_reduce(nbytes) == pytest.approx(closed)
+    assert ring_played(begins, nbytes, link) == pytest.approx(max(begins) + closed)
+
+
+@given(counts, st.integers(1, 100_000), links, st.floats(0, 1), st.floats(0, 1))
+def test_a_step_over_a_ring_in_closed_form(sizes, world, link, forward, backward):
+    """The end is that of the bucket from which on the wire never rests."""
+    plan, times = buckets(sizes), StepTimes(forward, backward)
+    lengths = [2 * (world - 1) * (link.latency + size / world / link.bandwidth) for size in sizes]
+    arrived = [forward + backward * sum(sizes[: k + 1]) / sum(sizes) for k in range(len(sizes))]
+    end = max(arrived[k] + sum(lengths[k:]) for k in range(len(sizes)))
+    played = simulate_step(plan, Network(world, link), times)
+    assert played.seconds == pytest.approx(max(end, forward + backward))
+    assert played.exposed() == pytest.approx(played.seconds - played.compute, abs=1e-9)
+    assert played.communication == pytest.approx(sum(lengths))
+
+
+@given(counts, st.integers(0, 5), st.integers(1, 4), links, links, st.sampled_from(["ring", "tree"]))
+def test_nothing_is_faster_than_its_bytes(sizes, doublings, per_node, link, inside, algorithm):
+    """Each rank has to send what is not its own share, twice; over the network, that of its share in the node."""
+    nodes = 2**doublings
+    network = Network(nodes * per_node, link, algorithm, per_node, inside)
+    for nbytes in sizes:
+        across = 2 * (nodes - 1) / nodes * nbytes / per_node / link.bandwidth
+        within = 2 * (per_node - 1) / per_node * nbytes / inside.bandwidth
+        assert network.all_reduce(nbytes) >= (across + within) * (1 - 1e-9)
+        assert network.all_reduce(2 * nbytes) >= network.all_reduce(nbytes)
+
+
+def test_rings_and_trees():
+    link = Link(10e9, 10e-6)
+    ring, tree = (Network(100_000, link, algorithm) for algorithm in ("ring", "tree"))
+    assert ring.all_reduce(MiB) == pytest.approx(2.0, rel=1e-2)  # 200,000 messages of 10 us
+    assert tree.all_reduce(MiB) == pytest.approx(17 * 20e-6 + 2 * MiB / 10e9)
+    nodes = Network(100_000, link, "tree", 8, Link(200e9, 1e-6))
+    assert nodes.all_reduce(100 * MiB) < tree.all_reduce(100 * MiB) / 4
+    assert Network(1, link).all_reduce(MiB) == 0
+
+
+def test_gradients_come_when_they_are_known_to_come():
+    times = StepTimes(1.0, 2.0, {"p0": 1.9}, slowest=2.0)
+    assert times.bucket_times(buckets([1, 1])) == pytest.approx([5.8, 6.0])
+    assert StepTimes(1.0, 2.0).bucket_times(buckets([1, 3])) == pytest.approx([1.5, 3.0])
+
+
+def step(world, layers=24, **network):
+    plan = plan_buckets((Gradient(k, f"layer{k}", 4 * MiB) for k in range(layers)), BucketPolicy())
+    return simulate_step(plan, Network(world, **network), StepTimes(0.01, 0.02))
+
+
+def test_a_step_as_text():
+    assert_expected_inline(
+        str(step(1024, link=Link(10e9, 5e-6))),
+        """\
+forward   #########
+backward          ##################
+bucket 0           ==========
+bucket 1                     ==============
+bucket 2                                   ==============
+bucket 3                                                 ===============
+bucket 4                                                               ===========
+          0                                                                82.1 ms
+1,024 ranks, ring over 10 GB/s: a step of 82.10 ms, of which 52.10 ms are communication that nothing hides (71.26 ms for 96.0 MiB of gradients)""",
+    )
+
+
+def test_many_ranks_and_many_buckets_cost_no_time():
+    plan = plan_buckets((Gradient(k, f"layer{k}", 4 * MiB) for k in range(2000)), BucketPolicy(0, 0))
+    network = Network(96_000, Link(50e9, 5e-6), "tree", 8, Link(400e9, 1e-6))
+    played = simulate_step(plan, network, StepTimes(0.2, 0.4))
+    assert len(played.spans) == 2002
+    assert played.lanes == ["forward", "backward", "buckets"]
+    assert len(str(played).splitlines()) == 5
+
+
+def test_it_exports_what_a_timeline_exports(tmp_path):
+    played = step(8, link=Link(10e9))
+    events = json.loads(played.chrome_trace())["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X"][:3] == ["forward", "backward", "bucket 0: 4.0 MiB"]
+    pytest.importorskip("matplotlib")
+    played.picture(tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes()[1:4] == b"PNG"
+
+
+MISTAKES = [
+    (lambda: Link(0), "a link moves more than 0 bytes a second"),
+    (lambda: Link(1, -1), "a message takes 0 seconds or more"),
+    (lambda: Network(0, Link(1)), "at least one rank"),
+    (lambda: Network(2, Link(1), "star"), "algorithm='star' is not known; give one of ring, tree"),
+    (lambda: Network(10, Link(1), ranks_per_node=4), "10 ranks are no whole number of nodes of 4"),
+    (lambda: Network(8, Link(1), ranks_per_node=4), "need a link inside of the node"),
+    (lambda: simulate_step([], Network(2, Link(1))), "the plan is empty"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "said"), MISTAKES)
+def test_mistakes(mistake, said):
+    with pytest.raises(ValueError, match=said):
+        mistake()

@@ -1,0 +1,122 @@
+"""What a model computes, timed here: forward, backward, and when each gradient comes."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchshard import _torch
+from torchshard.ddp.wrapper import DistributedDataParallel
+from torchshard.simulation import StepTimes
+
+
+def measure(
+    model: torch.nn.Module,
+    *args: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    repeat: int = 5,
+    **kwargs: Any,
+) -> StepTimes:
+    """Run forward and backward a few times, without communication, and take medians.
+
+    Gradients, buffers and random generators are as before afterwards. A gradient counts as there when autograd has
+    accumulated it; a compiled model hands over all of them at its end.
+
+    Args:
+        model: a module; of a wrapped one, the module inside is run.
+        args, kwargs: for its forward.
+        loss: makes a scalar of the output; the default sums up all tensors of floating point in it.
+        repeat: how often; the first run besides is not counted.
+
+    Raises:
+        ValueError: less than one repetition, or a loss without a gradient.
+    """
+    if repeat < 1:
+        raise ValueError(f"measure: repeat={repeat} measures nothing; give 1 or more")
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    clock = _clock(module)
+    with unchanged(module), _arrivals(module, clock) as arrived:
+        runs = [_run(module, args, kwargs, loss or _sum, clock, arrived) for _ in range(repeat + 1)][1:]
+    ready = {name: statistics.median(run.ready.get(name, run.backward) for run in runs) for name in runs[0].ready}
+    return StepTimes(statistics.median(r.forward for r in runs), statistics.median(r.backward for r in runs), ready)
+
+
+def _run(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], torch.Tensor],
+    clock: Callable[[], float],
+    arrived: dict[str, float],
+) -> StepTimes:
+    module.zero_grad(set_to_none=True)
+    start = clock()
+    value = loss(module(*args, **kwargs))
+    if not value.requires_grad:
+        raise ValueError("measure: the loss has no gradient; give one that depends on parameters of the model")
+    middle = clock()
+    arrived.clear()
+    value.backward()  # type: ignore[no-untyped-call]
+    end = clock()
+    return StepTimes(middle - start, end - middle, {name: at - middle for name, at in arrived.items()})
+
+
+def _sum(output: Any) -> torch.Tensor:
+    """All tensors of floating point in an output, added up."""
+    leaves, _ = _torch.leaves_of(output)
+    terms = [x.sum().float() for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return torch.stack(terms).sum()
+
+
+def _clock(module: torch.nn.Module) -> Callable[[], float]:
+    """Seconds, once the device has done what it was told."""
+    device = next(module.parameters()).device
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def seconds() -> float:
+        torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    return seconds
+
+
+@contextmanager
+def _arrivals(module: torch.nn.Module, clock: Callable[[], float]) -> Iterator[dict[str, float]]:
+    """Name of a parameter -> when its gradient has come last."""
+    arrived: dict[str, float] = {}
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        def gradient_arrived(_param: torch.Tensor) -> None:
+            arrived[name] = clock()
+
+        return gradient_arrived
+
+    handles = [
+        p.register_post_accumulate_grad_hook(hook(name)) for name, p in module.named_parameters() if p.requires_grad
+    ]
+    try:
+        yield arrived
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Leave gradients, buffers and random generators as they were."""
+    buffers = [(b, b.clone()) for b in module.buffers()]
+    gradients = [(p, p.grad) for p in module.parameters()]
+    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            for param, gradient in gradients:
+                param.grad = gradient
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

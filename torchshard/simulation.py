@@ -1,0 +1,178 @@
+"""A training step on paper: when the buckets of a plan leave, how long they travel, what of it backward does not hide.
+
+    network = Network(1024, Link(bandwidth=25e9, latency=10e-6))
+    print(simulate_step(plan, network, StepTimes(forward=0.02, backward=0.04)))
+
+All ranks do the same, so one of them is drawn. Collectives run one after another in the order of the plan, each once
+its gradients are there on every rank.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchshard.buckets import PlannedBucket, size_text
+from torchshard.timeline import Span, Timeline
+
+ALGORITHMS = ("ring", "tree")
+_LANES = 12  # beyond, all buckets share one
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects a rank with the next.
+
+    Attributes:
+        bandwidth: bytes a second that one rank sends while it receives as many.
+        latency: seconds until a message of no length has arrived.
+
+    Raises ValueError for a bandwidth that is not above zero or a latency below it.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth={self.bandwidth!r}: a link moves more than 0 bytes a second")
+        if not self.latency >= 0:
+            raise ValueError(f"latency={self.latency!r}: a message takes 0 seconds or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Ranks and the links between them.
+
+    With more than one rank a node, a sum is made in three steps: a ring inside of each node leaves every rank with its
+    share of the node's sum, the ranks with the same share sum them up across nodes, and a ring inside hands them round.
+
+    Attributes:
+        world_size: number of ranks.
+        link: between nodes.
+        algorithm: across nodes. "ring": 2 (n - 1) messages one after another, each an n-th of the data. "tree": up a
+            binary tree and down again in many small parts, so that the depth costs latency only.
+        ranks_per_node: of which each has a `link` of its own.
+        inside: between ranks of a node.
+
+    Raises ValueError for numbers that do not fit together.
+    """
+
+    world_size: int
+    link: Link
+    algorithm: str = "ring"
+    ranks_per_node: int = 1
+    inside: Link | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size={self.world_size}: there is at least one rank")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm={self.algorithm!r} is not known; give one of {', '.join(ALGORITHMS)}")
+        if self.ranks_per_node < 1 or self.world_size % self.ranks_per_node:
+            raise ValueError(f"{self.world_size} ranks are no whole number of nodes of {self.ranks_per_node}")
+        if self.ranks_per_node > 1 and self.inside is None:
+            raise ValueError(f"{self.ranks_per_node} ranks a node need a link inside of the node")
+
+    def all_reduce(self, nbytes: float) -> float:
+        """Seconds from the moment when all ranks have begun until the last one holds the sum."""
+        local, nodes = self.ranks_per_node, self.world_size // self.ranks_per_node
+        across = self._across(nbytes / local, nodes)
+        return across if self.inside is None else across + _rounds(2 * (local - 1), nbytes / local, self.inside)
+
+    def _across(self, nbytes: float, nodes: int) -> float:
+        if nodes == 1:
+            return 0.0
+        if self.algorithm == "ring":
+            return _rounds(2 * (nodes - 1), nbytes / nodes, self.link)
+        depth = (nodes - 1).bit_length()
+        return 2 * depth * self.link.latency + 2 * nbytes / self.link.bandwidth
+
+    def __str__(self) -> str:
+        text = f"{self.world_size:,} ranks"
+        if self.ranks_per_node > 1:
+            text += f" in nodes of {self.ranks_per_node}"
+        return f"{text}, {self.algorithm} over {self.link.bandwidth / 1e9:g} GB/s"
+
+
+def _rounds(count: int, nbytes: float, link: Link) -> float:
+    return count * (link.latency + nbytes / link.bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step costs without communication, in seconds.
+
+    Attributes:
+        forward, backward: each from its beginning to its end.
+        ready: name of a parameter -> when its gradient is there, from the beginning of backward. Parameters that are
+            not named are taken to come evenly, by their bytes.
+        slowest: how many times longer the slowest rank takes for everything; the others wait for it.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    ready: Mapping[str, float] = field(default_factory=dict)
+    slowest: float = 1.0
+
+    def bucket_times(self, plan: Sequence[PlannedBucket]) -> list[float]:
+        """When each bucket is complete on every rank, from the beginning of the step."""
+        total, seen, times = sum(bucket.nbytes for bucket in plan) or 1, 0, []
+        for bucket in plan:
+            last = 0.0
+            for gradient in bucket.gradients:
+                seen += gradient.nbytes
+                last = max(last, self.ready.get(gradient.name, self.backward * seen / total))
+            times.append((self.forward + last) * self.slowest)
+        return times
+
+
+class Simulation(Timeline):
+    """A simulated step; prints, plots and exports as any timeline.
+
+    Attributes:
+        network: over which it runs.
+        compute: seconds of forward and backward on the slowest rank.
+        communication: seconds of all collectives together.
+        nbytes: of all gradients.
+    """
+
+    def __init__(self, spans: Iterable[Span], network: Network, compute: float, nbytes: int) -> None:
+        super().__init__(spans)
+        self.network, self.compute, self.nbytes = network, compute, nbytes
+        self.communication = sum(s.end - s.start for s in self.spans if s.kind == "communication")
+
+    def __str__(self) -> str:
+        step, exposed, all_of_it = (f"{t * 1e3:.2f} ms" for t in (self.seconds, self.exposed(), self.communication))
+        return (
+            f"{self.text()}\n{self.network}: a step of {step}, of which {exposed} are communication that nothing hides "
+            f"({all_of_it} for {size_text(self.nbytes)} of gradients)"
+        )
+
+
+def simulate_step(plan: Iterable[PlannedBucket], network: Network, times: StepTimes | None = None) -> Simulation:
+    """Play one step: forward, backward, and the buckets of a plan, each as soon as it can leave.
+
+    Args:
+        plan: the buckets, in the order in which they are launched.
+        network: ranks and links.
+        times: what is computed, and when gradients come. None: nothing; all gradients are there at once.
+
+    Raises:
+        ValueError: no buckets.
+    """
+    buckets, times = list(plan), times or StepTimes()
+    if not buckets:
+        raise ValueError("there is no bucket to send: the plan is empty")
+    spans, free = _computing(times), 0.0
+    for number, (bucket, ready) in enumerate(zip(buckets, times.bucket_times(buckets), strict=True)):
+        begin = max(ready, free)
+        free = begin + network.all_reduce(bucket.nbytes)
+        lane = f"bucket {number}" if len(buckets) <= _LANES else "buckets"
+        spans.append(Span(lane, f"bucket {number}: {size_text(bucket.nbytes)}", begin, free, "communication"))
+    compute = (times.forward + times.backward) * times.slowest
+    return Simulation(spans, network, compute, sum(bucket.nbytes for bucket in buckets))
+
+
+def _computing(times: StepTimes) -> list[Span]:
+    middle, end = times.forward * times.slowest, (times.forward + times.backward) * times.slowest
+    spans = [Span("forward", "forward", 0.0, middle), Span("backward", "backward", middle, end)]
+    return [s for s in spans if s.end > s.start]
