@@ -1,0 +1,17 @@
+"""FSDP together with DTensors: torch's FullyShardedDataParallel and fully_shard on modules that are tensor-parallel."""
+
+from typing import TYPE_CHECKING
+
+from torchshard._lazy import lazily
+
+if TYPE_CHECKING:
+    from torchshard.parallel.fsdp.extension import DTensorExtensions
+    from torchshard.parallel.fsdp.installing import install
+
+__all__ = ["DTensorExtensions", "install"]
+
+_HOMES = {
+    "torchshard.parallel.fsdp.extension": "DTensorExtensions",
+    "torchshard.parallel.fsdp.installing": "install",
+}
+__getattr__, __dir__ = lazily(__name__, _HOMES)
