@@ -577,6 +577,12 @@ def _fsdp_handle(user: FSDPUser) -> type:
             super().__init__(*args, **kwargs)
             flat = self.flat_param
             self.has_ours = any(map(user.is_ours, flat._param_extensions))
+            if self.has_ours and self._use_orig_params and not self.uses_sharded_strategy:
+                raise NotImplementedError(
+                    "FSDP that shards nothing (NO_SHARD, or an axis of size 1) with use_orig_params=True would replace "
+                    f"DTensor parameters under their optimizer: {flat._fqns[0]}; use DistributedDataParallel with "
+                    "torchshard.parallel.local_parameters, or use_orig_params=False"
+                )
             infos = zip(flat._param_infos, flat._param_extensions, strict=True)
             user.made([(info.module, info.param_name, taken) for info, taken in infos])
             self.user = user
