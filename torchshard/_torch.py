@@ -525,6 +525,9 @@ class FSDPUser(Protocol):
     def made(self, parameters: Sequence[tuple[torch.nn.Module, str, Any]]) -> None:
         """Told of a new flat parameter: owner, name there, and what was taken off, of each parameter in it."""
 
+    def outward(self, x: Tensor) -> Tensor:
+        """A view of an optimizer state as state dicts hold it: of a class that torch knows."""
+
     def part(self, value: Any, taken: Any, where: str) -> Any:
         """What of a state of the optimizer FSDP flattens: this rank's part, a plain tensor."""
 
@@ -532,34 +535,47 @@ class FSDPUser(Protocol):
 def fsdp_names(user: FSDPUser) -> list[tuple[Any, str, Any]]:
     """What to put in place of which names of torch, so that FSDP1 asks `user`: (module, name, value).
 
-    torch.distributed.fsdp._init_utils (2.11-2.15) makes an extension and a handle of the flat parameter for each module
-    that it wraps, by names of that module. (There is a setter of extensions, too, which nothing reads.)
+    FSDP1 (torch.distributed.fsdp, 2.11-2.15) makes an extension and a handle of the flat parameter for each module that
+    it wraps, by names of its modules. (There is a setter of extensions, too, which nothing reads.) It makes an extension
+    where `device_mesh` is a slice of a larger mesh; here also where it is given a process group.
 
     Raises:
         RuntimeError: this torch has other names.
     """
-    from torch.distributed.fsdp import _init_utils, _optim_utils
+    from torch.distributed.fsdp import _init_utils, _optim_utils, fully_sharded_data_parallel
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     needed = [
-        (_init_utils, "DTensorExtensions FlatParamHandle"),
+        (fully_sharded_data_parallel, "_init_extension"),
+        (_init_utils, "FlatParamHandle"),
         (_optim_utils, "_shard_orig_param_state _flatten_optim_state"),
         (FlatParamHandle, "_use_unsharded_views _writeback_orig_params _init_get_unflat_views_fn"),
     ]
     missing = [name for home, names in needed for name in names.split() if not hasattr(home, name)]
     if missing:
         raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)} in FSDP; known are 2.11 to 2.15")
-    return [(_init_utils, "DTensorExtensions", user.extension), (_init_utils, "FlatParamHandle", _fsdp_handle(user))]
+    init_extension = fully_sharded_data_parallel._init_extension
+
+    def init_our_extension(state: Any, device_mesh: Any = None) -> Any:
+        init_extension(state, device_mesh)
+        if device_mesh is None or state._fsdp_extension is not None:
+            state._fsdp_extension = user.extension(state._device_handle)
+        return state
+
+    return [
+        (fully_sharded_data_parallel, "_init_extension", init_our_extension),
+        (_init_utils, "FlatParamHandle", _fsdp_handle(user)),
+    ]
 
 
 class _AsItIs:
-    """A view that stays as it is where FSDP gives it the shape of the local part."""
+    """A tensor that stays as it is where FSDP gives it the shape of the local part."""
 
-    def __init__(self, view: Tensor) -> None:
-        self._view = view
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
 
     def reshape(self, _: Any) -> Tensor:
-        return self._view
+        return self._x
 
 
 def _fsdp_handle(user: FSDPUser) -> type:
@@ -589,15 +605,22 @@ def _fsdp_handle(user: FSDPUser) -> type:
             _flatten_parts_of_states(self)
 
         def _init_get_unflat_views_fn(self, align_addresses: bool) -> None:
-            views = super()
-            self._get_unflat_views = (
-                views._get_unflat_views_aligned if align_addresses else views._get_unflat_views_unaligned
-            )
+            torchs = super()
+            if align_addresses:
+                self._get_unflat_views = torchs._get_unflat_views_aligned
+            else:
+                self._get_unflat_views = self._get_unflat_views_unaligned
+
+        # Optimizer states are unflattened by _get_unflat_views_aligned if use_orig_params=True, else by the other with
+        # a tensor given. Nothing else asks so.
 
         def _get_unflat_views_aligned(self, tensor: Tensor | None = None) -> list[Any]:
-            """By this name only optimizer states are unflattened."""
             views = zip(super()._get_unflat_views_aligned(tensor), self.flat_param._param_extensions, strict=True)
-            return [view if taken is None else _AsItIs(view) for view, taken in views]
+            return [view if taken is None else _AsItIs(user.outward(view)) for view, taken in views]
+
+        def _get_unflat_views_unaligned(self, tensor: Tensor | None = None) -> Any:
+            views = super()._get_unflat_views_unaligned(tensor)
+            return views if tensor is None else map(user.outward, views)
 
         def _use_unsharded_views(self, as_params: bool) -> None:
             if not (as_params and self._use_orig_params and getattr(self, "has_ours", False)):

@@ -116,12 +116,12 @@ def by_name(model, optimizer):
 
 
 def assert_same(state, optimizer_state, model, optimizer, **tolerance):
-    """State dicts are those of a plain model and its optimizer."""
+    """State dicts are those of a plain model and its optimizer (if there is one)."""
     want = model.state_dict()
     assert set(state) == set(want)
     for name, value in state.items():
         torch.testing.assert_close(full(value), want[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
-    states = by_name(model, optimizer)
+    states = by_name(model, optimizer) if optimizer else {}
     assert set(optimizer_state["state"]) == set(states)
     for name, values in optimizer_state["state"].items():
         for key, value in values.items():

@@ -7,14 +7,17 @@ from torch import Tensor, nn
 
 from torchshard._torch import fsdp_names
 from torchshard.parallel.fsdp import states
-from torchshard.parallel.fsdp.extension import DTensorExtensions, Taken, is_ours
+from torchshard.parallel.fsdp.extension import DTensorExtensions, is_ours
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.upstream import to_upstream
 
 
 def install() -> "Installed":
     """Have FullyShardedDataParallel take DTensor parameters, of this package and of torch, on any mesh.
 
-    To be called before FSDP is constructed, with `device_mesh=` a slice of a larger mesh. As a context manager it holds
-    for the FSDP modules constructed inside; these go on working afterwards.
+    To be called before FSDP is constructed, with `device_mesh=` a slice of a larger mesh, or a process group: then
+    sharded state dicts are of torch's ShardedTensors. As a context manager it holds for the FSDP modules constructed
+    inside; these go on working afterwards.
 
         with install():
             model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], use_orig_params=True)
@@ -61,6 +64,9 @@ class _User:
 
     def made(self, parameters: Sequence[tuple[nn.Module, str, Any]]) -> None:
         states.hook_up(parameters)
+
+    def outward(self, x: Tensor) -> Tensor:
+        return to_upstream(x) if isinstance(x, DTensor) else x
 
     def part(self, value: Any, taken: Any, where: str) -> Any:
         return states.part(value, taken, where)
