@@ -62,7 +62,7 @@ def wrapped(model, mesh, orig=True, strategy=None, **options):
 def train(model, optimizer, steps=5, at=0, of=1):
     """Steps on this rank's part of the batches: part `at` of `of`."""
     for step in range(steps):
-        batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step))
         model(batch.chunk(of)[at]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
