@@ -454,7 +454,7 @@ def waited(grad: Tensor) -> Tensor:
 
 def is_sharded_tensor(x: Any) -> bool:
     """Whether this is torch's ShardedTensor (torch.distributed._shard, 2.11-2.15; FSDP1 makes them)."""
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(x, ShardedTensor)
 
@@ -479,23 +479,20 @@ def sharded_tensor(
         devices: number of devices on a machine, to tell those of other ranks.
         group: the ranks that may have shards.
     """
-    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
-    from torch.distributed._shard.sharding_spec import ShardMetadata
+    from torch.distributed._shard import sharded_tensor as theirs
+    from torch.distributed._shard.metadata import ShardMetadata
 
     def metadata(rank: int, box: Any) -> Any:
         device = device_type if device_type == "cpu" else f"{device_type}:{rank % devices}"
         return ShardMetadata(list(box.offset), list(box.size), f"rank:{rank}/{device}")
 
     me = dist.get_rank()
-    made = ShardedTensor._init_from_local_shards_and_global_metadata(
-        [] if mine is None else [Shard(mine, metadata(me, boxes[me]))],
-        ShardedTensorMetadata(
-            [metadata(rank, box) for rank, box in boxes.items()],
-            torch.Size(shape),
-            TensorProperties(dtype, torch.strided, False, torch.contiguous_format, False),
-        ),
-        process_group=group,
+    shards = [] if mine is None else [theirs.Shard(mine, metadata(me, boxes[me]))]  # type: ignore[attr-defined]
+    properties = theirs.TensorProperties(dtype, torch.strided, False, torch.contiguous_format, False)  # type: ignore[attr-defined]
+    whole = theirs.ShardedTensorMetadata(  # type: ignore[attr-defined]
+        [metadata(rank, box) for rank, box in boxes.items()], torch.Size(shape), properties
     )
+    made = theirs.ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole, process_group=group)  # type: ignore[attr-defined]
     return cast(Tensor, made)
 
 
@@ -517,7 +514,8 @@ def around(outer: Any, inner: Any, devices: int) -> Tensor:
 class FSDPUser(Protocol):
     """Who takes part in what FSDP1 does with parameters of other classes; see `fsdp_names`."""
 
-    extension: type
+    def extension(self, device_handle: Any) -> Any:
+        """The extension of a module that is about to be wrapped."""
 
     def is_ours(self, taken: Any) -> bool:
         """Whether views of a parameter are of a class that torch does not know, by what pre_flatten took off it."""
@@ -536,8 +534,8 @@ def fsdp_names(user: FSDPUser) -> list[tuple[Any, str, Any]]:
     """What to put in place of which names of torch, so that FSDP1 asks `user`: (module, name, value).
 
     FSDP1 (torch.distributed.fsdp, 2.11-2.15) makes an extension and a handle of the flat parameter for each module that
-    it wraps, by names of its modules. (There is a setter of extensions, too, which nothing reads.) It makes an extension
-    where `device_mesh` is a slice of a larger mesh; here also where it is given a process group.
+    it wraps, by names of its modules. (There is a setter of extensions, too, which nothing reads.) It makes an
+    extension where `device_mesh` is a slice of a larger mesh; here also where it is given a process group.
 
     Raises:
         RuntimeError: this torch has other names.
@@ -554,7 +552,7 @@ def fsdp_names(user: FSDPUser) -> list[tuple[Any, str, Any]]:
     missing = [name for home, names in needed for name in names.split() if not hasattr(home, name)]
     if missing:
         raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)} in FSDP; known are 2.11 to 2.15")
-    init_extension = fully_sharded_data_parallel._init_extension
+    init_extension = fully_sharded_data_parallel._init_extension  # type: ignore[attr-defined]
 
     def init_our_extension(state: Any, device_mesh: Any = None) -> Any:
         init_extension(state, device_mesh)
@@ -588,7 +586,10 @@ def _fsdp_handle(user: FSDPUser) -> type:
     """
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
-    class Handle(FlatParamHandle):  # type: ignore[misc]
+    class Handle(FlatParamHandle):
+        flat_param: Any
+        _get_unflat_views: Any
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             flat = self.flat_param
@@ -605,9 +606,8 @@ def _fsdp_handle(user: FSDPUser) -> type:
             _flatten_parts_of_states(self)
 
         def _init_get_unflat_views_fn(self, align_addresses: bool) -> None:
-            torchs = super()
             if align_addresses:
-                self._get_unflat_views = torchs._get_unflat_views_aligned
+                self._get_unflat_views = super()._get_unflat_views_aligned
             else:
                 self._get_unflat_views = self._get_unflat_views_unaligned
 

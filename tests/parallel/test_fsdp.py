@@ -1,7 +1,6 @@
 """FSDP1 on tensor-parallel modules: training and state dicts against a plain model on one process."""
 
 import pytest
-import torch
 
 from tests.parallel import fsdp_cases as cases
 from tests.ranks import run_ranks
@@ -23,9 +22,7 @@ def there_and_back(rank, world, shape, names, library, hidden):
     for orig, strategy in ways:
         plain, plain_optimizer = cases.trained(cases.plain(hidden=hidden))
         with install():
-            made = [
-                cases.wrapped(cases.parallel(mesh, library, seed, hidden), mesh, orig, strategy) for seed in (0, 1)
-            ]
+            made = [cases.wrapped(cases.parallel(mesh, library, seed, hidden), mesh, orig, strategy) for seed in (0, 1)]
         model, optimizer = cases.trained(made[0], **cases.place(mesh))
         state, optimizer_state = cases.sharded(model, optimizer)
         cases.assert_same(state, optimizer_state, plain, plain_optimizer)

@@ -117,9 +117,8 @@ def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
     made: dict[int, nn.Parameter] = {}
     owners = []
     for submodule in module.modules():
-        held = {
-            n: p for n, p in submodule.named_parameters(recurse=False, remove_duplicate=False) if type(p) is DTensor
-        }
+        named: Any = submodule.named_parameters(recurse=False, remove_duplicate=False)
+        held = {name: p for name, p in named if type(p) is DTensor}
         if held:
             owners.append(kind(submodule, held, made))
     for owner in owners:

@@ -14,14 +14,15 @@ def to_upstream(x: DTensor) -> upstream.DTensor:
         ShardingError: the axes nest in an order that torch has no placement for.
     """
     layout = x._spec
-    return upstream.DTensor.from_local(
+    made = upstream.DTensor.from_local(
         x._local_tensor.detach(),
         x.device_mesh,
         layout.torch_placements,
         run_check=False,
         shape=x.shape,
         stride=x.stride(),
-    ).requires_grad_(x.requires_grad)
+    )
+    return made.requires_grad_(x.requires_grad)  # type: ignore[return-value]
 
 
 def from_upstream(x: upstream.DTensor) -> DTensor:

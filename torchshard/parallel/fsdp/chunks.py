@@ -1,13 +1,13 @@
 """What one tensor becomes on its way into and out of sharded state dicts, on meshes of FSDP and tensor parallelism.
 
 Parameters live on a mesh of their own, a part of a larger one: the axes that FSDP does not have. What is saved lives on
-all of the larger mesh, as torch's extension has it: FSDP splits rows (dim 0), then come the axes of the parameter, left to
-right.
+all of the larger mesh, as torch's extension has it: FSDP splits rows (dim 0), and axes split a dim from left to right.
 """
 
 from collections.abc import Collection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.tensor as upstream
 from torch import Tensor
@@ -41,8 +41,9 @@ def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:
     if part.requires_grad:
         part.register_hook(_torch.waited)
     mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
+    shape = torch.Size(layout.shape)
     return upstream.DTensor.from_local(
-        part, mesh.device_mesh, layout.torch_placements, run_check=False, shape=layout.shape, stride=layout.stride
+        part, mesh.device_mesh, layout.torch_placements, run_check=False, shape=shape, stride=layout.stride
     )
 
 
@@ -140,12 +141,12 @@ def part_of(x: Any, layout: TensorLayout, where: str = "") -> Any:
     Raises:
         ShardingError: it is of another shape, or lives elsewhere.
     """
-    source = x._spec if (ours := as_ours(x)) is x else ours._spec if ours is not None else getattr(x, "saved_as", None)
+    ours = as_ours(x)
+    source: TensorLayout | None = getattr(x, "saved_as", None) if ours is None else ours._spec
     if source is not None:
         if source.shape != layout.shape:
             raise other_part(x, layout, where)
-        mesh = source.mesh
-        target = source.to(on_larger_mesh(layout.sharding, mesh))
+        target = source.to(on_larger_mesh(layout.sharding, source.mesh))  # type: ignore[arg-type]
         return redistribute_local(x if ours is None else ours._local_tensor.detach(), source, target)
     if _torch.is_sharded_tensor(x):
         return innermost(x)[0]

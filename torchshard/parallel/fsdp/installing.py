@@ -44,8 +44,9 @@ class Installed:
         if self in _installations:
             _installations.remove(self)
             if not _installations:
-                while _replaced:
-                    setattr(*_replaced.pop())
+                for home, name, value in _replaced:
+                    setattr(home, name, value)
+                _replaced.clear()
 
     def __enter__(self) -> "Installed":
         return self
@@ -57,7 +58,8 @@ class Installed:
 class _User:
     """Who answers FSDP1, see _torch.FSDPUser."""
 
-    extension = DTensorExtensions
+    def extension(self, device_handle: Any) -> DTensorExtensions:
+        return DTensorExtensions(device_handle)
 
     def is_ours(self, taken: Any) -> bool:
         return is_ours(taken)

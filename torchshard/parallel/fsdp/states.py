@@ -1,7 +1,7 @@
-"""State dicts of modules that FSDP1 has wrapped: what belongs to DTensor parameters goes in and out as torch's DTensor.
+"""State dicts of modules that FSDP1 has wrapped: what belongs to DTensor parameters goes out as torch's DTensors.
 
-torch's functions for state dicts gather, send and load by class, and know their own. So values leave as torch's DTensors
-over the same memory, and come in as whatever holds the parameter: a DTensor of either class, or a plain tensor.
+torch's functions for state dicts gather, send and load by class, and know their own. Values leave over the same memory,
+and come in as whatever holds the parameter: a DTensor of either class, or a plain tensor.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchshard import _torch
 from torchshard.parallel.fsdp.chunks import as_ours, over, part_of
-from torchshard.parallel.fsdp.extension import Taken, is_ours
+from torchshard.parallel.fsdp.extension import Taken
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.upstream import to_upstream
 
