@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor", "numpy"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "numpy"])
 
 
 class RankFailed(AssertionError):

@@ -28,22 +28,12 @@ def local_parameters(module: nn.Module) -> nn.Module:
     Raises:
         NotImplementedError: a buffer is a DTensor.
     """
-    made: dict[int, nn.Parameter] = {}
-    owners = []
     for name, submodule in module.named_modules():
         if any(isinstance(b, DTensor) for b in submodule.buffers(recurse=False)):
             raise NotImplementedError(
                 f"local_parameters: {name or 'the module'} has a buffer that is a DTensor; leave it out of the plan"
             )
-        held = {
-            n: p for n, p in submodule.named_parameters(recurse=False, remove_duplicate=False) if type(p) is DTensor
-        }
-        if held:
-            owners.append(_Owner(submodule, held, made))
-    for owner in owners:
-        owner.hook_up(owner.module)
-        if owner.module is not module:
-            owner.hook_up(module)  # for parameters that are read elsewhere than in their own module's forward
+    replace_parameters(module, _LocalOwner)
     return module
 
 
@@ -80,19 +70,29 @@ def _placed(parameter: nn.Parameter, layout: TensorLayout) -> DTensor:
     return x.requires_grad_(parameter.requires_grad)  # type: ignore[return-value]
 
 
-class _Owner:
-    """A module with parameters that are DTensors while it runs."""
+class Owner:
+    """A module with parameters that are DTensors of this package while it runs, and something else outside.
+
+    Attributes:
+        layouts: of the DTensors, by name.
+    """
 
     def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
-        self.module, self.depth = module, 0
+        self.module = module
         self.layouts: dict[str, TensorLayout] = {name: p._spec for name, p in held.items()}
+        self._lent: list[list[str]] = []
         for name, p in held.items():
             if id(p) not in made:
-                made[id(p)] = nn.Parameter(p._local_tensor.detach(), requires_grad=p.requires_grad)
+                made[id(p)] = nn.Parameter(self.outside(p), requires_grad=p.requires_grad)
             module.register_parameter(name, made[id(p)])
-        module._placed_parts = self.layouts  # type: ignore[assignment]
-        module.register_state_dict_post_hook(partial(self._saved))  # torch sets an attribute on the hook
-        module.register_load_state_dict_pre_hook(self._loaded)
+
+    def outside(self, x: DTensor) -> Tensor:
+        """What a parameter is outside of forward."""
+        raise NotImplementedError
+
+    def inside(self, parameter: Tensor, layout: TensorLayout) -> DTensor | None:
+        """What it is inside, differentiable; None where that cannot be told here."""
+        raise NotImplementedError
 
     def hook_up(self, module: nn.Module) -> None:
         """Have DTensors in place while `module` runs."""
@@ -100,24 +100,53 @@ class _Owner:
         module.register_forward_hook(self._take_back, always_call=True)
 
     def _lend(self, *_: Any) -> None:
-        self.depth += 1
-        if self.depth == 1:
-            for name, layout in self.layouts.items():
-                part = getattr(self.module, name)
-                # In the instance's own dict it comes before the parameter, which stays what the module owns.
-                vars(self.module)[name] = DTensor.from_local(
-                    part,
-                    layout.mesh.device_mesh,  # type: ignore[attr-defined]
-                    layout.torch_placements,
-                    shape=layout.shape,
-                    stride=layout.stride,
-                )
+        own, lent = vars(self.module), []
+        for name, layout in self.layouts.items():
+            if name not in own and (x := self.inside(getattr(self.module, name), layout)) is not None:
+                own[name] = x  # comes before the parameter, which stays what the module owns
+                lent.append(name)
+        self._lent.append(lent)
 
     def _take_back(self, *_: Any) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            for name in self.layouts:
-                del vars(self.module)[name]
+        for name in self._lent.pop():
+            del vars(self.module)[name]
+
+
+def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
+    """Make every module below (and itself) that has DTensor parameters an owner of that kind."""
+    made: dict[int, nn.Parameter] = {}
+    owners = []
+    for submodule in module.modules():
+        named: Any = submodule.named_parameters(recurse=False, remove_duplicate=False)
+        held = {name: p for name, p in named if type(p) is DTensor}
+        if held:
+            owners.append(kind(submodule, held, made))
+    for owner in owners:
+        owner.hook_up(owner.module)
+        if owner.module is not module:
+            owner.hook_up(module)  # for parameters that are read elsewhere than in their own module's forward
+
+
+class _LocalOwner(Owner):
+    """Outside of forward, parameters are this rank's parts."""
+
+    def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
+        super().__init__(module, held, made)
+        module._placed_parts = self.layouts  # type: ignore[assignment]
+        module.register_state_dict_post_hook(partial(self._saved))  # torch sets an attribute on the hook
+        module.register_load_state_dict_pre_hook(self._loaded)
+
+    def outside(self, x: DTensor) -> Tensor:
+        return x._local_tensor.detach()
+
+    def inside(self, parameter: Tensor, layout: TensorLayout) -> DTensor:
+        return DTensor.from_local(
+            parameter,
+            layout.mesh.device_mesh,  # type: ignore[attr-defined]
+            layout.torch_placements,
+            shape=layout.shape,
+            stride=layout.stride,
+        )
 
     def _keys(self, state: dict[str, Any], prefix: str) -> Iterator[tuple[str, TensorLayout]]:
         return ((prefix + name, layout) for name, layout in self.layouts.items() if prefix + name in state)

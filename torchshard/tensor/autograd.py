@@ -181,6 +181,11 @@ def from_local(
     return _FromLocal.apply(local, layout, grad_sharding)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def over(local: Tensor, layout: TensorLayout) -> DTensor:
+    """The DTensor of a known layout whose part on this rank is `local`; differentiable, nothing is checked."""
+    return _FromLocal.apply(local, layout, None)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: BoundMesh) -> list[int]:
     """The global shape if all parts are as large as this one."""
     shape = list(local.shape)

@@ -21,7 +21,7 @@ from torchshard.tensor.layout import TensorLayout
 class BoundMesh(Mesh):
     """A Mesh with the DeviceMesh that it stands for; made by `bind`."""
 
-    __slots__ = ("_bridges", "_groups", "_process_groups", "device_mesh", "programs")
+    __slots__ = ("_bridges", "_by_axes", "_groups", "_process_groups", "device_mesh", "programs")
     layout_type = TensorLayout
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
@@ -29,6 +29,7 @@ class BoundMesh(Mesh):
         super().__init__(tuple(device_mesh.shape), names, device_mesh.get_coordinate(), ranks)
         self.device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._by_axes: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._process_groups: list[dist.ProcessGroup] = []
         self._bridges: dict[BoundMesh, Bridge] = {}
         self.programs: dict[Any, Any] = {}  # see redistribute.py
@@ -43,6 +44,11 @@ class BoundMesh(Mesh):
         if group is None:
             group = self._groups[axes] = self._make_group(axes)
         return group
+
+    def process_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
+        """torch's process group of the ranks of `group(axes)`."""
+        self.group(axes)
+        return self._by_axes[axes]
 
     @property
     def everyone(self) -> Group:
@@ -59,6 +65,7 @@ class BoundMesh(Mesh):
             process_group = self.device_mesh.get_group(axes[0])
         else:
             process_group = self._group_of(sorted(ranks))
+        self._by_axes[axes] = process_group
         self._process_groups.append(process_group)
         members = dist.get_process_group_ranks(process_group)
         seats = tuple([members.index(rank) for rank in ranks])

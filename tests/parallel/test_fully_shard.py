@@ -1,0 +1,219 @@
+"""FSDP2 on tensor-parallel modules, and every option of torch's functions for state dicts."""
+
+from functools import partial
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from tests.parallel import fsdp_cases as cases
+from tests.ranks import run_ranks
+
+
+def fully(model, mesh, **options):
+    from torchshard.parallel.fsdp import fully_shard
+
+    for block in model:
+        fully_shard(block, mesh=mesh[cases.fsdp_axes(mesh)], **options)
+    return fully_shard(model, mesh=mesh[cases.fsdp_axes(mesh)], **options)
+
+
+def made(mesh, seed, hidden=(8, 12)):
+    model = fully(cases.parallel(mesh, seed=seed, hidden=hidden), mesh)
+    return model, cases.adamw(model)
+
+
+class Renamed(nn.Module):
+    """A module whose keys leave out the name of the one inside, and that says so by methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(cases.WIDTH, 8)
+        self.register_state_dict_post_hook(partial(self._shorten))
+        self.register_load_state_dict_pre_hook(self._lengthen)
+
+    def _shorten(self, _module, state, prefix, _):
+        for name in ("weight", "bias"):
+            state[prefix + name] = state.pop(f"{prefix}inner.{name}")
+
+    def _lengthen(self, _module, state, prefix, *_):
+        for name in ("weight", "bias"):
+            if prefix + name in state:
+                state[f"{prefix}inner.{name}"] = state.pop(prefix + name)
+
+    def renaming(self):
+        return {"weight": "inner", "bias": "inner"}
+
+    _fqn_modifiers = renaming  # torch asks by this name where it takes no option
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def renamed(mesh, seed):
+    from torchshard.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(Renamed())
+    parallelize_module(model, mesh["tp"], {"0.inner": ColwiseParallel()})
+    return fully(model, mesh)
+
+
+def training_and_options(rank, world, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as dsd
+    from torch.distributed.tensor import DTensor
+
+    from torchshard import init_device_mesh
+    from torchshard.tensor.upstream import from_upstream
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, plain_optimizer = cases.trained(cases.plain(hidden=(8, 12)))
+    where = cases.place(mesh)
+    model, optimizer = cases.trained(*made(mesh, 0), **where)
+    options = dsd.StateDictOptions
+
+    state, optimizer_state = dsd.get_state_dict(model, optimizer)
+    assert all(type(x) is DTensor for x in state.values())
+    cases.assert_same(state, optimizer_state, plain, plain_optimizer)
+    cases.assert_same({name: from_upstream(x) for name, x in state.items()}, {"state": {}}, plain, None)
+
+    def loads(state, optimizer_state, **fields):
+        other, other_optimizer = cases.trained(*made(mesh, 1), **where)
+        dsd.set_model_state_dict(other, state, options=options(**fields))
+        dsd.set_optimizer_state_dict(other, other_optimizer, optimizer_state, options=options(**fields))
+        cases.assert_same(*dsd.get_state_dict(other, other_optimizer), plain, plain_optimizer)
+        return other, other_optimizer
+
+    loads(state, optimizer_state)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    other, other_optimizer = made(mesh, 1)
+    into = dict(zip(("model", "optimizer"), dsd.get_state_dict(other, other_optimizer), strict=True))
+    dcp.load(into, checkpoint_id=folder)
+    loads(into["model"], into["optimizer"])
+
+    full = dsd.get_state_dict(model, optimizer, options=options(full_state_dict=True))
+    assert not any(isinstance(x, DTensor) for x in full[0].values())
+    cases.assert_same(*full, plain, plain_optimizer)
+    loads(*full, full_state_dict=True)
+    on_cpu = dsd.get_state_dict(model, optimizer, options=options(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        cases.assert_same(*on_cpu, plain, plain_optimizer)
+    else:
+        assert on_cpu == ({}, {})
+    loads(*on_cpu, full_state_dict=True, broadcast_from_rank0=True)
+    offloaded = dsd.get_state_dict(model, optimizer, options=options(cpu_offload=True))
+    cases.assert_same(*offloaded, plain, plain_optimizer)
+
+    flat = dsd.get_optimizer_state_dict(model, optimizer, options=options(flatten_optimizer_state_dict=True))
+    torch.testing.assert_close(
+        flat["state.0.up.weight.exp_avg"].full_tensor(), cases.by_name(plain, plain_optimizer)["0.up.weight"]["exp_avg"]
+    )
+    other, other_optimizer = loads(state, flat, flatten_optimizer_state_dict=True)
+
+    del state["0.up.weight"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        dsd.set_model_state_dict(other, dict(state))
+    found = dsd.set_model_state_dict(other, dict(state), options=options(strict=False))
+    assert found.missing_keys == ["0.up.weight"]
+
+    other[0].up.weight.requires_grad_(False)
+    kept = dsd.get_model_state_dict(other, options=options(ignore_frozen_params=True))
+    assert set(plain.state_dict()) - set(kept) == {"0.up.weight"}
+    for keep, names in ((True, {"0.up.weight", "0.up.bias"}), (False, {"weight", "bias"})):
+        part = dsd.get_model_state_dict(model, submodules={model[0].up}, options=options(keep_submodule_prefixes=keep))
+        assert set(part) == names
+
+    source, target = renamed(mesh, 0), renamed(mesh, 1)
+    state = dsd.get_model_state_dict(source)
+    assert set(state) == {"0.weight", "0.bias"}
+    dsd.set_model_state_dict(target, state, options=options(dsd_fqn_modifiers="renaming"))
+    torch.testing.assert_close(cases.full(target[0].inner.weight), cases.full(source[0].inner.weight))
+
+    cases.train(model, optimizer, **where)
+    cases.train(plain, plain_optimizer)
+    cases.assert_same(*dsd.get_state_dict(model, optimizer), plain, plain_optimizer, rtol=1e-4, atol=1e-5)
+
+
+def test_training_and_every_option_of_state_dicts(tmp_path):
+    run_ranks(4, training_and_options, str(tmp_path))
+
+
+class Tied(nn.Module):
+    """Its head reads the weight of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.block = nn.Embedding(12, cases.WIDTH), cases.MLP(7)
+        self.head = nn.Linear(cases.WIDTH, 12, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x):
+        return self.head(self.block(self.tokens(x)))
+
+
+def tied_uneven_hybrid(rank, world):
+    from torchshard import Replicate, init_device_mesh
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torchshard.parallel.fsdp import fully_shard, torch_parameters
+
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("rep", "dp", "tp"))
+    plan = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()), "block.up": ColwiseParallel(),
+        "block.down": RowwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate()),
+    }  # fmt: skip
+    tokens = torch.randint(0, 12, (4, 3), generator=torch.Generator().manual_seed(0))
+
+    def steps(model, optimizer, at=0, of=1):
+        for _ in range(5):
+            model(tokens.chunk(of)[at]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: cases.full(x.detach()) for name, x in model.state_dict().items()}
+
+    torch.manual_seed(0)
+    plain = Tied()
+    want = steps(plain, cases.adamw(plain))
+    for how in ("blocks first", "converted first", "not FSDP"):
+        torch.manual_seed(0)
+        model = parallelize_module(Tied(), mesh["tp"], plan)
+        if how == "converted first":
+            torch_parameters(model)
+        if how != "not FSDP":
+            fully_shard(model.block, mesh=mesh["rep", "dp"])
+            fully_shard(model, mesh=mesh["rep", "dp"])
+        else:
+            torch_parameters(model)
+        assert model.head.weight is model.tokens.weight
+        found = steps(model, cases.adamw(model), **({} if how == "not FSDP" else cases.place(mesh)))
+        for name, value in want.items():
+            torch.testing.assert_close(found[name], value, msg=lambda m, at=(how, name): f"{at}: {m}")
+
+
+def test_tied_weights_uneven_lengths_and_hybrid_sharding():
+    run_ranks(4, tied_uneven_hybrid)
+
+
+def unsayable(rank, world):
+    from torchshard import init_device_mesh
+    from torchshard.errors import ShardingError
+
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ShardingError) as caught:
+        fully(cases.parallel(mesh, hidden=(7,)), mesh)
+    return str(caught.value)
+
+
+def test_lengths_that_torch_could_not_save_are_refused():
+    messages = run_ranks(6, unsayable)
+    assert len(set(messages)) == 1
+    assert_expected_inline(
+        messages[0],
+        """\
+FSDP would cut a parameter in pieces that torch cannot save, having no placements for them.
+  expected: a length that 3 x 2 ranks divide
+  got:      length 7 of dim 0
+  where:    up.weight, float32[7, 8] (tp=2:S(0)), then axis dp of FSDP's mesh (3,)
+  fix:      another length, or shard_placement_fn= that gives FSDP another dim, which its ranks divide""",
+    )

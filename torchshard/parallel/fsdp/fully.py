@@ -1,0 +1,106 @@
+"""FSDP2: torch's fully_shard on modules whose parameters are DTensors of this package.
+
+fully_shard knows torch's DTensor; of another class it takes the global shape for the local one. So parameters become
+torch's DTensors over the same memory. While a module runs forward, they are DTensors of this package, made of what FSDP
+has gathered; everything else (optimizers, state dicts, checkpoints) sees torch's.
+"""
+
+import math
+from itertools import chain
+from typing import Any
+
+import torch.distributed.tensor as upstream
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from torchshard.errors import ShardingError
+from torchshard.layout.strided import factors_from_order
+from torchshard.parallel.parts import Owner, replace_parameters
+from torchshard.tensor.autograd import over
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.upstream import to_upstream
+
+
+def fully_shard(module: Any, **options: Any) -> Any:
+    """torch.distributed.fsdp.fully_shard on a module that `parallelize_module` of this package has treated.
+
+    Args:
+        module: a module or a list of them, as torch takes.
+        options: torch's keywords: `mesh`, `reshard_after_forward`, `mp_policy` and so on.
+
+    Returns:
+        The module.
+
+    Raises:
+        ShardingError: torch could not save a parameter, because FSDP and tensor parallelism cut one dim in pieces that
+            torch's placements do not describe.
+    """
+    modules = module if isinstance(module, list) else [module]
+    for name, parameter in chain.from_iterable(each.named_parameters() for each in modules):
+        if type(parameter) is DTensor:
+            _require_torch_can_say(name, parameter, **options)
+    for each in modules:
+        torch_parameters(each)
+    return torch_fully_shard(module, **options)
+
+
+def _require_torch_can_say(
+    name: str, parameter: Any, mesh: DeviceMesh | None = None, shard_placement_fn: Any = None, **_: Any
+) -> None:
+    """Raise ShardingError where what FSDP will hold is not what torch's placements say that it holds."""
+    layout: TensorLayout = parameter._spec
+    placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+    dim = getattr(placement, "dim", 0) % max(layout.ndim, 1)
+    axes = layout.sharding.splits.get(dim, ())
+    if mesh is None or not axes:
+        return
+    try:
+        factors_from_order(layout.shape[dim], [*(a + 1 for a in axes), 0], (mesh.shape[-1], *layout.mesh.shape))
+    except ShardingError as error:
+        raise ShardingError(
+            "FSDP would cut a parameter in pieces that torch cannot save, having no placements for them.",
+            expected=f"a length that {mesh.shape[-1]} x {math.prod(layout.mesh.shape[a] for a in axes)} ranks divide",
+            got=f"length {layout.shape[dim]} of dim {dim}",
+            where=f"{name}, {layout}, then axis {(mesh.mesh_dim_names or '?')[-1]} of FSDP's mesh {tuple(mesh.shape)}",
+            fix="another length, or shard_placement_fn= that gives FSDP another dim, which its ranks divide",
+        ) from error
+
+
+def torch_parameters(module: nn.Module) -> nn.Module:
+    """Replace the DTensor parameters of a module by torch's DTensors over the same memory, in place.
+
+    While the module runs forward they are DTensors of this package, so its results and gradients are the same.
+    Functions of torch that know their own class only then work, as those of torch.distributed.checkpoint.state_dict.
+    State dicts hold torch's DTensors, and load DTensors of both classes. To be called before an optimizer is given
+    the parameters.
+
+    Returns:
+        The module.
+    """
+    replace_parameters(module, _TorchOwner)
+    return module
+
+
+class _TorchOwner(Owner):
+    """Outside of forward, parameters are torch's DTensors."""
+
+    def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
+        super().__init__(module, held, made)
+        module.register_load_state_dict_pre_hook(self._loaded)
+
+    def outside(self, x: DTensor) -> Tensor:
+        return to_upstream(x)
+
+    def inside(self, parameter: Tensor, layout: TensorLayout) -> DTensor | None:
+        mesh = layout.mesh.device_mesh  # type: ignore[attr-defined]
+        if not isinstance(parameter, upstream.DTensor) or parameter.device_mesh != mesh:
+            return None  # still cut by FSDP: a module below will have it gathered
+        part = parameter.to_local()
+        return over(part, layout_for(layout.sharding, layout.shape, layout.stride, part.dtype))
+
+    def _loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in self.layouts:
+            if isinstance(x := state.get(prefix + name), DTensor):
+                state[prefix + name] = to_upstream(x)

@@ -1,0 +1,55 @@
+"""State dicts of modules that FSDP1 has wrapped: what belongs to DTensor parameters goes out as torch's DTensors.
+
+torch's functions for state dicts gather, send and load by class, and know their own. Values leave over the same memory,
+and come in as whatever holds the parameter: a DTensor of either class, or a plain tensor.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchshard.parallel.fsdp.chunks import as_ours, over, part_of
+from torchshard.parallel.fsdp.extension import Taken
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.upstream import to_upstream
+
+Parameters = Sequence[tuple[nn.Module, str, Any]]
+
+
+def hook_up(parameters: Parameters) -> None:
+    """Hooks on the owners of the parameters that a flat one consists of: (owner, name, what was taken off)."""
+    owners: dict[nn.Module, dict[str, Taken]] = {}
+    for module, name, taken in parameters:
+        if taken is not None:
+            owners.setdefault(module, {})[name] = taken
+    for module, held in owners.items():
+        module.register_state_dict_post_hook(partial(_saved))
+        module.register_load_state_dict_pre_hook(partial(_loaded, held=held))
+
+
+def _saved(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, _parameter in module.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if isinstance(value, DTensor):
+            state[prefix + name] = to_upstream(value)
+
+
+def _loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, held: dict[str, Taken]) -> None:
+    for name, taken in held.items():
+        if prefix + name in state:
+            part = part_of(state[prefix + name], taken.layout, f"state dict, {prefix + name}")
+            state[prefix + name] = over(part.detach(), taken.layout, taken.kind)
+
+
+def part(value: Any, taken: Taken | None, where: str) -> Any:
+    """What FSDP1 flattens of a value of an optimizer state: this rank's part, plain; scalars and others as they are."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    if taken is None:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    x = as_ours(value)
+    if x is not None and x.device.type != x.device_mesh.device_type:
+        value = x.to(x.device_mesh.device_type)
+    return part_of(value, taken.layout, where)
