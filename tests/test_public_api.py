@@ -9,7 +9,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 import torchshard
-from torchshard import parallel
+from torchshard import parallel, state_dict
 
 
 def signature(function) -> str:
@@ -50,6 +50,7 @@ class DTensor(Tensor)
     data: property
     device_mesh: property
     from_local(local_tensor, device_mesh=None, placements=None, *, run_check=False, shape=None, stride=None, grad_placements=None)
+    from_torch(upstream)
     full_tensor(self, *, grad_placements=None)
     is_shared(self)
     numpy(self, *, force=False)
@@ -58,6 +59,7 @@ class DTensor(Tensor)
     share_memory_(self)
     storage(self)
     to_local(self, *, grad_placements=None)
+    to_torch(self)
     tolist(self)
 DeviceMesh: torch's own
 class DistributedDataParallel(Compatibility, DistributedDataParallel)
@@ -67,6 +69,24 @@ Partial: torch's own
 Placement: torch's own
 Replicate: torch's own
 Shard: torch's own
+class ShardedTensor(Tensor)
+    cpu(self, memory_format=torch.preserve_format, process_group=None)
+    cuda(self, device=None, non_blocking=False, memory_format=torch.preserve_format, process_group=None)
+    from_local(cls, local_tensor, dim=0, process_group=None)
+    from_local_shards(cls, local_shards, *global_size, process_group=None, init_rrefs=False)
+    from_shards_and_metadata(cls, local_shards, sharded_tensor_metadata, process_group=None, init_rrefs=False, sharding_spec=None)
+    from_spec(cls, spec, *size, **options)
+    from_torch(cls, upstream)
+    gather(self, dst=0, out=None, enforce_dtype=False, dtype=None)
+    is_pinned(self, device=None)
+    local_shards(self)
+    local_tensor(self)
+    metadata(self)
+    remote_shards(self)
+    reshard(self, resharding_spec)
+    sharding_spec(self)
+    to(self, *args, **options)
+    to_torch(self)
 distribute_module(module, device_mesh=None, partition_fn=None, input_fn=None, output_fn=None)
 distribute_tensor(tensor, device_mesh=None, placements=None, *, src_data_rank=0)
 empty(*size, **options)
@@ -114,6 +134,26 @@ placed_parameters(module)""",
     )
 
 
+def test_names_and_signatures_of_state_dict():
+    text = "\n".join(line for name in state_dict.__all__ for line in described(name, state_dict))
+    assert_expected_inline(
+        text,
+        """\
+class KeyRules(KeyRules)
+add_prefix(prefix)
+from_torch(sd)
+fuse(parts, whole, dim=0, *, sizes=())
+rename(pattern, replacement)
+split(whole, parts, dim=0, *, sizes=())
+strip_prefix(prefix, *, everywhere=False)
+to_dtensor(sd, device_mesh, placements, *, strict=True, src_rank=None, reduce_partial=False)
+to_full(sd, *, rank0_only=False, cpu_offload=False, reduce_partial=False)
+to_sharded_tensor(sd, *, dim=None, process_group=None, spec=None, reduce_partial=False)
+to_torch(sd)
+transpose(pattern)""",
+    )
+
+
 def _homed(package):
     return {name for names in package._HOMES.values() for name in names.split()}
 
@@ -124,6 +164,7 @@ def test_every_public_name_is_listed_once_everywhere():
     assert set(names) <= set(dir(torchshard))
     assert set(names) == _homed(torchshard)
     assert set(parallel.__all__) == _homed(parallel) <= set(dir(parallel))
+    assert set(state_dict.__all__) == _homed(state_dict) <= set(dir(state_dict))
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchshard.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from torchshard.tensor.modes import fallback, implicit_replication
     from torchshard.tensor.register import register_rule
+    from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
     from torchshard.tensor.validate import validate_rule
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "ShardedTensor",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -59,6 +61,7 @@ _HOMES = {
     "torchshard.tensor.factories": "empty full linspace logspace ones rand randn zeros",
     "torchshard.tensor.modes": "fallback implicit_replication",
     "torchshard.tensor.register": "register_rule",
+    "torchshard.tensor.sharded.sharded_tensor": "ShardedTensor",
     "torchshard.tensor.validate": "validate_rule",
 }
 __getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -230,6 +230,46 @@ def strided_shard() -> Any:
     return _StridedShard
 
 
+def sharded_tensors() -> Any:
+    """torch's ShardedTensor and the classes that describe one (torch.distributed._shard, 2.11-2.15).
+
+    A namespace with ShardedTensor, Shard, ShardMetadata, ShardedTensorMetadata, TensorProperties, ShardingSpec,
+    ChunkShardingSpec, EnumerableShardingSpec and RemoteDevice.
+    """
+    from types import SimpleNamespace
+
+    import torch.distributed._shard.sharded_tensor
+    import torch.distributed._shard.sharding_spec
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed.remote_device import _remote_device
+
+    theirs: Any = torch.distributed._shard.sharded_tensor
+    specs: Any = torch.distributed._shard.sharding_spec
+    return SimpleNamespace(
+        ShardedTensor=theirs.ShardedTensor,
+        Shard=theirs.Shard,
+        ShardMetadata=ShardMetadata,
+        ShardedTensorMetadata=theirs.ShardedTensorMetadata,
+        TensorProperties=theirs.TensorProperties,
+        ShardingSpec=specs.ShardingSpec,
+        ChunkShardingSpec=specs.ChunkShardingSpec,
+        EnumerableShardingSpec=specs.EnumerableShardingSpec,
+        RemoteDevice=_remote_device,
+    )
+
+
+def their_sharded_tensor(shards: Any, metadata: Any, spec: Any, group: Any) -> Any:
+    """torch's ShardedTensor around these shards, which are neither copied nor compared between ranks (2.11-2.15)."""
+    return sharded_tensors().ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=metadata, process_group=group, sharding_spec=spec
+    )
+
+
+def group_of_theirs(x: Any) -> Any:
+    """The process group of one of torch's ShardedTensors (ShardedTensor._process_group, 2.11-2.15)."""
+    return x._process_group
+
+
 def norm_partial() -> Any:
     """torch's placement for terms of a p-norm (2.11-2.15)."""
     from torch.distributed.tensor._ops._math_ops import _NormPartial

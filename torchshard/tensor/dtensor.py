@@ -140,6 +140,27 @@ class DTensor(Tensor):
 
         return autograd.redistribute(self, self._spec.mesh.replicated()).to_local(grad_placements=grad_placements)
 
+    @staticmethod
+    def from_torch(upstream: Tensor) -> "DTensor":
+        """One of torch's own DTensors, around the same local tensor; differentiable.
+
+        Raises:
+            ShardingError: the local tensor is not the piece that shape and placements say.
+        """
+        from torchshard.tensor import interop
+
+        return interop.from_torch(upstream)
+
+    def to_torch(self) -> Tensor:
+        """torch's own DTensor around the same local tensor; differentiable.
+
+        Raises:
+            ShardingError: axes nest in an order that torch has no placement for.
+        """
+        from torchshard.tensor import interop
+
+        return interop.to_torch(self)
+
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh that the tensor lives on."""

@@ -1,0 +1,182 @@
+"""Key rules on numpy arrays: renames, prefixes, fused tensors, transposes, optimizers; what is refused, and how it is said."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchshard.errors import ShardingError
+from torchshard.keys import KeyRules, add_prefix, fuse, rename, split, strip_prefix, transpose
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a.dtype == b.dtype and np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+
+
+def arrays(*keys, shape=(4, 3)):
+    return {key: np.arange(np.prod(shape)).reshape(shape) + 100 * k for k, key in enumerate(keys)}
+
+
+def there_and_back(rules, sd):
+    new = rules(sd)
+    back = rules.inverse()(new)
+    assert same(dict(sorted(sd.items())), dict(sorted(back.items())))
+    return new
+
+
+def test_renames_fit_whole_segments_and_keep_groups():
+    rules = KeyRules([rename(r"layers.(\d+).mlp.(w\d)", r"blocks.\1.\2")])
+    sd = arrays("model.layers.10.mlp.w1.weight", "layers.2.mlp.w22", "layers.x.mlp.w1", "players.1.mlp.w1")
+    assert list(there_and_back(rules, sd)) == [
+        "model.blocks.10.w1.weight", "layers.2.mlp.w22", "layers.x.mlp.w1", "players.1.mlp.w1",
+    ]  # fmt: skip
+    assert rules.renamed(["layers.1.mlp.w1"]) == {"blocks.1.w1": ("layers.1.mlp.w1",)}
+
+
+def test_groups_may_change_places():
+    rules = KeyRules([rename(r"a.(\d+).(\w+)", r"\2.b.\1")])
+    assert list(there_and_back(rules, arrays("a.1.x", "a.22.y"))) == ["x.b.1", "y.b.22"]
+
+
+def test_dots_are_literal():
+    rules = KeyRules([rename("a.b", "c")])
+    assert list(there_and_back(rules, arrays("a.b.x", "axb", "y.a.b"))) == ["c.x", "axb", "y.c"]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module."])
+def test_prefixes(prefix):
+    sd = arrays(prefix + "a", prefix + "b.c")
+    assert list(there_and_back(KeyRules([strip_prefix(prefix)]), sd)) == ["a", "b.c"]
+    assert list(there_and_back(KeyRules([add_prefix("x.")]), sd)) == ["x." + key for key in sd]
+
+
+def test_prefixes_within_keys_are_put_back_where_the_old_keys_are_known():
+    old = ["_fsdp_wrapped_module.a._fsdp_wrapped_module._orig_mod.b", "c", "module.d"]
+    rules = KeyRules(
+        [*[strip_prefix(p, everywhere=True) for p in ("_fsdp_wrapped_module.", "_orig_mod.")], strip_prefix("module.")]
+    )
+    new = rules(arrays(*old))
+    assert list(new) == ["a.b", "c", "d"]
+    assert list(rules.inverse(of=old)(new)) == old
+    with pytest.raises(ShardingError, match=re.compile("cannot be known.*inverse\\(of=", re.S)):
+        rules.inverse()
+
+
+QKV = [rf"h.(\d+).{name}.weight" for name in "qkv"]
+
+
+def test_fused_tensors_and_their_parts():
+    rules = KeyRules([fuse(QKV, r"blocks.\1.qkv.weight", dim=0, sizes=(4, 2, 2))])
+    sd = {
+        f"h.{k}.{n}.weight": np.full((size, 3), k + size)
+        for k in (0, 1)
+        for n, size in zip("qkv", (8, 4, 4), strict=True)
+    }
+    new = there_and_back(rules, {**sd, "rest": np.ones(2)})
+    assert {key: value.shape for key, value in new.items()} == {
+        "blocks.0.qkv.weight": (16, 3), "blocks.1.qkv.weight": (16, 3), "rest": (2,),
+    }  # fmt: skip
+    apart = KeyRules([split(r"blocks.(\d+).qkv.weight", [rf"h.\1.{n}.weight" for n in "qkv"], sizes=(4, 2, 2))])
+    assert same(apart(new), {**sd, "rest": np.ones(2)})
+    columns = KeyRules([fuse(["a", "b"], "c", dim=1)])
+    assert there_and_back(columns, arrays("a", "b"))["c"].shape == (4, 6)
+
+
+def test_rules_follow_one_another():
+    rules = KeyRules([strip_prefix("module."), transpose(r"h.(\d+).(\w).weight"), fuse(QKV, r"b.\1.w", dim=1)])
+    new = there_and_back(rules, arrays(*[f"module.h.0.{n}.weight" for n in "qkv"], "module.h.0.x.weight"))
+    assert {key: value.shape for key, value in new.items()} == {"b.0.w": (3, 12), "h.0.x.weight": (3, 4)}
+
+
+def test_optimizers_follow():
+    names = ["h.0.q.weight", "h.0.k.weight", "h.0.v.weight", "bias"]
+    state = {name: {"step": 3, "exp_avg": np.full((2, 3), k)} for k, name in enumerate(names)}
+    sd = {
+        "model": {name: np.full((2, 3), -k) for k, name in enumerate(names)},
+        "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": names}]},
+        "epoch": 3,
+    }
+    rules = KeyRules([transpose("q.weight"), transpose("k.weight"), transpose("v.weight"), fuse(QKV, r"b.\1.w", dim=1)])
+    new = rules(sd)
+    assert new["optimizer"]["param_groups"] == [{"lr": 0.1, "params": ["b.0.w", "bias"]}]
+    assert new["optimizer"]["state"]["b.0.w"]["step"] == 3
+    assert new["optimizer"]["state"]["b.0.w"]["exp_avg"].shape == (3, 6)
+    assert new["model"]["b.0.w"].shape == (3, 6)
+    assert new["epoch"] == 3
+    assert same(rules.inverse()(new)["optimizer"], sd["optimizer"])
+    flat = {f"state.{name}.exp_avg": value["exp_avg"] for name, value in state.items()}
+    tails = KeyRules([fuse([f"{pattern}.exp_avg" for pattern in QKV], r"b.\1.w.exp_avg", dim=1)])
+    assert list(there_and_back(tails, flat)) == ["state.b.0.w.exp_avg", "state.bias.exp_avg"]
+
+
+def refused(rules, sd):
+    before = {key: value.copy() for key, value in sd.items() if isinstance(value, np.ndarray)}
+    with pytest.raises(ShardingError) as error:
+        KeyRules(*rules)(sd) if isinstance(rules, tuple) else rules(sd)
+    assert all(np.array_equal(sd[key], value) for key, value in before.items())
+    return str(error.value)
+
+
+def test_collisions_are_named():
+    said = refused(KeyRules([rename("a", "c"), rename("b", "c")]), arrays("a.x", "b.x"))
+    assert "a.x" not in said or "become" in said
+    said = refused(KeyRules([strip_prefix("module.")]), arrays("module.a", "a", "b"))
+    assert "Keys collide" in said
+    assert "module.a and a become a" in said
+
+
+def test_what_is_not_covered_is_named():
+    rules = KeyRules([rename("a", "b"), rename("nowhere", "c")], strict=True)
+    said = refused(rules, arrays("a.x", "other", "more"))
+    assert re.search("no rule: other\n +no rule: more\n +no key: .*nowhere", said)
+
+
+def test_missing_parts_are_named():
+    said = refused(KeyRules([fuse(QKV, r"b.\1.w")]), arrays("h.0.q.weight", "h.0.v.weight"))
+    assert "3 parts of b.0.w" in said
+    assert r"nothing fits h.(\d+).k.weight" in said
+
+
+def test_a_rename_that_cannot_be_undone_is_named():
+    said = refused(KeyRules([rename("a", "b")]), arrays("a.x", "b.y"))
+    assert "expected: b.y to become b.y again" in said
+    for pattern, replacement in ((r"a.(\d+)", "b"), (r"a.(\d+)", r"b.\1.\1"), ("a", r"b.\1")):
+        with pytest.raises(ShardingError, match="cannot be turned round"):
+            rename(pattern, replacement)
+    for pattern in (r"a\d", "a(b", "a((b)c)", "a(?:b)"):
+        with pytest.raises(ShardingError, match="cannot be read"):
+            rename(pattern, "b")
+
+
+def test_sizes_that_could_not_be_taken_apart_again_are_named():
+    sd = {"a": np.ones((4, 1)), "b": np.ones((2, 1))}
+    assert "fuse(..., sizes=(4, 2))" in refused(KeyRules([fuse(["a", "b"], "c")]), sd)
+    assert there_and_back(KeyRules([fuse(["a", "b"], "c", sizes=(4, 2))]), sd)["c"].shape == (6, 1)
+    assert "3 divides" in refused(KeyRules([split("a", ["x", "y"], sizes=(1, 2))]), sd)
+
+
+def test_numbered_states_of_fused_parameters_are_refused():
+    sd = {"state": {0: {"exp_avg": np.ones(2)}}, "param_groups": [{"params": [0]}]}
+    assert same(KeyRules([rename("a", "b")])(sd), sd)
+    assert "get_optimizer_state_dict" in refused(KeyRules([fuse(["a", "b"], "c")]), sd)
+
+
+words = st.text("abc", min_size=1, max_size=3)
+
+
+@given(st.lists(st.tuples(words, st.integers(0, 12), words), min_size=1, max_size=8, unique=True), words)
+def test_what_is_renamed_comes_back(names, new):
+    """For any keys: either the rename is refused, or its inverse gives them back."""
+    sd = {f"{a}.{k}.{b}": np.array(i) for i, (a, k, b) in enumerate(names)}
+    rules = KeyRules([rename(r"a.(\d+)", rf"{new}.x.\1"), add_prefix("p."), rename(r"p.([bc]+)", r"\1.q")])
+    try:
+        made = rules(sd)
+    except ShardingError:
+        return
+    assert same(rules.inverse()(made), sd)

@@ -1,0 +1,76 @@
+"""Ranks that exchange parts of tensors: who they are, how they reach one another, and what they have agreed to."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from torchshard._torch import group_of_members
+from torchshard.comm.agreement import Agreement
+
+
+@dataclass(slots=True)
+class Circle:
+    """Some ranks; made by `circle_of`.
+
+    Attributes:
+        ranks: global ranks, ascending.
+        rank: this one.
+        group: the process group of all of them.
+        agreement: on what is exchanged.
+        exchanges: how many there have been; the same on every rank that follows the others.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup
+    agreement: Agreement
+    exchanges: int = 0
+
+    def agree(self, text: str) -> None:
+        """Return when all ranks are about to do what `text` says.
+
+        Raises:
+            RankMismatchError: one of them is about to do something else, or does not come.
+        """
+        self.agreement.raise_failure()
+        self.agreement.restart()
+        self.agreement.confirm(text, self.exchanges)
+        self.exchanges += 1
+
+
+@dataclass(slots=True)
+class _Known:
+    """Circles for as long as the default process group lives."""
+
+    world: dist.ProcessGroup | None = None
+    circles: dict[tuple[tuple[int, ...], str], Circle] = field(default_factory=dict)
+
+
+_known = _Known()
+
+
+def circle_of(ranks: tuple[int, ...], device: torch.device, group: dist.ProcessGroup | None = None) -> Circle:
+    """The circle of these ranks, ascending, of which this is one; all of them ask for it at the same point.
+
+    Args:
+        ranks: global ranks.
+        device: what is sent lies on devices of this type.
+        group: a process group of exactly these ranks, where there is one; else one is made when first needed.
+    """
+    if _known.world is not dist.group.WORLD:
+        _known.world = dist.group.WORLD
+        _known.circles.clear()
+    found = _known.circles.get((ranks, device.type))
+    if found is None:
+        group = group if group is not None else _group_of(ranks, device)
+        made = Circle(ranks, dist.get_rank(), group, Agreement(group, device, "state dicts"))
+        found = _known.circles[ranks, device.type] = made
+    return found
+
+
+def _group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is not None and list(ranks) == dist.get_process_group_ranks(world):
+        return world
+    return group_of_members(ranks, device)

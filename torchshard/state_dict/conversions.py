@@ -1,0 +1,271 @@
+"""State dicts, or single tensors, from one way to spread them over ranks to another.
+
+Every function takes plain tensors, DTensors and ShardedTensors, ours and torch's, alone or in any nesting of dicts,
+lists and tuples, and returns the same nesting. Leaves that are no tensors are kept, and tensors that are one stay one.
+Results carry no history; where nothing has to move they share memory with what they were made from.
+
+Ranks compare what they are about to do before anything moves. What is given in is never changed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as upstream
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchshard._torch import default_group, sharded_tensors
+from torchshard.comm.circle import circle_of
+from torchshard.errors import ShardingError
+from torchshard.layout.placements import Shard
+from torchshard.state_dict.converting import convert
+from torchshard.state_dict.forms import Form
+from torchshard.state_dict.targets import InParts, OnMesh, Target, Whole
+from torchshard.state_dict.trees import identity, leaves, with_leaves
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.layout import from_torch as sharding_from_torch
+from torchshard.tensor.mesh import bind
+from torchshard.tensor.sharded import specs
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+
+Placed = Sequence[Any] | None
+Placements = Sequence[Any] | Mapping[str, Placed] | Callable[[str, Tensor], Placed]
+
+
+def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, reduce_partial: bool = False) -> Any:
+    """Whole tensors, on every rank that holds a part or on the first of them.
+
+    Args:
+        sd: a tensor or a nesting; every rank of its tensors' meshes and groups calls this.
+        rank0_only: on the first of these ranks alone. Others get an empty container (None for a single tensor), and
+            never hold a whole tensor.
+        cpu_offload: in CPU memory.
+        reduce_partial: take the value of Partial tensors, which are refused otherwise.
+
+    Raises:
+        ShardingError: a Partial tensor; or with `rank0_only`, tensors whose first ranks differ.
+        RankMismatchError: ranks have other keys, shapes or dtypes, or one is lost.
+    """
+    firsts: dict[int, str] = {}
+
+    def decide(path: str, x: Tensor, form: Form) -> Target | None:
+        if form.holding is None:
+            return Whole((_here(),), True) if cpu_offload else None
+        ranks = form.holding.ranks
+        if rank0_only:
+            firsts.setdefault(ranks[0], path)
+            if len(firsts) > 1:
+                places = ", ".join(f"rank {rank} for {name}" for rank, name in firsts.items())
+                raise ShardingError(
+                    "The tensors have no first rank in common.",
+                    expected="tensors that live on the same ranks",
+                    got=places,
+                    fix="convert them in separate calls, or with rank0_only=False",
+                )
+        return Whole(ranks[:1] if rank0_only else ranks, cpu_offload)
+
+    full = convert(sd, decide, reduce_partial=reduce_partial)
+    if rank0_only and _here() != next(iter(firsts), 0):
+        return type(sd)() if isinstance(sd, (dict, list, tuple)) else None
+    return full
+
+
+def to_dtensor(
+    sd: Any,
+    device_mesh: DeviceMesh,
+    placements: Placements,
+    *,
+    strict: bool = True,
+    src_rank: int | None = None,
+    reduce_partial: bool = False,
+) -> Any:
+    """DTensors on a mesh.
+
+    Args:
+        sd: a tensor or a nesting; every rank of the mesh, and of meshes and groups that tensors live on, calls this.
+        device_mesh: where.
+        placements: one placement an axis, for all tensors but those without dims, which are left as they are. Or a
+            mapping from patterns of keys (as of fnmatch; the keys of nested dicts are joined by dots) to such
+            sequences, in which the first pattern that fits counts. Or a function of key and tensor. A tensor whose
+            placements are None is left as it is.
+        strict: whether each key must fit a pattern, and each pattern a key. Otherwise keys without a pattern are left
+            as they are.
+        src_rank: the global rank whose plain tensors count; others give tensors of the same shapes, on the meta device
+            for example. Without it all ranks are taken to have the same values, and nothing is sent for them.
+        reduce_partial: take the value of Partial tensors, which are refused otherwise.
+
+    Raises:
+        ShardingError: placements that do not fit; patterns without keys, or keys without patterns, all of them named.
+        RankMismatchError: ranks do not convert the same, or one is lost.
+    """
+    mesh = bind(device_mesh)
+    chosen = _chooser(sd, placements, strict)
+
+    def decide(path: str, x: Tensor, form: Form) -> Target | None:
+        found = chosen(path, x)
+        if found is None:
+            return None
+        sharding = sharding_from_torch(found, mesh, form.shape)
+        if sharding.partial:
+            raise ShardingError("Values cannot be converted to terms.", expected="Shard(dim) or Replicate()", got=found)
+        return OnMesh(sharding)
+
+    return convert(sd, decide, reduce_partial=reduce_partial, source=src_rank)
+
+
+def _chooser(sd: Any, placements: Placements, strict: bool) -> Callable[[str, Tensor], Placed]:
+    if callable(placements):
+        return placements
+    if not isinstance(placements, Mapping):
+        single = isinstance(sd, Tensor)
+        return lambda _, x: placements if x.ndim or single else None
+    patterns = placements
+    if strict:
+        _check_patterns([path for path, leaf in leaves(sd) if isinstance(leaf, Tensor)], list(patterns))
+    return lambda path, _: next((p for pattern, p in patterns.items() if fnmatchcase(path, pattern)), None)
+
+
+def _check_patterns(keys: Sequence[str], patterns: Sequence[str]) -> None:
+    idle = [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)]
+    left = [key for key in keys if not any(fnmatchcase(key, pattern) for pattern in patterns)]
+    if idle or left:
+        raise ShardingError(
+            "Keys and patterns of placements do not cover one another.",
+            expected="a pattern for each tensor, and a tensor for each pattern",
+            got="; ".join(
+                [f"{what}: {', '.join(names)}" for what, names in (("no pattern", left), ("no tensor", idle)) if names]
+            ),
+            fix="add patterns ('*': None leaves the rest as it is), or strict=False",
+        )
+
+
+def to_sharded_tensor(
+    sd: Any,
+    *,
+    dim: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    spec: Any = None,
+    reduce_partial: bool = False,
+) -> Any:
+    """ShardedTensors.
+
+    What is spread already keeps its parts, and its memory, unless `dim` or `spec` is given: a ShardedTensor knows
+    neither mesh nor replicas, so along replicated axes each group of ranks that holds a whole tensor has its own. To
+    go back, say mesh and placements to `to_dtensor`.
+
+    Args:
+        sd: a tensor or a nesting; every rank of the group, and of meshes that tensors live on, calls this.
+        dim: along which each tensor is cut into one piece a rank; 0 for plain tensors, if nothing is said.
+        process_group: the ranks of what is cut; by default the default group for plain tensors, else the ranks that
+            hold the tensor.
+        spec: a sharding spec instead of `dim`.
+        reduce_partial: take the value of Partial tensors, which are refused otherwise.
+
+    Plain tensors without dims are left as they are.
+
+    Raises:
+        ShardingError: a spec that does not fit, or a rank outside of a tensor's mesh.
+        RankMismatchError: ranks do not convert the same, or one is lost.
+    """
+
+    def decide(path: str, x: Tensor, form: Form) -> Target | None:
+        if form.holding is None and not form.shape:
+            return None
+        if form.holding is not None and dim is None and spec is None:
+            if isinstance(x, ShardedTensor):
+                return None
+            return _as_it_is(form)
+        group = process_group or _group_of(form)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        cut = specs.chunks(dim or 0, ranks, form.device) if spec is None else spec
+        return InParts(cut, ranks, group)
+
+    return convert(sd, decide, reduce_partial=reduce_partial)
+
+
+def _as_it_is(form: Form) -> Target:
+    """The parts that ranks of one replica group hold already, as a spec that lists them."""
+    assert form.holding is not None, "a plain tensor has no parts"
+    here, ranks = dist.get_rank(), form.holding.ranks
+    if form.sharding is not None and (at := form.sharding.mesh.coordinate) is not None:
+        mesh = form.sharding.mesh
+        fixed = [a for a, p in enumerate(form.sharding.placements) if type(p) is not Shard]
+        places = zip(mesh.ranks, mesh.coordinates(), strict=True)
+        ranks = tuple(sorted(rank for rank, there in places if all(there[a] == at[a] for a in fixed)))
+    if here not in ranks:
+        raise ShardingError(
+            "A rank that holds nothing of a tensor can have no ShardedTensor of its parts.",
+            expected=f"one of the ranks {list(ranks)}",
+            got=f"rank {here}",
+            fix="convert on the ranks of its mesh alone",
+        )
+    held = [(rank, box) for box, owners in form.holding.owners.items() for rank in owners if rank in ranks]
+    shards = [specs.ShardMetadata(list(b.offset), list(b.size), _place(rank, form)) for rank, b in sorted(held)]
+    group = form.group or circle_of(ranks, form.device).group
+    metadata = specs.ShardedTensorMetadata(shards, torch.Size(form.shape))
+    return InParts(specs.inferred_spec(metadata), ranks, group)
+
+
+def _place(rank: int, form: Form) -> Any:
+    """The device of a rank: this rank's own, or the one of the same number as the rank has on its host."""
+    device = form.device
+    if device.index is not None and rank != dist.get_rank():
+        device = torch.device(device.type, rank % torch.get_device_module(device).device_count())
+    return specs.place_of(rank, device)
+
+
+def _group_of(form: Form) -> dist.ProcessGroup:
+    if form.group is not None:
+        return form.group
+    return default_group() if form.holding is None else circle_of(form.holding.ranks, form.device).group
+
+
+def to_torch(sd: Any) -> Any:
+    """torch's own DTensors and ShardedTensors in place of ours, around the same memory; everything else is kept.
+
+    Raises:
+        ShardingError: a DTensor whose axes nest in an order that torch has no placement for.
+    """
+    return _replaced(sd, (DTensor, ShardedTensor), lambda x: x.to_torch())
+
+
+def from_torch(sd: Any) -> Any:
+    """Our DTensors and ShardedTensors in place of torch's, around the same memory; everything else is kept.
+
+    Raises:
+        ShardingError: a local tensor that is not the piece that shape and placements say, or a strided split that is no
+            nesting of axes (`to_full` and `to_dtensor` read those too).
+    """
+
+    def ours(x: Any) -> Tensor:
+        return (DTensor if isinstance(x, upstream.DTensor) else ShardedTensor).from_torch(x)
+
+    return _replaced(sd, (upstream.DTensor, sharded_tensors().ShardedTensor), ours)
+
+
+def _replaced(sd: Any, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    known: dict[Any, Any] = {}
+
+    def changed(_: str, leaf: Any) -> Any:
+        if not isinstance(leaf, kinds):
+            return leaf
+        key = identity(leaf)  # type: ignore[arg-type]
+        if key not in known:
+            known[key] = change(_detached(leaf))
+        return known[key]
+
+    return with_leaves(sd, changed)
+
+
+def _detached(x: Any) -> Any:
+    """Without history, but asking for gradients where `x` does."""
+    if isinstance(x, (ShardedTensor, sharded_tensors().ShardedTensor)) or not x.requires_grad:
+        return x
+    return x.detach().requires_grad_()
+
+
+def _here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

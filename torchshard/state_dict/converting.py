@@ -1,0 +1,89 @@
+"""One way for all conversions: describe each tensor, say what it becomes, move what is lacking, make the result."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard.errors import ShardingError
+from torchshard.layout.holding import Holding
+from torchshard.state_dict.forms import Form, Memory, form_of
+from torchshard.state_dict.targets import Target
+from torchshard.state_dict.trees import identity, leaves, with_leaves
+from torchshard.tensor.carrying import Job, carry
+
+Decide = Callable[[str, Tensor, Form], "Target | None"]
+"""What the tensor at a path shall become; None where it stays as it is."""
+
+
+@dataclass(slots=True)
+class _Made:
+    """A tensor under way: its form, what it becomes, and this rank's parts of that."""
+
+    form: Form
+    target: Target
+    parts: Sequence[Tensor]
+
+
+def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: int | None = None) -> Any:
+    """The same nesting with converted tensors; tensors that are one stay one.
+
+    Args:
+        tree: a tensor, or dicts, lists and tuples of anything.
+        decide: asked once for each distinct tensor.
+        reduce_partial: see `form_of`.
+        source: the global rank whose plain tensors count; None where all have the same.
+
+    Raises:
+        ShardingError: a tensor that cannot be converted; nothing is moved then on any rank.
+        RankMismatchError: ranks do not convert the same, or one is lost.
+    """
+    memory: Memory = {}
+    under_way: dict[Any, _Made | Tensor] = {}
+    jobs: list[Job] = []
+    paths: dict[str, Any] = {}
+    for path, leaf in leaves(tree):
+        if not isinstance(leaf, Tensor):
+            continue
+        key = paths[path] = identity(leaf)
+        if key in under_way:
+            continue
+        try:
+            form = form_of(leaf, reduce_partial, memory)
+            target = decide(path, leaf, form)
+        except ShardingError as error:
+            raise ShardingError(
+                f"{path}: {error.what}" if path else error.what,
+                **{name: getattr(error, name) for name in ("expected", "got", "where", "fix")},
+            ) from None
+        under_way[key] = leaf if target is None else _started(path, form, target, memory, jobs, source)
+    carry(jobs)
+    del jobs
+    finished = {key: m.target.finish(m.form, m.parts) if isinstance(m, _Made) else m for key, m in under_way.items()}
+    return with_leaves(tree, lambda path, leaf: finished[paths[path]] if path in paths else leaf)
+
+
+def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[Job], source: int | None) -> _Made:
+    """What a tensor becomes: memory and the job that fills it, or the tensor's own memory where nothing moves."""
+    goal = target.holding(form, memory)
+    held, parts, device = form.holding, form.parts, form.device
+    if held is None:
+        held = Holding.everywhere(form.shape, goal.ranks if source is None else (source,))
+        parts = [] if source not in (None, _here()) else parts
+        device = target.device(form)
+    boxes = target.boxes(form)
+    own = dict(parts)
+    job = Job(
+        path, f"{form.text}, to {target.text}", form.dtype, held, goal, parts, [], device, form.problem, form.group
+    )
+    if not job.moves and job.problem is None and all(box in own or not box.numel for box in boxes):
+        return _Made(form, target, [own[box].detach() if box in own else target.room(form, box) for box in boxes])
+    job.goals = [(box, target.room(form, box)) for box in boxes]
+    jobs.append(job)
+    return _Made(form, target, [room for _, room in job.goals])
+
+
+def _here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

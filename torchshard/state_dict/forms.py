@@ -1,0 +1,202 @@
+"""What each kind of tensor is, in the words of one arithmetic: who holds which boxes, and what this rank has."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as upstream
+from torch import Tensor
+
+from torchshard._torch import sharded_tensors
+from torchshard.errors import ShardingError
+from torchshard.layout.boxes import Box, whole
+from torchshard.layout.holding import Holding
+from torchshard.layout.layout import Sharding
+from torchshard.layout.strided import strided_intervals
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.layout import from_torch
+from torchshard.tensor.mesh import BoundMesh, bind
+from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.sharded import moving
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of
+
+
+@dataclass(slots=True)
+class Form:
+    """A tensor as a conversion sees it.
+
+    Attributes:
+        shape: of the whole tensor.
+        stride: of the whole tensor.
+        dtype: of its elements.
+        holding: who holds what; None for a plain tensor, which every rank has whole.
+        parts: what this rank has.
+        device: where its parts lie, here or elsewhere.
+        text: what it is, in words that are the same on every rank.
+        requires_grad: as of the tensor.
+        sharding: where it lives on a mesh.
+        group: a process group of all that hold it, where there is one.
+        problem: what is wrong with this rank's parts.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    holding: Holding | None
+    parts: Sequence[tuple[Box, Tensor]]
+    device: torch.device
+    text: str
+    requires_grad: bool
+    sharding: Sharding | None = None
+    group: dist.ProcessGroup | None = None
+    problem: ShardingError | None = None
+
+
+Memory = dict[Any, Holding]
+"""Holdings that were worked out in the same call, by what they follow from."""
+
+
+def form_of(x: Tensor, reduce_partial: bool, memory: Memory) -> Form:
+    """Describe a tensor of any kind.
+
+    Args:
+        x: a plain tensor, a DTensor or ShardedTensor, ours or torch's.
+        reduce_partial: whether a Partial tensor is reduced first, which communicates.
+        memory: filled here.
+
+    Raises:
+        ShardingError: `x` is Partial and shall not be reduced.
+    """
+    if isinstance(x, sharded_tensors().ShardedTensor):
+        x = ShardedTensor.from_torch(x)
+    if isinstance(x, ShardedTensor):
+        return _of_sharded_tensor(x, memory)
+    if isinstance(x, upstream.DTensor):
+        return _of_upstream(x, reduce_partial, memory)
+    if isinstance(x, DTensor):
+        return _of_dtensor(x, reduce_partial, memory)
+    shape = tuple(x.shape)
+    text = f"{x.dtype} of shape {shape}, whole"
+    return Form(shape, x.stride(), x.dtype, None, [(whole(shape), x.detach())], x.device, text, x.requires_grad)
+
+
+def _of_sharded_tensor(x: ShardedTensor, memory: Memory) -> Form:
+    group = group_of(x)
+    key = id(x.metadata())
+    holding = memory.get(key) or memory.setdefault(key, moving.held(x))
+    text = f"{x.dtype} of shape {tuple(x.shape)}, parts {'; '.join(f'{b} on {r}' for b, r in holding.owners.items())}"
+    device = x.metadata().shards_metadata[0].placement.device()
+    shape = tuple(x.shape)
+    return Form(shape, x.stride(), x.dtype, holding, moving.parts(x), device, text, x.requires_grad, group=group)
+
+
+def _of_dtensor(x: DTensor, reduce_partial: bool, memory: Memory) -> Form:
+    layout = x._spec
+    if layout.sharding.partial:
+        _require_reduction(x, layout.sharding, reduce_partial)
+        layout = layout.to(layout.sharding.without_partial())
+        local = redistribute_local(x.to_local().detach(), x._spec, layout)
+        return _on_mesh(x, layout.sharding, local, memory)
+    return _on_mesh(x, layout.sharding, x.to_local().detach(), memory)
+
+
+def _on_mesh(x: Any, sharding: Sharding, local: Tensor, memory: Memory) -> Form:
+    shape, mesh = tuple(x.shape), sharding.mesh
+    key = sharding, shape
+    holding = memory.get(key) or memory.setdefault(key, Holding.of_sharding(sharding, shape))
+    problem = None
+    parts: list[tuple[Box, Tensor]] = []
+    if mesh.coordinate is not None:
+        box = sharding.box(shape, mesh.coordinate)
+        parts, problem = [(box, local)], _wrong_part(local, box, sharding, mesh.coordinate)
+    text = f"{x.dtype} of shape {shape}, {sharding} on the ranks {list(mesh.ranks)}"
+    device = _device_of(mesh, local)
+    return Form(shape, x.stride(), x.dtype, holding, parts, device, text, x.requires_grad, sharding, None, problem)
+
+
+def _of_upstream(x: Any, reduce_partial: bool, memory: Memory) -> Form:
+    mesh, shape = bind(x.device_mesh), tuple(x.shape)
+    if any(placement.is_partial() for placement in x.placements):
+        kept = [upstream.Replicate() if p.is_partial() else p for p in x.placements]
+        _require_reduction(x, x.placements, reduce_partial)
+        x = x.detach().redistribute(placements=kept).requires_grad_(x.requires_grad)
+    try:
+        sharding = from_torch(x.placements, mesh, shape)
+    except ShardingError:
+        return _strided(x, mesh, memory)
+    return _on_mesh(x, sharding, x.to_local().detach(), memory)
+
+
+def _strided(x: Any, mesh: BoundMesh, memory: Memory) -> Form:
+    """One of torch's strided splits that is no nesting of axes: some intervals of each dim, joined on the rank."""
+    shape, local = tuple(x.shape), x.to_local().detach()
+    key = mesh, x.placements, shape
+    if key not in memory:
+        places = zip(mesh.ranks, mesh.coordinates(), strict=True)
+        held = [(rank, box) for rank, at in places for box, _ in _joined_boxes(x.placements, shape, mesh, at)]
+        memory[key] = Holding.of(shape, held)
+        memory[key].check()
+    parts: list[tuple[Box, Tensor]] = []
+    problem = None
+    if mesh.coordinate is not None:
+        joined = _joined_boxes(x.placements, shape, mesh, mesh.coordinate)
+        if sum(box.numel for box, _ in joined) != local.numel():
+            problem = _misfit(local, [box for box, _ in joined], x.placements, mesh.coordinate)
+        else:
+            parts = [(box, local[inside.slices]) for box, inside in joined]
+    text = f"{x.dtype} of shape {shape}, {x.placements} on the ranks {list(mesh.ranks)}"
+    device = _device_of(mesh, local)
+    return Form(shape, x.stride(), x.dtype, memory[key], parts, device, text, x.requires_grad, problem=problem)
+
+
+def _joined_boxes(
+    placements: Sequence[Any], shape: Sequence[int], mesh: BoundMesh, coordinate: Sequence[int]
+) -> list[tuple[Box, Box]]:
+    """The boxes of the whole tensor that lie at a coordinate, each with where it lies within the local tensor."""
+    by_dim = []
+    for dim, n in enumerate(shape):
+        factors = {
+            axis: getattr(p, "split_factor", 1)
+            for axis, p in enumerate(placements)
+            if getattr(p, "dim", None) in (dim, dim - len(shape))
+        }
+        intervals = strided_intervals(n, factors, mesh.shape, coordinate)
+        starts = itertools.accumulate([length for _, length in intervals], initial=0)
+        by_dim.append([(start, length, at) for (start, length), at in zip(intervals, starts, strict=False)])
+    found = []
+    for cut in itertools.product(*by_dim):
+        size = tuple([length for _, length, _ in cut])
+        found.append((Box(tuple([s for s, _, _ in cut]), size), Box(tuple([at for _, _, at in cut]), size)))
+    return found
+
+
+def _wrong_part(local: Tensor, box: Box, sharding: Any, coordinate: Any) -> ShardingError | None:
+    return None if tuple(local.shape) == box.size else _misfit(local, [box], sharding, coordinate)
+
+
+def _misfit(local: Tensor, boxes: Sequence[Box], sharding: Any, coordinate: Any) -> ShardingError:
+    return ShardingError(
+        f"The part at {tuple(coordinate)} has shape {tuple(local.shape)}, which is not what the tensor's shape says.",
+        expected=boxes,
+        got=tuple(local.shape),
+        where=sharding,
+        fix="make the DTensor with from_local(..., shape=, stride=), or with run_check=True",
+    )
+
+
+def _require_reduction(x: Tensor, what: Any, reduce_partial: bool) -> None:
+    if not reduce_partial:
+        raise ShardingError(
+            "A Partial tensor has no values to convert, only terms of them.",
+            expected="Shard(dim) or Replicate() on every axis",
+            got=f"{what}, shape {tuple(x.shape)}",
+            fix="reduce_partial=True, or x.redistribute(placements=...) first",
+        )
+
+
+def _device_of(mesh: Any, local: Tensor) -> torch.device:
+    kind = mesh.device_mesh.device_type
+    return local.device if local.device.type == kind or local.is_meta else torch.device(kind)

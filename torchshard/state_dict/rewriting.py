@@ -1,0 +1,124 @@
+"""KeyRules for live tensors: plain ones are cut and joined by torch, DTensors where they are, without a full tensor."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.tensor as upstream
+from torch import Tensor
+
+from torchshard import keys
+from torchshard.errors import UnsupportedOperatorError
+from torchshard.layout.boxes import Box
+from torchshard.layout.holding import Holding
+from torchshard.layout.layout import contiguous_stride
+from torchshard.tensor.carrying import Job, carry
+from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+
+
+class _Tensors:
+    """Tensors of torch, and DTensors, ours and torch's."""
+
+    def ndim(self, x: Any) -> int | None:
+        """As of keys.Arrays."""
+        return x.ndim if isinstance(x, Tensor) else None
+
+    def length(self, x: Tensor, dim: int) -> int:
+        """As of keys.Arrays."""
+        return x.shape[dim]
+
+    def cut(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+        """As of keys.Arrays; plain results are copies, as parts of a state dict are saved and loaded alone."""
+        if (ours := _ours(x)) is None:
+            return x.narrow(dim, start, length).clone()
+        source = ours._spec
+        shape = (*source.shape[:dim], length, *source.shape[dim + 1 :])
+        made = layout_for(source.sharding, shape, contiguous_stride(shape), source.dtype)
+        return _as(x, _placed([(ours, (dim, start))], made))
+
+    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """As of keys.Arrays; DTensors are placed as the first of them is."""
+        ours = [_ours(part) for part in parts]
+        if not all(isinstance(part, DTensor) for part in ours):
+            return torch.cat(list(parts), dim)
+        first: TensorLayout = ours[0]._spec  # type: ignore[union-attr]
+        shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
+        made = layout_for(first.sharding, shape, contiguous_stride(shape), first.dtype)
+        shifted, at = [], 0
+        for part in ours:
+            assert part is not None, "a plain tensor among DTensors"
+            shifted.append((part, (dim, -at)))
+            at += part.shape[dim]
+        return _as(parts[0], _placed(shifted, made))
+
+    def transpose(self, x: Tensor) -> Tensor:
+        """As of keys.Arrays."""
+        ours = _ours(x)
+        return x.transpose(-1, -2).contiguous() if ours is None else _as(x, ours.transpose(-1, -2).contiguous())
+
+    def same(self, a: Any, b: Any) -> bool:
+        """As of keys.Arrays."""
+        return torch.equal(a, b) if type(a) is Tensor and type(b) is Tensor else bool(a == b)
+
+
+class KeyRules(keys.KeyRules):
+    """keys.KeyRules for tensors: plain ones, and DTensors, of which each rank fetches only what it lacks.
+
+    Every rank of a DTensor's mesh applies the rules. The results carry no history.
+    """
+
+    arrays = _Tensors()
+
+    def __call__(self, sd: Mapping[str, Any]) -> Any:
+        """See keys.KeyRules."""
+        with torch.no_grad():
+            return super().__call__(sd)
+
+
+def _ours(x: Tensor) -> DTensor | None:
+    """One of ours, or of torch's as ours; None for a plain tensor."""
+    if isinstance(x, ShardedTensor):
+        raise UnsupportedOperatorError(
+            "A ShardedTensor cannot be joined, cut or transposed.",
+            got=f"shape {tuple(x.shape)}",
+            fix="state_dict.to_dtensor(sd, mesh, placements) first",
+        )
+    if isinstance(x, upstream.DTensor):
+        return DTensor.from_torch(x.detach())
+    return x.detach() if isinstance(x, DTensor) else None  # type: ignore[return-value]
+
+
+def _as(x: Tensor, made: Tensor) -> Tensor:
+    """Of the kind that `x` is."""
+    return made.to_torch() if isinstance(x, upstream.DTensor) and isinstance(made, DTensor) else made
+
+
+def _placed(parts: Sequence[tuple[DTensor, tuple[int, int]]], made: TensorLayout) -> DTensor:
+    """The DTensor of a layout that is made of others, whose boxes lie elsewhere in it."""
+    held: list[tuple[int, Box]] = []
+    mine: list[tuple[Box, Tensor]] = []
+    for x, (dim, by) in parts:
+        layout = x._spec
+        for rank, box in zip(layout.mesh.ranks, layout.boxes(), strict=True):
+            if (moved := _moved(box, dim, by, made.shape)) is not None:
+                held.append((rank, moved[0]))
+        if layout.box is not None and (moved := _moved(layout.box, dim, by, made.shape)) is not None:
+            mine.append((moved[0], x.to_local()[moved[1].within(layout.box)]))
+    local = mine[0][1].new_empty(made.local_shape) if mine else parts[0][0].to_local().new_empty(made.local_shape)
+    goals = [(made.box, local)] if made.box is not None else []
+    source, target = Holding.of(made.shape, held), Holding.of_sharding(made.sharding, made.shape)
+    plan = f"{made.dtype} of shape {made.shape}, made of {[x.shape for x, _ in parts]}"
+    job = Job("a renamed tensor", plan, made.dtype, source, target, mine, goals, local.device)
+    carry([job])
+    return wrap(local, made)
+
+
+def _moved(box: Box, dim: int, by: int, shape: Sequence[int]) -> tuple[Box, Box] | None:
+    """The part of a box that lies in a tensor of `shape` after a shift by `-by` along `dim`: there, and here."""
+    there = Box(tuple([o - by if d == dim else o for d, o in enumerate(box.offset)]), box.size)
+    kept = there.meet(Box((0,) * len(shape), tuple(shape)))
+    if kept is None:
+        return None
+    return kept, Box(tuple([o + by if d == dim else o for d, o in enumerate(kept.offset)]), kept.size)

@@ -1,0 +1,195 @@
+"""What a tensor shall become: each kind says who shall hold what, and makes the tensor of the parts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard.layout.boxes import Box, whole
+from torchshard.layout.holding import Holding
+from torchshard.layout.layout import Sharding, contiguous_stride
+from torchshard.state_dict.forms import Form, Memory
+from torchshard.tensor.dtensor import wrap
+from torchshard.tensor.layout import dense_stride, layout_for
+from torchshard.tensor.mesh import BoundMesh
+from torchshard.tensor.sharded import checking, specs
+from torchshard.tensor.sharded.sharded_tensor import made
+
+
+class Target(Protocol):
+    """Who shall hold what of a tensor, and what is made of it."""
+
+    @property
+    def text(self) -> str:
+        """What it is, in words that are the same on every rank."""
+
+    def holding(self, form: Form, memory: Memory) -> Holding:
+        """Who shall hold what."""
+
+    def boxes(self, form: Form) -> list[Box]:
+        """What this rank shall hold, empty boxes included."""
+
+    def device(self, form: Form) -> torch.device:
+        """Where they shall lie."""
+
+    def room(self, form: Form, box: Box) -> Tensor:
+        """Memory for one of them."""
+
+    def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
+        """The tensor; None where this rank shall have none."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole tensors, on these ranks.
+
+    Attributes:
+        ranks: global ranks.
+        cpu: whether in CPU memory.
+    """
+
+    ranks: tuple[int, ...]
+    cpu: bool
+
+    @property
+    def text(self) -> str:
+        """As of Target."""
+        return f"whole on the ranks {list(self.ranks)}"
+
+    def holding(self, form: Form, memory: Memory) -> Holding:
+        """As of Target."""
+        key = "whole", self.ranks, form.shape
+        return memory.get(key) or memory.setdefault(key, Holding.everywhere(form.shape, self.ranks))
+
+    def boxes(self, form: Form) -> list[Box]:
+        """As of Target."""
+        return [whole(form.shape)] if _here() in self.ranks else []
+
+    def device(self, form: Form) -> torch.device:
+        """As of Target."""
+        return torch.device("cpu") if self.cpu else form.device
+
+    def room(self, form: Form, box: Box) -> Tensor:
+        """As of Target."""
+        return _room(form, box, self.device(form))
+
+    def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
+        """As of Target."""
+        if not parts:
+            return None
+        return (parts[0].cpu() if self.cpu else parts[0]).requires_grad_(form.requires_grad)
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """DTensors of one sharding."""
+
+    sharding: Sharding
+
+    @property
+    def mesh(self) -> BoundMesh:
+        """The mesh."""
+        mesh = self.sharding.mesh
+        assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
+        return mesh
+
+    @property
+    def text(self) -> str:
+        """As of Target."""
+        return f"{self.sharding} on the ranks {list(self.mesh.ranks)}"
+
+    def holding(self, form: Form, memory: Memory) -> Holding:
+        """As of Target."""
+        key = self.sharding, form.shape
+        return memory.get(key) or memory.setdefault(key, Holding.of_sharding(self.sharding, form.shape))
+
+    def boxes(self, form: Form) -> list[Box]:
+        """As of Target."""
+        at = self.mesh.coordinate
+        return [] if at is None else [self.sharding.box(form.shape, at)]
+
+    def device(self, form: Form) -> torch.device:
+        """As of Target."""
+        kind = self.mesh.device_mesh.device_type
+        return form.device if form.device.type == kind else torch.device(kind)
+
+    def room(self, form: Form, box: Box) -> Tensor:
+        """As of Target."""
+        return _room(form, box, self.device(form))
+
+    def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
+        """As of Target."""
+        device = self.device(form)
+        local = parts[0].to(device) if parts else torch.empty(0, dtype=form.dtype, device=device)
+        layout = layout_for(self.sharding, form.shape, dense_stride(form.shape, form.stride), form.dtype)
+        return wrap(local, layout).requires_grad_(form.requires_grad)
+
+
+@dataclass(frozen=True)
+class InParts:
+    """ShardedTensors cut by a spec.
+
+    Attributes:
+        spec: how.
+        ranks: global ranks of the group, in its order.
+        group: the process group.
+    """
+
+    spec: Any
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    @property
+    def text(self) -> str:
+        """As of Target."""
+        return f"cut as {self.spec}"
+
+    def metadata(self, form: Form) -> Any:
+        """What is made of a tensor."""
+        made = specs.metadata_of(self.spec, form.shape, specs.TensorProperties(form.dtype))
+        return replace(made, tensor_properties=replace(made.tensor_properties, requires_grad=form.requires_grad))
+
+    def holding(self, form: Form, memory: Memory) -> Holding:
+        """As of Target."""
+        metadata = self.metadata(form)
+        checking.check_whole(metadata, self.ranks)
+        return specs.holding_of(metadata, self.ranks)
+
+    def boxes(self, form: Form) -> list[Box]:
+        """As of Target."""
+        metadata, here = self.metadata(form), _here()
+        return [specs.box_of(s, form.shape) for s in metadata.shards_metadata if s.placement.rank() == here]
+
+    def device(self, form: Form) -> torch.device:
+        """As of Target."""
+        shards = self.metadata(form).shards_metadata
+        mine = [s.placement.device() for s in shards if s.placement.rank() == _here()]
+        return (mine or [shards[0].placement.device()])[0]  # type: ignore[no-any-return]
+
+    def room(self, form: Form, box: Box) -> Tensor:
+        """As of Target."""
+        return torch.empty(box.size, dtype=form.dtype, device=self.device(form))
+
+    def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
+        """As of Target."""
+        metadata = self.metadata(form)
+        mine = [s for s in metadata.shards_metadata if s.placement.rank() == _here()]
+        shards = [
+            specs.Shard(part.to(s.placement.device()).contiguous().requires_grad_(form.requires_grad), s)
+            for part, s in zip(parts, mine, strict=True)
+        ]
+        return made(shards, metadata, self.spec, self.group)
+
+
+def _room(form: Form, box: Box, device: torch.device) -> Tensor:
+    """Memory for a part, its dims in the memory order of the whole tensor."""
+    if dense_stride(form.shape, form.stride) == contiguous_stride(form.shape):
+        return torch.empty(box.size, dtype=form.dtype, device=device)
+    return torch.empty_strided(box.size, dense_stride(box.size, form.stride), dtype=form.dtype, device=device)
+
+
+def _here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

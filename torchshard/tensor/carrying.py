@@ -1,0 +1,139 @@
+"""Tensors taken from one holding to another: the copies that layout/holding.py plans, many tensors in one exchange."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard._torch import untraced
+from torchshard.comm.circle import circle_of
+from torchshard.comm.transfers import transfer
+from torchshard.errors import ShardingError, TorchshardError
+from torchshard.layout.boxes import Box
+from torchshard.layout.holding import Holding, lacking, receives, sends
+
+AT_ONCE = 32 * 2**20
+"""Bytes of the largest parts of the tensors that are exchanged together; a larger tensor goes alone."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One tensor that changes its holding.
+
+    Attributes:
+        name: of the tensor; jobs of one call have different names.
+        plan: what is done, in words that are the same on every rank.
+        dtype: of its elements.
+        source: who holds it.
+        target: who shall.
+        parts: what this rank holds.
+        goals: memory for what it shall hold; written by `carry`.
+        device: where messages lie while they travel.
+        problem: what is wrong with it on this rank; then nothing is moved anywhere.
+        group: a process group of all ranks concerned, where there is one.
+        moves: whether a rank lacks something.
+    """
+
+    name: str
+    plan: str
+    dtype: torch.dtype
+    source: Holding
+    target: Holding
+    parts: Sequence[tuple[Box, Tensor]]
+    goals: Sequence[tuple[Box, Tensor]]
+    device: torch.device
+    problem: TorchshardError | None = None
+    group: dist.ProcessGroup | None = None
+    moves: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Work out whether a rank lacks something; the same on every rank."""
+        self.moves = not self.source.same(self.target) and lacking(self.source, self.target)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest part, before or after; the same on every rank."""
+        return max(self.source.largest(), self.target.largest()) * self.dtype.itemsize
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that talk about it; none where nothing has to move."""
+        return tuple(sorted({*self.source.ranks, *self.target.ranks})) if self.moves else ()
+
+
+@untraced
+def carry(jobs: Sequence[Job]) -> None:
+    """Fill the goals of all jobs; every rank concerned calls this with the same jobs.
+
+    Ranks compare what they are about to do before anything moves: where one has other names, shapes, dtypes or targets,
+    or a problem of its own, all raise.
+
+    Raises:
+        RankMismatchError: the ranks are not about to do the same, or one is lost; names the tensor and the ranks.
+        TorchshardError: the problem of a job on this rank.
+    """
+    circles: dict[tuple[tuple[int, ...], str], list[Job]] = {}
+    for job in sorted(jobs, key=lambda job: job.name):
+        circles.setdefault((job.ranks, job.device.type), []).append(job)
+    for (ranks, _), members in sorted(circles.items(), key=lambda item: item[0]):
+        problem = next((job.problem for job in members if job.problem is not None), None)
+        if not ranks:
+            if problem is not None:
+                raise problem
+            for job in members:
+                _copy_own(job, dist.get_rank() if dist.is_initialized() else job.target.ranks[0])
+        elif dist.get_rank() in ranks:
+            _carry(members, ranks, problem)
+
+
+def _carry(jobs: Sequence[Job], ranks: tuple[int, ...], problem: TorchshardError | None) -> None:
+    """The jobs of one circle: agree, then exchange batch by batch."""
+    device = jobs[0].device
+    circle = circle_of(ranks, device, jobs[0].group)
+    lines = [f"{job.name}: {job.plan if job.problem is None else job.problem.what}" for job in jobs]
+    try:
+        circle.agree("\n".join(lines))
+    except TorchshardError as error:
+        raise (error if problem is None else problem) from (None if problem is None else error)
+    if problem is not None:
+        raise problem
+    for batch in batches(jobs):
+        out: dict[int, list[Tensor]] = {}
+        into: dict[int, list[Tensor]] = {}
+        for job in batch:
+            for peer, box in sends(job.source, job.target, circle.rank):
+                out.setdefault(peer, []).append(_view(job.parts, box))
+            for peer, box in receives(job.source, job.target, circle.rank):
+                if peer == circle.rank:
+                    _view(job.goals, box).copy_(_view(job.parts, box))
+                else:
+                    into.setdefault(peer, []).append(_view(job.goals, box))
+        transfer(out, into, device, circle)
+
+
+def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
+    """The jobs in groups of at most AT_ONCE bytes of their largest parts; the same groups on every rank."""
+    batch: list[Job] = []
+    size = 0
+    for job in jobs:
+        if batch and size + job.nbytes > AT_ONCE:
+            yield batch
+            batch, size = [], 0
+        batch.append(job)
+        size += job.nbytes
+    yield batch
+
+
+def _copy_own(job: Job, rank: int) -> None:
+    for _, box in receives(job.source, job.target, rank):
+        _view(job.goals, box).copy_(_view(job.parts, box))
+
+
+def _view(held: Sequence[tuple[Box, Tensor]], box: Box) -> Tensor:
+    """The part that `box` names, of whichever tensor holds it."""
+    for outer, tensor in held:
+        if all(o <= b and b + m <= o + n for o, n, b, m in zip(*outer, *box, strict=True)):
+            return tensor[box.within(outer)]
+    raise ShardingError("A part is not where the tensor's description says.", expected=box, got=[b for b, _ in held])

@@ -1,0 +1,1 @@
+"""ShardedTensor: a tensor described by a list of boxes and their owners."""

@@ -1,0 +1,133 @@
+"""What must be true of the parts of a ShardedTensor: of this rank's, and of all ranks' together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchshard.errors import RankMismatchError, ShardingError
+from torchshard.tensor.sharded.specs import ShardedTensorMetadata, TensorProperties, holding_of
+
+
+def local_metadata(shards: Sequence[Any], size: Sequence[int], rank: int, ranks: Sequence[int]) -> Any:
+    """The metadata of this rank's parts alone; None where it has none.
+
+    Raises:
+        ShardingError: the parts are no dense tensors of one dtype, or not this rank's.
+    """
+    if not shards:
+        return None
+    properties = TensorProperties.create_from_tensor(shards[0].tensor)
+    made = ShardedTensorMetadata([shard.metadata for shard in shards], torch.Size(size), properties)
+    check_own(shards, made, rank, ranks)
+    return made
+
+
+def check_own(shards: Sequence[Any], metadata: Any, rank: int, ranks: Sequence[int]) -> None:
+    """Check this rank's parts against the metadata of the whole tensor.
+
+    Raises:
+        ShardingError: names the part and what does not agree.
+    """
+    properties = metadata.tensor_properties
+    for number, shard in enumerate(shards):
+        where = f"part {number} of rank {rank}, {shard.metadata}"
+        place = shard.metadata.placement
+        checks = [
+            ("its rank", rank, place.rank() if place is not None else None),
+            ("its size", list(shard.metadata.shard_sizes), list(shard.tensor.shape)),
+            ("its number of dims", len(metadata.size), shard.tensor.ndim),
+            ("its dtype", properties.dtype, shard.tensor.dtype),
+            ("its memory layout", torch.strided, shard.tensor.layout),
+            ("whether it is dense", True, shard.tensor.is_contiguous()),
+            ("whether it requires gradients", properties.requires_grad, shard.tensor.requires_grad),
+            ("its device", place.device() if place is not None else None, shard.tensor.device),
+        ]
+        for what, expected, got in checks:
+            if expected != got:
+                raise ShardingError(f"A part does not agree in {what}.", expected=expected, got=got, where=where)
+    described = [shard for shard in metadata.shards_metadata if shard.placement.rank() == rank]
+    if sorted(map(_key, described)) != sorted(_key(shard.metadata) for shard in shards):
+        raise ShardingError(
+            "This rank does not hold the parts that the metadata says.",
+            expected=described,
+            got=[shard.metadata for shard in shards],
+            where=f"rank {rank}",
+        )
+    if strangers := {shard.placement.rank() for shard in metadata.shards_metadata} - set(ranks):
+        raise ShardingError(
+            "Parts lie on ranks that are not in the process group.", expected=f"ranks {list(ranks)}", got=strangers
+        )
+
+
+def _key(shard: Any) -> Any:
+    return tuple(shard.shard_offsets), tuple(shard.shard_sizes)
+
+
+def check_whole(metadata: Any, ranks: Sequence[int]) -> None:
+    """Check that the parts hold each element once.
+
+    Raises:
+        ShardingError: names two parts that overlap and their ranks, one outside, or how many elements are missing.
+    """
+    holding = holding_of(metadata, ranks)
+    for box, owners in holding.owners.items():
+        if len(owners) > 1:
+            raise ShardingError("Several ranks hold the same part.", expected="one owner", got=owners, where=box)
+    try:
+        holding.check()
+    except ShardingError as error:
+        owned = "\n".join(f"rank {owners[0]}: {box}" for box, owners in holding.owners.items())
+        raise ShardingError(
+            error.what, expected=error.expected, got=error.got, where=f"parts of shape {tuple(metadata.size)}\n{owned}"
+        ) from None
+
+
+def global_metadata(
+    mine: Any, problem: ShardingError | None, size: Sequence[int], group: dist.ProcessGroup, ranks: Sequence[int]
+) -> Any:
+    """The metadata of all parts of all ranks, each of which calls this.
+
+    Args:
+        mine: of this rank's parts; None where it has none.
+        problem: what is wrong with them, which then all ranks raise.
+        size: of the whole tensor, as this rank sees it.
+        group: the ranks.
+        ranks: their global numbers, in the group's order.
+
+    Raises:
+        ShardingError: a rank has a problem, or the parts do not make up the tensor; on every rank.
+        RankMismatchError: ranks differ in the size of the tensor or the properties of their parts; names them.
+    """
+    said: list[Any] = [None] * len(ranks)
+    told = None if problem is None else problem.__reduce__()[1]
+    dist.all_gather_object(said, (mine, told, tuple(size)), group=group)
+    for rank, (_, told, _) in zip(ranks, said, strict=True):
+        if told is not None:
+            _, what, parts = told
+            raise problem or ShardingError(what, **{**parts, "where": f"rank {rank}: {parts['where']}"})
+    first = None
+    for rank, (metadata, _, theirs) in zip(ranks, said, strict=True):
+        if theirs != said[0][2]:
+            raise RankMismatchError(
+                "Ranks differ in the size of a ShardedTensor.",
+                expected=f"{said[0][2]}, as on rank {ranks[0]}",
+                got=f"{theirs} on rank {rank}",
+            )
+        if metadata is None:
+            continue
+        if first is None:
+            first = rank, metadata.tensor_properties
+        if metadata.tensor_properties != first[1]:
+            raise RankMismatchError(
+                "Ranks differ in the properties of their parts.",
+                expected=f"{first[1]}, as on rank {first[0]}",
+                got=f"{metadata.tensor_properties} on rank {rank}",
+            )
+    if first is None:
+        raise ShardingError("No rank holds a part.", expected=f"parts of shape {tuple(size)}", got="none")
+    shards = [shard for metadata, _, _ in said if metadata is not None for shard in metadata.shards_metadata]
+    made = ShardedTensorMetadata(shards, torch.Size(size), first[1])
+    check_whole(made, ranks)
+    return made

@@ -1,0 +1,115 @@
+"""ShardedTensors that move: gathered on one rank, cut in another way, to another device."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard.errors import ShardingError
+from torchshard.layout.boxes import Box, whole
+from torchshard.layout.holding import Holding
+from torchshard.tensor.carrying import Job, carry
+from torchshard.tensor.sharded import checking, specs
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of, made
+
+
+def held(x: ShardedTensor) -> Holding:
+    """Who holds which part of `x`."""
+    return specs.holding_of(x._metadata, dist.get_process_group_ranks(group_of(x)))
+
+
+def parts(x: ShardedTensor) -> list[tuple[Box, Tensor]]:
+    """This rank's parts."""
+    return [(specs.box_of(shard.metadata, x.shape), shard.tensor.detach()) for shard in x._local_shards]
+
+
+def gather(x: ShardedTensor, dst: int, out: Tensor | None, dtype: torch.dtype | None) -> None:
+    """See ShardedTensor.gather."""
+    group = group_of(x)
+    ranks = dist.get_process_group_ranks(group)
+    here = dist.get_rank() == ranks[dst]
+    problem = None
+    if here != (out is not None) or (out is not None and out.shape != x.shape):
+        problem = ShardingError(
+            "gather() writes to a tensor of the whole size, on one rank.",
+            expected=f"out of shape {tuple(x.shape)}" if here else "out=None",
+            got="None" if out is None else f"a tensor of shape {tuple(out.shape)}",
+            where=f"rank {dist.get_rank()}; dst is place {dst} of the ranks {ranks}",
+        )
+    goals: list[tuple[Box, Tensor]] = []
+    if here and out is not None and problem is None:
+        direct = out.dtype == x.dtype and dtype in (None, x.dtype)
+        goals = [(whole(x.shape), out.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device=out.device))]
+    target = Holding.of(x.shape, [(ranks[dst], whole(x.shape))])
+    plan = f"{x.dtype} of shape {tuple(x.shape)}, gathered on rank {ranks[dst]}"
+    device = x._metadata.shards_metadata[0].placement.device()
+    carry([Job("gather", plan, x.dtype, held(x), target, parts(x), goals, device, problem, group)])
+    if goals and out is not None and goals[0][1] is not out:
+        out.detach().copy_(goals[0][1] if dtype is None else goals[0][1].to(dtype))
+
+
+def reshard(x: ShardedTensor, spec: Any) -> ShardedTensor:
+    """See ShardedTensor.reshard."""
+    moved = cut(x, spec)
+    x._local_shards, x._metadata, x._sharding_spec = moved._local_shards, moved._metadata, spec
+    return x
+
+
+def cut(x: ShardedTensor, spec: Any) -> ShardedTensor:
+    """A ShardedTensor of the same values, cut as `spec` says; memory is shared where nothing moves."""
+    group = group_of(x)
+    ranks = dist.get_process_group_ranks(group)
+    metadata = specs.metadata_of(spec, x.shape, x._metadata.tensor_properties)
+    checking.check_whole(metadata, ranks)
+    source, target = held(x), specs.holding_of(metadata, ranks)
+    mine = [shard for shard in metadata.shards_metadata if shard.placement.rank() == dist.get_rank()]
+    if source.same(target):
+        old = dict(parts(x))
+        boxes = [specs.box_of(s, x.shape) for s in mine]
+        tensors = [old[box] if box in old else _room(x, s) for box, s in zip(boxes, mine, strict=True)]
+    else:
+        tensors = [_room(x, s) for s in mine]
+        goals = [(specs.box_of(s, x.shape), tensor) for s, tensor in zip(mine, tensors, strict=True)]
+        cuts = "; ".join(f"{box} on {owners}" for box, owners in target.owners.items())
+        plan = f"{x.dtype} of shape {tuple(x.shape)}, to {cuts}"
+        device = x._metadata.shards_metadata[0].placement.device()
+        carry([Job("reshard", plan, x.dtype, source, target, parts(x), goals, device, None, group)])
+    shards = [specs.Shard(tensor, s) for tensor, s in zip(tensors, mine, strict=True)]
+    return made(shards, metadata, spec, group)
+
+
+def _room(x: ShardedTensor, shard: Any) -> Tensor:
+    return torch.empty(shard.shard_sizes, dtype=x.dtype, device=shard.placement.device())
+
+
+def to(x: ShardedTensor, *args: Any, **options: Any) -> ShardedTensor:
+    """See ShardedTensor.to."""
+    group = options.pop("process_group", None) or x._process_group
+    if options.get("memory_format", torch.preserve_format) not in (torch.preserve_format, torch.contiguous_format):
+        raise RuntimeError("only torch.contiguous_format and torch.preserve_format are supported")
+    # Nothing but the parser of Tensor.to knows all its spellings, so a tensor without elements is sent through it.
+    like = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **{**options, "copy": False})
+    moves = like.device != x.device
+    if not moves and like.dtype == x.dtype and not options.get("copy", False) and group is x._process_group:
+        return x
+    device = like.device
+
+    def moved(shard: Any) -> Any:
+        place = specs.place_of(shard.placement.rank(), device) if moves else shard.placement
+        return specs.ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), place)
+
+    metadata = replace(
+        x._metadata,
+        shards_metadata=[moved(shard) for shard in x._metadata.shards_metadata],
+        tensor_properties=replace(x._metadata.tensor_properties, dtype=like.dtype, requires_grad=False),
+    )
+    tensors = [shard.tensor.detach().to(*args, **options) for shard in x._local_shards]
+    shards = [
+        specs.Shard(tensor, moved(shard.metadata)) for tensor, shard in zip(tensors, x._local_shards, strict=True)
+    ]
+    spec = specs.inferred_spec(metadata) if moves else x._sharding_spec
+    moved_x = made(shards, metadata, spec, group)
+    moved_x.requires_grad_(x.requires_grad and like.is_floating_point())
+    return moved_x

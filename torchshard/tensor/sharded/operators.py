@@ -1,0 +1,170 @@
+"""Operators of ShardedTensors: those that work element by element, run on this rank's parts without communication."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard._torch import operator_names, schema
+from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.rules import pointwise
+from torchshard.tensor.foreach import handles as on_lists
+from torchshard.tensor.sharded import specs
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, like
+
+# By element, but of another shape or meaning where parts are taken one by one.
+_OTHERS = {"view_as_real.default", "view_as_complex.default", "bucketize.Tensor"}
+_ALSO = {"_to_copy.default", "copy_.default", "zero_.default"}
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the operator gives, part by part.
+
+    Raises:
+        UnsupportedOperatorError: it is none of those that work element by element.
+        ShardingError: the ShardedTensors among the arguments are not cut alike, or a plain tensor is among them.
+    """
+    name = ".".join(operator_names(func))
+    found = list(_sharded(args)) + list(_sharded(tuple(kwargs.values())))
+    if (
+        name in ("new_empty.default", "new_empty_strided.default", "new_zeros.default")
+        and tuple(args[1]) == found[0].shape
+    ):
+        options = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
+        return _whole_new(found[0], torch.zeros_like if "zeros" in name else torch.empty_like, **options)
+    if not _by_element(func, name):
+        raise UnsupportedOperatorError(
+            f"{name} is not an operator of ShardedTensors.",
+            expected="an operator that works element by element, such as those of optimizers",
+            got=name,
+            where=f"a ShardedTensor of shape {tuple(found[0].shape)}",
+            fix="torchshard.state_dict.to_dtensor(x, mesh, placements) has the others; x.local_shards() the parts",
+        )
+    if on_lists(operator_names(func)[0]):
+        return _run_lists(func, args, kwargs)
+    _require_alike(name, found, args)
+    return _joined(func, args, kwargs, found[0])
+
+
+def _whole_new(x: ShardedTensor, make: Callable[..., Tensor], **options: Any) -> ShardedTensor:
+    """As torch's staging of asynchronous checkpoints asks for a copy: of the whole size, cut alike."""
+    tensors = [make(shard.tensor.detach(), **options) for shard in x._local_shards]
+    return like(x, tensors, options.get("dtype") or x.dtype)
+
+
+def _by_element(func: Any, name: str) -> bool:
+    if _RANDOM in func.tags or name in _OTHERS:
+        return False
+    return torch.Tag.pointwise in func.tags or name in pointwise.RULES or name in _ALSO or on_lists(name)
+
+
+def _sharded(values: Any) -> Iterator[ShardedTensor]:
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _sharded(value)
+
+
+def _parts(values: Any, k: int) -> Any:
+    """The arguments with each ShardedTensor replaced by its part number k on this rank."""
+    if isinstance(values, ShardedTensor):
+        return values._local_shards[k].tensor
+    if isinstance(values, (list, tuple)):
+        return type(values)(_parts(value, k) for value in values)
+    if isinstance(values, Mapping):
+        return {key: _parts(value, k) for key, value in values.items()}
+    return values
+
+
+def _require_alike(name: str, found: Sequence[ShardedTensor], args: Any) -> None:
+    first = found[0]
+    for other in found[1:]:
+        if other._metadata is not first._metadata and not _cut_alike(first, other):
+            raise ShardingError(
+                f"{name}: ShardedTensors that are cut in different ways.",
+                expected=f"shape {tuple(first.shape)} cut as {first._sharding_spec}",
+                got=f"shape {tuple(other.shape)} cut as {other._sharding_spec}",
+                fix="y.reshard(x.sharding_spec())",
+            )
+    for position, value in enumerate(args):
+        if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and value.ndim:
+            raise ShardingError(
+                f"{name}: argument {position} is a plain tensor.",
+                expected="a ShardedTensor that is cut alike, a number or a tensor without dims",
+                got=f"{type(value).__name__} of shape {tuple(value.shape)}",
+                fix="torchshard.state_dict.to_sharded_tensor(value, spec=x.sharding_spec())",
+            )
+
+
+def _cut_alike(a: ShardedTensor, b: ShardedTensor) -> bool:
+    def owned(x: ShardedTensor) -> list[Any]:
+        shards = x._metadata.shards_metadata
+        return [(box, s.placement.rank()) for box, s in zip(specs.boxes_of(x._metadata), shards, strict=True)]
+
+    return a.shape == b.shape and owned(a) == owned(b)
+
+
+def _joined(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], first: ShardedTensor) -> Any:
+    """What the operator gives for each part, as ShardedTensors; its first argument where it writes to that."""
+    results = [func(*_parts(args, k), **_parts(kwargs, k)) for k in range(len(first._local_shards))]
+    written = [k for k, a in enumerate(schema(func).arguments) if a.alias_info is not None and a.alias_info.is_write]
+    if written:
+        return args[written[0]]
+    # A rank without parts learns dtypes from the operator on nothing.
+    example = results[0] if results else func(*_nothing(args), **_nothing(kwargs))
+    return _wrapped(first, example, results)
+
+
+def _wrapped(first: ShardedTensor, example: Any, results: Sequence[Any]) -> Any:
+    if isinstance(example, (list, tuple)):
+        return type(example)(_wrapped(first, one, [r[k] for r in results]) for k, one in enumerate(example))
+    return like(first, results, example.dtype)
+
+
+def _nothing(values: Any) -> Any:
+    """The arguments with each ShardedTensor replaced by a tensor without elements."""
+    if isinstance(values, ShardedTensor):
+        return torch.empty(0, dtype=values.dtype, device=values.device)
+    if isinstance(values, (list, tuple)):
+        return type(values)(_nothing(value) for value in values)
+    if isinstance(values, Mapping):
+        return {key: _nothing(value) for key, value in values.items()}
+    return values
+
+
+def _run_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An operator on lists, such as those of optimizers: the parts of all items in one call.
+
+    Items that hold several parts on this rank become several items; plain tensors (step counters) are taken along for
+    each part of the item beside them.
+    """
+    first = next(value for value in args if isinstance(value, (list, tuple)) and any(True for _ in _sharded(value)))
+    counts = [len(item._local_shards) if isinstance(item, ShardedTensor) else 1 for item in first]
+    for value in args:
+        if isinstance(value, (list, tuple)) and len(value) == len(first):
+            for item, one in zip(value, first, strict=True):
+                if isinstance(item, ShardedTensor) and isinstance(one, ShardedTensor):
+                    _require_alike(func.name(), [one, item], ())
+
+    def spread(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) != len(first):
+            return value
+        pairs = zip(value, counts, strict=True)
+        return [part for item, n in pairs for part in (_parts(item, k) for k in range(n))]
+
+    if not any(counts):
+        result: Any = []
+    else:
+        result = func(*map(spread, args), **{key: spread(value) for key, value in kwargs.items()})
+    if result is None or not schema(func).returns:
+        return None
+    parts, made = iter(result), []
+    for item, n in zip(first, counts, strict=True):
+        mine = [next(parts) for _ in range(n)]
+        made.append(
+            like(item, mine, mine[0].dtype if mine else item.dtype) if isinstance(item, ShardedTensor) else mine[0]
+        )
+    return made

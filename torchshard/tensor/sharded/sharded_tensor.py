@@ -1,0 +1,360 @@
+"""The ShardedTensor class. Its operators are in operators.py, how it moves in moving.py, pickles in saving.py."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard._torch import default_group, group_of_theirs, no_torch_function, stand_in, their_sharded_tensor
+from torchshard.errors import ShardingError
+from torchshard.layout.layout import contiguous_stride
+from torchshard.tensor.sharded import checking, specs
+from torchshard.tensor.sharded.specs import Shard, TensorProperties
+
+
+class ShardedTensor(Tensor):
+    """A tensor whose parts are boxes with an owner each; every rank may hold none, one or several.
+
+    It is described by torch's own metadata. Pointwise and optimizer operators run on the parts, without communication;
+    others are refused with the way out. The constructor leaves the values unset, as torch's does.
+
+    Args:
+        sharding_spec: how it is cut: ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec.
+        size: lengths of the dims, as numbers or as one sequence.
+        dtype: of the elements; torch's default dtype by default.
+        layout: torch.strided, the only one.
+        requires_grad: as of any tensor.
+        pin_memory: whether the parts lie in pinned memory.
+        memory_format: torch.contiguous_format, the only one.
+        process_group: the ranks; the default group by default.
+        init_rrefs: refused: parts are reached by collectives, not by RPC.
+    """
+
+    __torch_function__ = no_torch_function()
+
+    _local_shards: list[Any]
+    _metadata: Any
+    _sharding_spec: Any
+    _process_group: dist.ProcessGroup | None
+
+    @staticmethod
+    def __new__(
+        cls: type["ShardedTensor"],
+        sharding_spec: Any,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        process_group: dist.ProcessGroup | None = None,
+        init_rrefs: bool = False,
+    ) -> "ShardedTensor":
+        """Allocate this rank's parts."""
+        _refuse_rrefs(init_rrefs)
+        if layout is not torch.strided or memory_format is not torch.contiguous_format:
+            raise ShardingError(
+                "The parts of a ShardedTensor are dense.",
+                expected="layout=torch.strided, memory_format=torch.contiguous_format",
+                got=f"{layout}, {memory_format}",
+            )
+        properties = TensorProperties(dtype or torch.get_default_dtype(), layout, requires_grad, pin_memory=pin_memory)
+        metadata = specs.metadata_of(sharding_spec, flat_size(size), properties)
+        group = process_group or default_group()
+        ranks = dist.get_process_group_ranks(group)
+        checking.check_whole(metadata, ranks)
+        shards = [
+            Shard(
+                torch.empty(
+                    shard.shard_sizes, dtype=properties.dtype, device=shard.placement.device(), pin_memory=pin_memory
+                ).requires_grad_(requires_grad),
+                shard,
+            )
+            for shard in metadata.shards_metadata
+            if shard.placement.rank() == dist.get_rank()
+        ]
+        checking.check_own(shards, metadata, dist.get_rank(), ranks)
+        return made(shards, metadata, sharding_spec, group)
+
+    @staticmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from torchshard.tensor.sharded import operators
+
+        return operators.run(func, args, kwargs or {})
+
+    @classmethod
+    def from_spec(cls, spec: Any, *size: Any, **options: Any) -> "ShardedTensor":
+        """A ShardedTensor whose values are not set; the same as ShardedTensor(spec, *size, **options)."""
+        return cls(spec, *size, **options)
+
+    @classmethod
+    def from_local(
+        cls, local_tensor: Tensor, dim: int = 0, process_group: dist.ProcessGroup | None = None
+    ) -> "ShardedTensor":
+        """The parts of all ranks, one a rank, joined along `dim` in the group's order; sizes are exchanged.
+
+        Args:
+            local_tensor: this rank's part, used as it is; it may be empty.
+            dim: along which the parts follow one another.
+            process_group: the ranks; the default group by default.
+
+        Raises:
+            RankMismatchError: the parts do not fit together; names the ranks.
+        """
+        group = process_group or default_group()
+        ranks = dist.get_process_group_ranks(group)
+        shapes: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(shapes, tuple(local_tensor.shape), group=group)
+        dim = dim + local_tensor.ndim if dim < 0 else dim
+        place = ranks.index(dist.get_rank())
+        offset = [0] * local_tensor.ndim
+        offset[dim] = sum(shape[dim] for shape in shapes[:place])
+        size = list(shapes[0])
+        size[dim] = sum(shape[dim] for shape in shapes)
+        part = Shard.from_tensor_and_offsets(local_tensor, offset, dist.get_rank())
+        return cls.from_local_shards([part], size, process_group=group)
+
+    @classmethod
+    def from_local_shards(
+        cls,
+        local_shards: Sequence[Any],
+        *global_size: Any,
+        process_group: dist.ProcessGroup | None = None,
+        init_rrefs: bool = False,
+    ) -> "ShardedTensor":
+        """A ShardedTensor around the parts of all ranks, which compare their metadata; all ranks call this.
+
+        Args:
+            local_shards: torch's Shards: this rank's tensors, used as they are, with offsets, sizes and placement.
+            global_size: of the whole tensor.
+            process_group: the ranks; the default group by default.
+            init_rrefs: refused.
+
+        Raises:
+            ShardingError: parts that overlap, leave holes, lie outside, or do not agree with their metadata; the same
+                on every rank, with the rank that it concerns.
+            RankMismatchError: ranks differ in size, dtype or properties; names them.
+        """
+        _refuse_rrefs(init_rrefs)
+        group, problem, mine = process_group or default_group(), None, None
+        ranks, size = dist.get_process_group_ranks(group), flat_size(global_size)
+        try:
+            mine = checking.local_metadata(local_shards, size, dist.get_rank(), ranks)
+        except ShardingError as error:
+            problem = error
+        metadata = checking.global_metadata(mine, problem, size, group, ranks)
+        return made(local_shards, metadata, specs.inferred_spec(metadata), group)
+
+    @classmethod
+    def from_shards_and_metadata(
+        cls,
+        local_shards: Sequence[Any],
+        sharded_tensor_metadata: Any,
+        process_group: dist.ProcessGroup | None = None,
+        init_rrefs: bool = False,
+        sharding_spec: Any = None,
+    ) -> "ShardedTensor":
+        """A ShardedTensor around this rank's parts, described by metadata that every rank has; no communication.
+
+        Raises:
+            ShardingError: the metadata does not make up a tensor, or this rank's parts do not agree with it.
+        """
+        _refuse_rrefs(init_rrefs)
+        group = process_group or default_group()
+        ranks = dist.get_process_group_ranks(group)
+        checking.check_whole(sharded_tensor_metadata, ranks)
+        checking.check_own(local_shards, sharded_tensor_metadata, dist.get_rank(), ranks)
+        spec = sharding_spec or specs.inferred_spec(sharded_tensor_metadata)
+        return made(local_shards, sharded_tensor_metadata, spec, group)
+
+    # As torch's own class calls them.
+    _init_from_local_shards = from_local_shards
+    _init_from_local_shards_and_global_metadata = from_shards_and_metadata
+
+    @classmethod
+    def from_torch(cls, upstream: Any) -> "ShardedTensor":
+        """One of torch's own ShardedTensors, around the same shards and metadata.
+
+        Raises:
+            ShardingError: its metadata does not make up a tensor.
+        """
+        metadata, group = upstream.metadata(), group_of_theirs(upstream)
+        checking.check_whole(metadata, dist.get_process_group_ranks(group))
+        return made(upstream.local_shards(), metadata, upstream.sharding_spec(), group)
+
+    def to_torch(self) -> Any:
+        """torch's own ShardedTensor around the same shards and metadata."""
+        return their_sharded_tensor(self._local_shards, self._metadata, self._sharding_spec, self._process_group)
+
+    def metadata(self) -> Any:
+        """The ShardedTensorMetadata of the whole tensor."""
+        return self._metadata
+
+    def local_shards(self) -> list[Any]:
+        """This rank's parts, as torch's Shards; none, one or several."""
+        return self._local_shards
+
+    def sharding_spec(self) -> Any:
+        """How the tensor is cut."""
+        return self._sharding_spec
+
+    def local_tensor(self) -> Tensor:
+        """This rank's part, where it has exactly one.
+
+        Raises:
+            NotImplementedError: it has none or several; local_shards() has them.
+        """
+        if len(self._local_shards) != 1:
+            raise NotImplementedError(f"this rank holds {len(self._local_shards)} parts, not one; see local_shards()")
+        return self._local_shards[0].tensor  # type: ignore[no-any-return]
+
+    def gather(  # type: ignore[override]
+        self,
+        dst: int = 0,
+        out: Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the whole tensor into `out` on one rank. All ranks of the group call this.
+
+        Args:
+            dst: place of that rank in the process group.
+            out: of the tensor's size; given there only. Values arrive in the tensor's own dtype, and are converted
+                only where `out` has another.
+            enforce_dtype: deprecated in torch; converting is always right here, so it changes nothing.
+            dtype: to which the values are converted before they are written.
+
+        Raises:
+            ValueError: `out` is missing, is given elsewhere, or has another size.
+        """
+        from torchshard.tensor.sharded import moving
+
+        moving.gather(self, dst, out, dtype)
+
+    def reshard(self, resharding_spec: Any) -> "ShardedTensor":
+        """Cut this tensor as another spec says, in place; each rank receives what it lacks. All ranks call this.
+
+        Args:
+            resharding_spec: of any kind, on the ranks of the process group.
+        """
+        from torchshard.tensor.sharded import moving
+
+        return moving.reshard(self, resharding_spec)
+
+    def cpu(self, memory_format: Any = torch.preserve_format, process_group: Any = None) -> "ShardedTensor":
+        """This tensor in CPU memory; itself where it is there already.
+
+        Args:
+            memory_format: torch.preserve_format or torch.contiguous_format.
+            process_group: that can talk there; the tensor's own by default.
+        """
+        return self.to("cpu", memory_format=memory_format, process_group=process_group)
+
+    def cuda(
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: Any = torch.preserve_format,
+        process_group: Any = None,
+    ) -> "ShardedTensor":
+        """This tensor on each rank's current CUDA device; arguments as of `to`."""
+        where = torch.device("cuda" if device is None else device)
+        return self.to(where, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
+
+    def to(self, *args: Any, **options: Any) -> "ShardedTensor":
+        """This tensor with another dtype or on other devices: itself where nothing changes.
+
+        Args:
+            args: as of Tensor.to: a dtype, a device, both, or a tensor that has them.
+            options: as of Tensor.to; and `process_group`, which can talk there, the tensor's own by default.
+        """
+        from torchshard.tensor.sharded import moving
+
+        return moving.to(self, *args, **options)
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Whether the parts lie in pinned memory."""
+        return bool(self._metadata.tensor_properties.pin_memory)
+
+    def remote_shards(self) -> Any:
+        """Refused, as in torch where init_rrefs is False."""
+        raise RuntimeError("ShardedTensor has no RRefs to remote shards; gather() or reshard() brings them here")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedTensor({self._metadata})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from torchshard.tensor.sharded import saving
+
+        return saving.reduced(self)
+
+
+def made(shards: Sequence[Any], metadata: Any, spec: Any, group: dist.ProcessGroup | None) -> ShardedTensor:
+    """A ShardedTensor around these parts, which are not checked."""
+    size, properties = tuple(metadata.size), metadata.tensor_properties
+    device = shards[0].tensor.device if shards else metadata.shards_metadata[0].placement.device()
+    x: Any = stand_in(ShardedTensor, size, contiguous_stride(size), properties.dtype, device)
+    x._local_shards, x._metadata, x._sharding_spec, x._process_group = list(shards), metadata, spec, group
+    return x.requires_grad_(properties.requires_grad)  # type: ignore[no-any-return]
+
+
+def like(x: ShardedTensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> ShardedTensor:
+    """A ShardedTensor cut as `x` is, with other tensors as this rank's parts."""
+    from dataclasses import replace
+
+    properties = replace(x._metadata.tensor_properties, dtype=dtype, requires_grad=False, pin_memory=False)
+    metadata = replace(x._metadata, tensor_properties=properties)
+    shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, x._local_shards, strict=True)]
+    return made(shards, metadata, x._sharding_spec, x._process_group)
+
+
+def group_of(x: ShardedTensor) -> dist.ProcessGroup:
+    """The process group of a ShardedTensor.
+
+    Raises:
+        ShardingError: it was loaded without one.
+    """
+    if x._process_group is None:
+        raise ShardingError(
+            "This ShardedTensor was loaded without a process group: its ranks cannot talk.",
+            expected="a process group",
+            got="none",
+            fix="call torch.distributed.init_process_group() before torch.load(), or use local_shards()",
+        )
+    return x._process_group
+
+
+def flat_size(size: Sequence[Any]) -> torch.Size:
+    """Sizes given as numbers or as one sequence."""
+    dims = list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else list(size)
+    if not all(isinstance(n, int) for n in dims):
+        raise TypeError(f"size has to be a sequence of ints, found: {dims}")
+    return torch.Size(dims)
+
+
+def _refuse_rrefs(init_rrefs: bool) -> None:
+    if init_rrefs:
+        raise NotImplementedError("init_rrefs=True: parts are reached by gather() and reshard(), not by RPC")
+
+
+def restored(*state: Any) -> ShardedTensor:
+    """The ShardedTensor of a pickle; see saving.py."""
+    from torchshard.tensor.sharded import saving
+
+    return saving.restored(*state)
+
+
+# The default torch.load makes objects of known classes only, and may come before any use.
+torch.serialization.add_safe_globals([restored])

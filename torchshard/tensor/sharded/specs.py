@@ -1,0 +1,131 @@
+"""Sharding specs and metadata, which are torch's own classes, as boxes and their owners; and a spec for grids."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchshard._torch import sharded_tensors
+from torchshard.errors import ShardingError
+from torchshard.layout.boxes import Box
+from torchshard.layout.holding import Holding
+from torchshard.layout.pieces import piece
+
+upstream = sharded_tensors()
+Shard, ShardMetadata = upstream.Shard, upstream.ShardMetadata
+ShardedTensorMetadata, TensorProperties = upstream.ShardedTensorMetadata, upstream.TensorProperties
+ShardingSpec: Any = upstream.ShardingSpec
+ChunkShardingSpec, EnumerableShardingSpec = upstream.ChunkShardingSpec, upstream.EnumerableShardingSpec
+
+
+@dataclass
+class GridShardingSpec(ShardingSpec):  # type: ignore[misc]
+    """Several dims cut, each in pieces of ceil(n / parts).
+
+    Args:
+        parts: into how many pieces each dim is cut; 1 for a dim that is not.
+        placements: where each part lies, such as "rank:0/cpu"; the last dim fastest.
+    """
+
+    parts: Sequence[int]
+    placements: list[Any]
+
+    def __post_init__(self) -> None:
+        """Read placements that are text."""
+        self.parts = tuple(self.parts)
+        self.placements = [_placement(place) for place in self.placements]
+
+    def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: Any) -> Any:
+        """Offsets, sizes and placement of every part of a tensor of these sizes.
+
+        Raises:
+            ShardingError: the grid has another number of dims than the tensor, or of parts than there are placements.
+        """
+        grid = list(itertools.product(*map(range, self.parts)))
+        if len(self.parts) != len(tensor_sizes) or len(grid) != len(self.placements):
+            raise ShardingError(
+                "A grid does not fit its tensor or its placements.",
+                expected=f"{len(tensor_sizes)} numbers of parts, and {len(grid)} placements",
+                got=f"parts {tuple(self.parts)}, {len(self.placements)} placements",
+            )
+        shards = []
+        for at, place in zip(grid, self.placements, strict=True):
+            cut = [piece(n, p, k) for n, p, k in zip(tensor_sizes, self.parts, at, strict=True)]
+            shards.append(ShardMetadata([start for start, _ in cut], [length for _, length in cut], place))
+        return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
+
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
+        """Refused, as it would give one of torch's own ShardedTensors."""
+        raise NotImplementedError("use torchshard.state_dict.to_sharded_tensor(tensor, spec=...)")
+
+
+def _placement(place: Any) -> Any:
+    return place if isinstance(place, upstream.RemoteDevice) else upstream.RemoteDevice(place)
+
+
+def metadata_of(spec: Any, size: Sequence[int], properties: Any) -> Any:
+    """The metadata of a tensor of this size, cut as `spec` says.
+
+    An empty last part lies at the end of the tensor; torch's ChunkShardingSpec would put it beyond.
+
+    Raises:
+        ShardingError: the spec does not fit the size.
+    """
+    try:
+        made = spec.build_metadata(torch.Size(size), tensor_properties=properties)
+    except ValueError as error:
+        raise ShardingError(
+            "The sharding spec does not fit the tensor.", expected=str(error), got=tuple(size)
+        ) from error
+    shards = [
+        ShardMetadata(list(box.offset), list(box.size), shard.placement)
+        for shard, box in zip(made.shards_metadata, boxes_of(made), strict=True)
+    ]
+    return ShardedTensorMetadata(shards, made.size, properties)
+
+
+def boxes_of(metadata: Any) -> list[Box]:
+    """The boxes of all parts, in the order of the metadata."""
+    return [box_of(shard, metadata.size) for shard in metadata.shards_metadata]
+
+
+def box_of(shard: Any, size: Sequence[int]) -> Box:
+    """The box of one part; an empty one that lies beyond the tensor is moved to its end."""
+    sizes = tuple(shard.shard_sizes)
+    offsets = tuple(shard.shard_offsets)
+    if 0 in sizes:
+        offsets = tuple([min(o, n) for o, n in zip(offsets, size, strict=True)])
+    return Box(offsets, sizes)
+
+
+def holding_of(metadata: Any, ranks: Sequence[int]) -> Holding:
+    """Who holds which part; `ranks` may hold nothing."""
+    owners = [shard.placement.rank() for shard in metadata.shards_metadata]
+    return Holding.of(metadata.size, zip(owners, boxes_of(metadata), strict=True), ranks)
+
+
+def inferred_spec(metadata: Any) -> Any:
+    """A ChunkShardingSpec where the parts are the pieces of one dim in order, else an EnumerableShardingSpec."""
+    boxes, size = boxes_of(metadata), metadata.size
+    placements = [shard.placement for shard in metadata.shards_metadata]
+    for dim, n in enumerate(size):
+        pieces = [piece(n, len(boxes), k) for k in range(len(boxes))]
+        wanted = [
+            Box((0,) * dim + (start,) + (0,) * (len(size) - dim - 1), (*size[:dim], length, *size[dim + 1 :]))
+            for start, length in pieces
+        ]
+        if boxes == wanted:
+            return ChunkShardingSpec(dim, placements)
+    return EnumerableShardingSpec(metadata.shards_metadata)
+
+
+def chunks(dim: int, ranks: Sequence[int], device: torch.device) -> Any:
+    """One piece along `dim` for each of these ranks, on a device each."""
+    return ChunkShardingSpec(dim, [place_of(rank, device) for rank in ranks])
+
+
+def place_of(rank: int, device: torch.device | str) -> Any:
+    """A device of a rank, in torch's words."""
+    return upstream.RemoteDevice(f"rank:{rank}/{device}")
