@@ -107,6 +107,40 @@ def stand_in(
     return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
 
 
+# ------------------------------------------------------------------------------------------------ data parallel
+
+
+def _locations() -> Any:
+    """When a hook for buffers runs: torch.nn.parallel.distributed._BufferCommHookLocation (2.11-2.15)."""
+    from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+    return _BufferCommHookLocation
+
+
+AFTER_FORWARD: Any = _locations().POST_FORWARD
+"""Where torch's wrapper runs a hook for buffers unless it is told otherwise (2.11-2.15)."""
+
+
+def is_before_forward(location: Any) -> bool:
+    """Whether a hook for buffers is to run before forward."""
+    return bool(location == _locations().PRE_FORWARD)
+
+
+def buffer_hook(hook: Callable[..., Any], state: object, location: Any) -> Any:
+    """What torch's wrapper keeps as `buffer_hook` (torch.nn.parallel.distributed._BufferCommHook, 2.11-2.15)."""
+    from torch.nn.parallel.distributed import _BufferCommHook
+
+    return _BufferCommHook(buffer_comm_hook=hook, buffer_comm_hook_state=state, buffer_comm_hook_location=location)
+
+
+def is_joining(joinable: Any) -> bool:
+    """Whether this is among what an enabled torch.distributed.algorithms.Join was given last (2.11-2.15).
+
+    Joinable._join_config is how Join tells its joinables; it stays when the context is left.
+    """
+    return bool(joinable._join_config.enable)
+
+
 # ------------------------------------------------------------------------------------------------ autograd
 
 

@@ -43,11 +43,8 @@ def test_nothing_of_torchs_reaches_for_its_reducer():
 
 
 CALLS = {
-    "join": (),
-    "join_hook": (),
     "register_comm_hook": (None, None),
     "_register_builtin_comm_hook": (None,),
-    "_register_buffer_comm_hook": (None, None),
     "_register_fused_optim": (torch.optim.SGD,),
     "_set_static_graph": (),
     "_set_sparse_metadata": (None,),

@@ -23,24 +23,12 @@ class Compatibility:
     module: torch.nn.Module
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
-    require_forward_param_sync: bool
-    forward_sync_buffers: bool
 
     # ------------------------------------------------------------------------------------------ provided
 
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters: gradients are no longer reduced."""
         self.reducer.remove_hooks()
-
-    def _assign_modules_buffers(self) -> None:
-        """Look the module's buffers up anew; it may have replaced them."""
-        ignored = self.parameters_to_ignore
-        self.named_module_buffers = {n: b for n, b in self.module.named_buffers() if n not in ignored}
-        self.modules_buffers = list(self.named_module_buffers.values())
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward begins with a broadcast of buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
 
     def _check_default_group(self) -> None:
         """Raise RuntimeError unless the process group is the default one, which pickles and copies come back to."""
@@ -77,23 +65,12 @@ class Compatibility:
 
     # ------------------------------------------------------------------------------------------ refused
 
-    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Uneven inputs: not yet."""
-        _later("join()", "give every rank the same number of batches")
-
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Uneven inputs: not yet."""
-        _later("join_hook(), which Join calls,", "give every rank the same number of batches")
-
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
         """Communication hooks: not yet."""
         _later("register_comm_hook()", "leave it out: gradients are averaged in their own precision")
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> NoReturn:
         _later("_register_builtin_comm_hook()", "leave it out: gradients are averaged in their own precision")
-
-    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _later("_register_buffer_comm_hook()", "use forward_sync_buffers, which broadcasts buffers from rank 0")
 
     def _register_fused_optim(self, *args: Any, **kwargs: Any) -> NoReturn:
         _later("_register_fused_optim()", "call the optimizer's step() after backward")

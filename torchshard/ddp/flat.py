@@ -47,7 +47,8 @@ class FlatBucket:
         self.heard: deque[torch.Tensor] = deque(maxlen=len(members) + 1)  # of quiet ones, not yet taken off `pending`
         self.work: dist.Work | None = None
         self.graph_filled = 0  # gradients that a compiled graph has put in, in this backward
-        self._small, self._scale, self._views_stay, self._existing = apart, scale, views_stay, existing
+        self.scale = scale
+        self._small, self._views_stay, self._existing = apart, views_stay, existing
         self._number = {id(p): i for i, p in members.items()}
         self._offsets: dict[int, int] = {}
         self._numel = 0
@@ -78,7 +79,7 @@ class FlatBucket:
             return
         if grad.is_sparse:
             _refuse_sparse(grad)
-        torch.mul(grad, self._scale, out=place)
+        torch.mul(grad, self.scale, out=place)
         if grad.requires_grad or index in self._existing:
             if grad.data_ptr() != place.data_ptr():
                 self._kept[index] = grad
@@ -110,13 +111,13 @@ class FlatBucket:
         grads = [p.grad for p in params]
         views, segment = self._places().values(), self._open()[: self._small_numel]
         if self._views_stay and all(map(is_, grads, views)):
-            segment.mul_(self._scale)  # all were accumulated in place
+            segment.mul_(self.scale)  # all were accumulated in place
         elif self._existing or torch.is_grad_enabled() or any(map(is_, grads, repeat(None))):
             for i, p in self._small.items():
                 self.take(p, i)
         else:
             _refuse_sparse(*grads)
-            torch.mul(_torch.flatten(grads), self._scale, out=segment)  # type: ignore[arg-type]
+            torch.mul(_torch.flatten(grads), self.scale, out=segment)  # type: ignore[arg-type]
             for p, view in zip(params, views, strict=False):
                 p.grad = view
 
@@ -128,7 +129,7 @@ class FlatBucket:
             self._absent[index] = None, None
         else:
             self._absent[index] = grad, grad.clone() if grad.data_ptr() == place.data_ptr() else None
-            torch.mul(grad, self._scale, out=place)
+            torch.mul(grad, self.scale, out=place)
 
     @property
     def absent(self) -> Collection[int]:
@@ -140,6 +141,20 @@ class FlatBucket:
     def launch(self, group: dist.ProcessGroup) -> None:
         """Start summing over the group."""
         self.work = dist.all_reduce(self._open(), group=group, async_op=True)
+
+    def nothing(self) -> torch.Tensor:
+        """What a rank without inputs gives in place of this bucket."""
+        like = next(iter(self.members.values()))
+        return torch.zeros(self._numel, dtype=like.dtype, device=like.device)
+
+    def adopt(self, flat: torch.Tensor, used: Collection[int]) -> None:
+        """Make the average of the others, in memory that is of no other use, the gradients of a rank without inputs."""
+        with torch.no_grad():
+            for (i, p), piece in zip(self.members.items(), self._split(flat), strict=True):
+                if i in used and p.grad is not None:
+                    p.grad.copy_(piece)
+                elif i in used:
+                    p.grad = piece.detach()
 
     # ---------------------------------------------------------------------------------------------- out
 

@@ -67,7 +67,7 @@ class GraphBucket(FlatBucket):
         """How a gradient is written: alpha times the new one plus beta times what lies in its slot."""
         if index not in self.members:
             return 1.0, 0.0
-        return self._scale, self._scale if index in self._accumulated else 0.0
+        return self.scale, self.scale if index in self._accumulated else 0.0
 
     def fill(self, views: Mapping[int, torch.Tensor]) -> None:
         """The graph has written the members' gradients; these are its views of the slots."""
@@ -75,7 +75,7 @@ class GraphBucket(FlatBucket):
             grad = p.grad
             if grad is not None:
                 if i not in self._accumulated:
-                    views[i].add_(grad, alpha=self._scale)
+                    views[i].add_(grad, alpha=self.scale)
                 self._before[i] = grad
                 p.grad = None
         self._filled, self.graph_filled = views, len(views)

@@ -59,14 +59,16 @@ def broadcast_coalesced(
     group: dist.ProcessGroup,
     cap: int = 250 << 20,
     wait: Callable[[Sequence[dist.Work]], None] = _wait,
+    source: int = 0,
 ) -> None:
-    """Overwrite the tensors with those of the group's first rank, many in one message.
+    """Overwrite the tensors with those of one rank, many in one message.
 
     Args:
         tensors: the same on all ranks, in dtype, device and shape.
         group: whose ranks take part.
         cap: bytes of one message, at least.
         wait: what waits for a message.
+        source: the rank within the group whose values count.
     """
     items = [
         Gradient(i, "", t.numel() * t.element_size(), (t.dtype, t.device)) for i, t in enumerate(tensors) if t.numel()
@@ -75,16 +77,16 @@ def broadcast_coalesced(
         for bucket in plan_buckets(items, BucketPolicy(cap=cap, first=cap)):
             chosen = [tensors[g.index].detach() for g in bucket.gradients]
             if len(chosen) == 1 and chosen[0].is_contiguous():
-                wait([_broadcast(chosen[0], group)])
+                wait([_broadcast(chosen[0], group, source)])
                 continue
             flat = torch.cat([t.reshape(-1) for t in chosen])
-            wait([_broadcast(flat, group)])
-            if group.rank():
+            wait([_broadcast(flat, group, source)])
+            if group.rank() != source:
                 for t, piece in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
                     t.copy_(piece.view(t.shape))
 
 
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
+    work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
     assert work is not None, "asynchronous collectives return their work"
     return work

@@ -1,7 +1,6 @@
 """DistributedDataParallel: torch's wrapper with another engine."""
 
 import copy
-import functools
 import os
 import weakref
 from typing import Any
@@ -14,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torchshard import _torch
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
+from torchshard.ddp.joining import Joining
 from torchshard.ddp.reducer import Reducer
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
 
 
-class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
+class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParallel):
     """Averages the gradients of a module over the ranks of a process group, while backward runs.
 
     A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks
@@ -165,8 +165,9 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
         if torch.is_grad_enabled():
             self._refuse_optimizers_in_backward()
             self.reducer.before_forward(self.require_backward_grad_sync)
-        if self.will_sync_module_buffers():
-            self._sync_buffers()
+        self._begin_round()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers(self._whose_buffers)
         if self.device_ids:
             moved = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]
             return moved[0][0], moved[1][0]
@@ -174,6 +175,8 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
 
     @_torch.untraced
     def _after(self, output: Any) -> None:
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers(self._whose_buffers)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self.reducer.after_forward(output, self.require_backward_grad_sync)
@@ -181,13 +184,6 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
     def _call_module(self, *inputs: Any, **kwargs: Any) -> Any:
         """A frame of its own, for torch.compile to start at."""
         return self.module(*inputs, **kwargs)
-
-    def _sync_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0; they are looked up anew, as the module may have replaced them."""
-        self._assign_modules_buffers()
-        wait = functools.partial(self.reducer.exchange.wait, what="the buffers of rank 0")
-        with _torch.preserve_versions(self.modules_buffers):
-            broadcast_coalesced(self.modules_buffers, self.process_group, self.broadcast_bucket_size, wait)
 
     def _refuse_optimizers_in_backward(self) -> None:
         if not self._looked_for_optimizers:

@@ -1,0 +1,145 @@
+"""Uneven inputs: a rank that has no more of them plays the collectives of those that have.
+
+At each forward under `join()` ranks tell each other who takes part and what comes: whether buffers are synchronized,
+whether gradients will be reduced. A rank that has joined answers with nothing and then plays the same collectives in
+the same order: buffers, buckets full of zeros, the parameters in use, a new layout of buckets.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from torchshard import _torch
+from torchshard.ddp.buffers import Buffers
+from torchshard.ddp.sync import broadcast_coalesced
+
+_HERE, _BUFFERS, _GRADIENTS = 1, 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a forward and its backward will bring, as all ranks know.
+
+    Attributes:
+        active: ranks that have inputs.
+        buffers: they synchronize buffers.
+        gradients: they reduce gradients.
+    """
+
+    active: Sequence[int]
+    buffers: bool
+    gradients: bool
+
+
+class Joining(Buffers, Joinable):
+    """The part of the wrapper that knows of ranks that run out of inputs."""
+
+    device: torch.device
+    require_backward_grad_sync: bool
+    _divide_by_initial_world_size = True
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for a training loop in which ranks have different numbers of batches.
+
+        A rank that leaves its loop plays the collectives of the others until all are done; then all take over the
+        model of the last one. An iteration is one forward of the wrapper, and one backward unless it runs under no_sync
+        or no_grad.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of all ranks, so that each batch counts the
+                same; if False, by the number of ranks that still have inputs.
+            enable: False leaves it all out.
+            throw_on_early_termination: when the first rank runs out of inputs, raise RuntimeError on all of them.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What this wrapper does when its rank has joined: for torch's Join, maybe with other joinables.
+
+        Args:
+            kwargs: divide_by_initial_world_size, as for `join`; the rest is for others.
+        """
+        return _Shadow(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the collectives of torch's Join take place."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group of ranks that join."""
+        return self.process_group
+
+    def _begin_round(self) -> None:
+        """To be called at each forward: under `join`, tell the others that this rank has inputs."""
+        self._whose_buffers = 0
+        if not _torch.is_joining(self):
+            self.reducer.rescale(self.process_group.size(), uneven=False)
+            return
+        Join.notify_join_context(self)
+        mine = _HERE
+        if self.will_sync_module_buffers():
+            mine |= _BUFFERS
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            mine |= _GRADIENTS
+        found = self._tell(mine)
+        divisor = self.process_group.size() if self._divide_by_initial_world_size else len(found.active)
+        self.reducer.rescale(divisor, uneven=True)
+        self._whose_buffers = max(found.active)
+
+    def _tell(self, mine: int) -> Round:
+        """Exchange what this round brings; 0 for a rank that has joined."""
+        ranks = range(self.process_group.size())
+        said = self.reducer.exchange.largest([mine if rank == self.process_group.rank() else 0 for rank in ranks])
+        return Round(
+            active=[rank for rank in ranks if said[rank]],
+            buffers=any(word & _BUFFERS for word in said),
+            gradients=any(word & _GRADIENTS for word in said),
+        )
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Give all ranks the model of one that has joined last: the highest of them."""
+        rank = self.process_group.rank()
+        (self._authoritative_rank,) = self.reducer.exchange.largest([rank if is_last_joiner else -1])
+        ignored = self.parameters_to_ignore
+        tensors: list[torch.Tensor] = [p for n, p in self.module.named_parameters() if n not in ignored]
+        if self.forward_sync_buffers:
+            self._assign_modules_buffers()
+            tensors += self.modules_buffers
+        wait = functools.partial(self.reducer.exchange.wait, what=f"the model of rank {self._authoritative_rank}")
+        broadcast_coalesced(tensors, self.process_group, self.broadcast_bucket_size, wait, self._authoritative_rank)
+
+
+class _Shadow(JoinHook):
+    """Plays for a rank without inputs what the wrapper does on the others."""
+
+    def __init__(self, wrapper: Joining, divide_by_initial_world_size: bool) -> None:
+        self._wrapper = wrapper
+        wrapper._divide_by_initial_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """One iteration of the others."""
+        wrapper = self._wrapper
+        found = wrapper._tell(0)
+        if found.buffers:  # before or after forward: here there is none
+            wrapper._sync_buffers(max(found.active))
+        wrapper.require_forward_param_sync = found.gradients
+        if found.gradients:
+            wrapper.reducer.shadow_backward()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have joined."""
+        self._wrapper._sync_final_model(is_last_joiner)
