@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import slow_link
 from tests.compiler.models import batch, make
 from torchshard.compiler import explain, measure, simulate, split_backend
 from torchshard.simulation import Link, StepTimes
@@ -62,3 +63,19 @@ def test_mistakes_in_measuring():
         measure(Slow(), torch.randn(2, 256), repeat=0)
     with pytest.raises(ValueError, match="the loss has no gradient"):
         measure(Slow(), torch.randn(2, 256), loss=lambda out: torch.zeros(()))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
+def test_measured_steps_over_a_slow_link(world):
+    """The link is known from two all-reduces, compute from `measure`; the paper is right within a quarter."""
+    if reason := slow_link.why_not():
+        pytest.skip(reason)
+    for cap, (measured, played, compute) in slow_link.run_on_slow_link(500, world, "tests.compiler.slow:steps")[
+        0
+    ].items():
+        error = played / measured - 1
+        print(
+            f"{world} ranks, {cap} MiB: measured {measured:.3f} s, on paper {played:.3f} s ({error:+.0%}), compute {compute:.3f} s"
+        )
+        assert abs(error) < 0.25
