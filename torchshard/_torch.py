@@ -496,8 +496,8 @@ def sharded_tensor(
     return cast(Tensor, made)
 
 
-def around(outer: Any, inner: Any, devices: int) -> Tensor:
-    """torch's ShardedTensor `outer` with `inner` for its one local shard; on the device type that `inner` has.
+def around(outer: Any, inner: Tensor, device_type: str, devices: int) -> Tensor:
+    """torch's ShardedTensor `outer` with `inner` for its one local shard, its metadata on another type of devices.
 
     Optimizer states may have been brought to another device than the parameters whose sharding they have.
     """
@@ -507,8 +507,7 @@ def around(outer: Any, inner: Any, devices: int) -> Tensor:
         shard.placement.rank(): SimpleNamespace(offset=shard.shard_offsets, size=shard.shard_sizes)
         for shard in outer.metadata().shards_metadata
     }
-    kind = inner.local_shards()[0].tensor.device.type if inner.local_shards() else "cpu"
-    return sharded_tensor(inner, outer.size(), outer.dtype, boxes, kind, devices, outer._process_group)
+    return sharded_tensor(inner, outer.size(), outer.dtype, boxes, device_type, devices, outer._process_group)
 
 
 class FSDPUser(Protocol):

@@ -179,7 +179,7 @@ def as_sharded_tensor(tensor: Tensor, world: int, devices: int, group: dist.Proc
         return _rows(tensor, world, devices, group)
     (shard,) = tensor.local_shards()  # type: ignore[attr-defined]
     inner = _rows(shard.tensor, world, devices, group)
-    return _torch.around(tensor, inner, devices)
+    return _torch.around(tensor, inner, shard.tensor.device.type, devices)
 
 
 def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup) -> Tensor:
