@@ -659,7 +659,7 @@ def _fsdp_handle(user: FSDPUser) -> type:
     return Handle
 
 
-_fsdp_handles: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_fsdp_handles: set[int] = set()  # addresses of those alive
 _optimizer_functions: dict[str, Callable[..., Any]] = {}  # torch's own, while they are replaced
 
 
@@ -677,11 +677,11 @@ def _flatten_parts_of_states(handle: Any) -> None:
         return {key: info.handle.user.part(x, taken, f"state {key!r} of {name}") for key, x in state.items()}
 
     def shard_orig_param_state(info: Any, fqn: str, state: dict[str, Any]) -> Any:
-        state = parts(info, fqn, state) if info.handle in _fsdp_handles else state
+        state = parts(info, fqn, state) if id(info.handle) in _fsdp_handles else state
         return _optimizer_functions["_shard_orig_param_state"](info, fqn, state)
 
     def flatten_optim_state(info: Any, states: dict[str, Any], names: list[str]) -> Any:
-        if info.handle in _fsdp_handles:
+        if id(info.handle) in _fsdp_handles:
             states = {name: parts(info, name, states[name]) for name in names if name in states}
         return _optimizer_functions["_flatten_optim_state"](info, states, names)
 
@@ -690,14 +690,15 @@ def _flatten_parts_of_states(handle: Any) -> None:
             name = f"_{function.__name__}"
             _optimizer_functions[name] = getattr(_optim_utils, name)
             setattr(_optim_utils, name, function)
-    _fsdp_handles.add(handle)
-    weakref.finalize(handle, _no_more_parts).atexit = False
+    _fsdp_handles.add(id(handle))
+    weakref.finalize(handle, _without_handle, id(handle)).atexit = False
 
 
-def _no_more_parts() -> None:
+def _without_handle(address: int) -> None:
     from torch.distributed.fsdp import _optim_utils
 
-    if not len(_fsdp_handles):
+    _fsdp_handles.discard(address)
+    if not _fsdp_handles:
         while _optimizer_functions:
             setattr(_optim_utils, *_optimizer_functions.popitem())
 
