@@ -33,7 +33,7 @@ def transforms(rank, world):
 
     import torchshard as ours
     from torchshard.parallel.fsdp import DTensorExtensions
-    from torchshard.tensor.upstream import from_upstream
+    from torchshard.tensor.interop import from_torch
 
     count = 0
     for shape, names, fsdp, tp in MESHES:
@@ -58,10 +58,10 @@ def transforms(rank, world):
                     axis = names.index("dp")
                     assert saved.device_mesh == mesh, case
                     assert saved.placements[axis] == theirs.Shard(0), case
-                    assert torch.equal(from_upstream(saved).full_tensor(), whole), case
+                    assert torch.equal(from_torch(saved).full_tensor(), whole), case
                     back = extension.all_gather_dtensor(saved, mesh)
                     assert torch.equal(back, part), case
-                    back = extension.all_gather_dtensor(from_upstream(saved), mesh)
+                    back = extension.all_gather_dtensor(from_torch(saved), mesh)
                     assert torch.equal(extension.post_unflatten_transform(back, taken).to_local(), part), case
                     other = saved.redistribute(placements=[theirs.Replicate()] * mesh.ndim)
                     back = extension.all_gather_dtensor(other, mesh)
@@ -70,7 +70,7 @@ def transforms(rank, world):
             plain = DTensorExtensions(None)
             assert plain.pre_flatten_transform(whole) == (whole, None)
             saved = plain.chunk_dtensor(whole, rank, mesh[fsdp])
-            assert torch.equal(from_upstream(saved).full_tensor(), whole)
+            assert torch.equal(from_torch(saved).full_tensor(), whole)
             assert torch.equal(plain.all_gather_dtensor(saved, mesh), whole)
     return count
 
@@ -145,7 +145,9 @@ def messages(rank, world):
 
 
 def test_messages_name_mesh_axis_and_dim():
-    assert_expected_inline(run_ranks(4, messages)[0], """\
+    assert_expected_inline(
+        run_ranks(4, messages)[0],
+        """\
 A Partial parameter cannot be flattened: no rank holds its values.
   expected: Shard(dim) or Replicate() on every axis
   got:      float32[2] (tp=2:P(sum))
@@ -171,7 +173,8 @@ FSDP cannot split this tensor by rows along its axis.
 A sharded state dict is of another mesh than the module it is loaded into.
   expected: a DTensor on the mesh DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))
   got:      a DTensor on the mesh (a=2, b=2), float32[4] (a=2:S(0), b=2:S(0))
-  fix:      save with torch.distributed.checkpoint and load it into the module's own state_dict()""")
+  fix:      save with torch.distributed.checkpoint and load it into the module's own state_dict()""",
+    )
 
 
 def installed(rank, world):
@@ -220,6 +223,8 @@ def test_install_is_taken_back():
 
 
 def refused(rank, world):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     from torchshard import init_device_mesh
     from torchshard.errors import ShardingError
     from torchshard.parallel.fsdp import install
@@ -230,8 +235,6 @@ def refused(rank, world):
     model = cases.parallel(mesh, hidden=(8, 8))
     model[1].up.weight = model[0].up.weight
     with install(), pytest.raises(ShardingError, match="under two names"):
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
         FullyShardedDataParallel(model, device_mesh=mesh["dp"], use_orig_params=False, device_id=torch.device("cpu"))
 
 
