@@ -10,9 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.storage import StorageReader
 
 from torchshard._torch import default_group, is_sharded_tensor
 from torchshard.comm.agreement import Agreement
@@ -24,7 +28,7 @@ def load(
     state_dict: dict[str, Any],
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: dcp.StorageReader | None = None,
+    storage_reader: StorageReader | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """torch.distributed.checkpoint.load, which changes `state_dict` only when every rank has read all of its part.
@@ -44,7 +48,7 @@ def load(
         agreement.confirm("\n".join(lines), 0)
     fresh = _mapped(state_dict, lambda x: torch.empty_like(x, requires_grad=False) if isinstance(x, Tensor) else x)
     try:
-        dcp.load(
+        state_dict_loader.load(
             fresh,
             checkpoint_id=checkpoint_id,
             storage_reader=storage_reader,
@@ -52,7 +56,7 @@ def load(
             process_group=process_group,
             no_dist=agreement is None,
         )
-    except dcp.CheckpointException as error:
+    except CheckpointException as error:
         _raise_together(error)
     except RuntimeError as error:
         if agreement is None:
@@ -108,10 +112,10 @@ def _put(tree: Any, fresh: Any) -> None:
             tree[key] = fresh[key]
 
 
-class _Checking(dcp.DefaultLoadPlanner):
+class _Checking(DefaultLoadPlanner):
     """Compares what is stored with what is wanted before anything is read."""
 
-    def create_local_plan(self) -> dcp.LoadPlan:
+    def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None, "a plan without metadata"
         stored = self.metadata.state_dict_metadata
         problems = [text for name, x in self.state_dict.items() for text in _problems(name, x, stored.get(name))]
@@ -136,7 +140,7 @@ def _problems(name: str, x: Any, stored: Any) -> Iterator[str]:
             yield f"{name}: {error.what} expected {error.expected}, got {error.got}"
 
 
-def _raise_together(error: dcp.CheckpointException) -> NoReturn:
+def _raise_together(error: CheckpointException) -> NoReturn:
     """What ranks have found, as one error that is the same on all of them."""
     found: dict[str, list[int]] = {}
     for rank, (cause, _) in sorted(error.failures.items()):
