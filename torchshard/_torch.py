@@ -576,8 +576,8 @@ def sharded_tensor(
     return cast(Tensor, made)
 
 
-def around(outer: Any, inner: Any, devices: int) -> Tensor:
-    """torch's ShardedTensor `outer` with `inner` for its one local shard; on the device type that `inner` has.
+def around(outer: Any, inner: Tensor, device_type: str, devices: int) -> Tensor:
+    """torch's ShardedTensor `outer` with `inner` for its one local shard, its metadata on another type of devices.
 
     Optimizer states may have been brought to another device than the parameters whose sharding they have.
     """
@@ -587,8 +587,7 @@ def around(outer: Any, inner: Any, devices: int) -> Tensor:
         shard.placement.rank(): SimpleNamespace(offset=shard.shard_offsets, size=shard.shard_sizes)
         for shard in outer.metadata().shards_metadata
     }
-    kind = inner.local_shards()[0].tensor.device.type if inner.local_shards() else "cpu"
-    return sharded_tensor(inner, outer.size(), outer.dtype, boxes, kind, devices, outer._process_group)
+    return sharded_tensor(inner, outer.size(), outer.dtype, boxes, device_type, devices, outer._process_group)
 
 
 class FSDPUser(Protocol):
@@ -740,7 +739,7 @@ def _fsdp_handle(user: FSDPUser) -> type:
     return Handle
 
 
-_fsdp_handles: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_fsdp_handles: set[int] = set()  # addresses of those alive
 _optimizer_functions: dict[str, Callable[..., Any]] = {}  # torch's own, while they are replaced
 
 
@@ -758,11 +757,11 @@ def _flatten_parts_of_states(handle: Any) -> None:
         return {key: info.handle.user.part(x, taken, f"state {key!r} of {name}") for key, x in state.items()}
 
     def shard_orig_param_state(info: Any, fqn: str, state: dict[str, Any]) -> Any:
-        state = parts(info, fqn, state) if info.handle in _fsdp_handles else state
+        state = parts(info, fqn, state) if id(info.handle) in _fsdp_handles else state
         return _optimizer_functions["_shard_orig_param_state"](info, fqn, state)
 
     def flatten_optim_state(info: Any, states: dict[str, Any], names: list[str]) -> Any:
-        if info.handle in _fsdp_handles:
+        if id(info.handle) in _fsdp_handles:
             states = {name: parts(info, name, states[name]) for name in names if name in states}
         return _optimizer_functions["_flatten_optim_state"](info, states, names)
 
@@ -771,14 +770,15 @@ def _flatten_parts_of_states(handle: Any) -> None:
             name = f"_{function.__name__}"
             _optimizer_functions[name] = getattr(_optim_utils, name)
             setattr(_optim_utils, name, function)
-    _fsdp_handles.add(handle)
-    weakref.finalize(handle, _no_more_parts).atexit = False
+    _fsdp_handles.add(id(handle))
+    weakref.finalize(handle, _without_handle, id(handle)).atexit = False
 
 
-def _no_more_parts() -> None:
+def _without_handle(address: int) -> None:
     from torch.distributed.fsdp import _optim_utils
 
-    if not len(_fsdp_handles):
+    _fsdp_handles.discard(address)
+    if not _fsdp_handles:
         while _optimizer_functions:
             setattr(_optim_utils, *_optimizer_functions.popitem())
 

@@ -66,7 +66,7 @@ def training_and_options(rank, world, folder):
     from torch.distributed.tensor import DTensor
 
     from torchshard import init_device_mesh
-    from torchshard.tensor.upstream import from_upstream
+    from torchshard.tensor.interop import from_torch
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, plain_optimizer = cases.trained(cases.plain(hidden=(8, 12)))
@@ -77,7 +77,7 @@ def training_and_options(rank, world, folder):
     state, optimizer_state = dsd.get_state_dict(model, optimizer)
     assert all(type(x) is DTensor for x in state.values())
     cases.assert_same(state, optimizer_state, plain, plain_optimizer)
-    cases.assert_same({name: from_upstream(x) for name, x in state.items()}, {"state": {}}, plain, None)
+    cases.assert_same({name: from_torch(x) for name, x in state.items()}, {"state": {}}, plain, None)
 
     def loads(state, optimizer_state, **fields):
         other, other_optimizer = cases.trained(*made(mesh, 1), **where)

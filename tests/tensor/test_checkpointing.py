@@ -124,3 +124,110 @@ def training_state(rank, world, folder):
 
 def test_training_goes_on_from_a_checkpoint(tmp_path):
     assert all(run_ranks(2, training_state, str(tmp_path)))
+
+
+def saved_on_two_by_two(rank, world, folder):
+    import torch.distributed.checkpoint as dcp
+    import torch.distributed.tensor as theirs
+
+    import torchshard as ours
+
+    mesh = ours.init_device_mesh("cpu", (2, 2))
+    for cut in range(2):
+        for module in (ours, theirs):
+            placements = [module.Shard(0), module.Shard(0)] if cut else [module.Replicate(), module.Shard(0)]
+            dcp.save(state(module, mesh, 0, placements), checkpoint_id=f"{folder}/{module.__name__}{cut}")
+
+
+def loaded_elsewhere(rank, world, folder):
+    """Into tensors of both libraries, split by rows; what was saved by either."""
+    import torch.distributed.checkpoint as dcp
+    import torch.distributed.tensor as theirs
+
+    import torchshard as ours
+
+    line = ours.init_device_mesh("cpu", (world,))
+    want = {k: v.full_tensor() for k, v in state(ours, line, 0, [ours.Replicate()]).items()}
+    for cut in range(2):
+        for module in (ours, theirs):
+            target = state(module, line, 1, [module.Shard(0)])
+            for source in (ours, theirs):
+                dcp.load(target, checkpoint_id=f"{folder}/{source.__name__}{cut}")
+                assert all(torch.equal(target[k].full_tensor(), want[k]) for k in want), (cut, module, source)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_saved_on_four_ranks_and_loaded_on_others(tmp_path, world):
+    run_ranks(4, saved_on_two_by_two, str(tmp_path))
+    run_ranks(world, loaded_elsewhere, str(tmp_path))
+
+
+def parts_of_the_world(rank, world, folder):
+    """Meshes of some of the ranks: the others save and load nothing of them, and take part."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard import DeviceMesh, Shard, distribute_tensor
+
+    whole = torch.arange(21.0).reshape(7, 3)
+    first, last = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    source = {"first": distribute_tensor(whole, first, [Shard(0)]), "last": distribute_tensor(whole, last, [Shard(1)])}
+    target = {
+        "first": distribute_tensor(torch.zeros(7, 3), last, [Shard(0)]),
+        "last": distribute_tensor(torch.zeros(7, 3), first, [Shard(1)]),
+    }
+    for how in ("save", "async"):
+        if how == "save":
+            dcp.save(source, checkpoint_id=f"{folder}/{how}")
+        else:
+            dcp.async_save(source, checkpoint_id=f"{folder}/{how}").result()
+        for x in target.values():
+            x.to_local().zero_()
+        dcp.load(target, checkpoint_id=f"{folder}/{how}")
+        for name, ranks in (("first", (1, 2)), ("last", (0, 1))):
+            if rank in ranks:
+                assert torch.equal(target[name].full_tensor(), whole), (how, name)
+    plain = {"first": torch.zeros(7, 3), "last": torch.zeros(7, 3)}
+    dcp.load(plain, checkpoint_id=f"{folder}/async")
+    assert all(torch.equal(x, whole) for x in plain.values())
+
+
+def test_meshes_of_some_ranks(tmp_path):
+    run_ranks(3, parts_of_the_world, str(tmp_path))
+
+
+def saved_while_training(rank, world, folder):
+    """What async_save stores is what there was when it was called, by each of its stagers, more than once."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+
+    import torchshard as ours
+
+    mesh = ours.init_device_mesh("cpu", (2, 2))
+    cut = [ours.Shard(0), ours.Replicate()]
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    )
+    stagers = {
+        "none": None,
+        "cached": BlockingAsyncStager(cache_staged_state_dict=True),
+        "default": DefaultStager(options),
+    }
+    for name, stager in stagers.items():
+        mine = state(ours, mesh, 0, cut)
+        for step in range(2):
+            want = {k: v.full_tensor().clone() for k, v in mine.items()}
+            given = {} if stager is None else {"async_stager": stager}
+            pending = dcp.async_save(mine, checkpoint_id=f"{folder}/{name}{step}", **given)
+            for response in (getattr(pending, "staging_completion", None),):
+                if response is not None:
+                    response.result()
+            for x in mine.values():
+                x.to_local().add_(1)
+            (getattr(pending, "upload_completion", None) or pending).result()
+            target = state(ours, mesh, 1, cut)
+            dcp.load(target, checkpoint_id=f"{folder}/{name}{step}")
+            assert all(torch.equal(target[k].full_tensor(), want[k]) for k in want), (name, step)
+
+
+def test_async_save_stores_what_there_was(tmp_path):
+    run_ranks(4, saved_while_training, str(tmp_path))

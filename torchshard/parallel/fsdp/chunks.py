@@ -21,17 +21,17 @@ from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Placement, R, Shard
 from torchshard.tensor.autograd import over as ours_over
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.interop import from_torch, to_torch
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import redistribute_local
-from torchshard.tensor.upstream import from_upstream, to_upstream
 
 
 def as_ours(x: Any) -> DTensor | None:
     """A DTensor of either class as one of this package; None of anything else."""
     if isinstance(x, DTensor):
         return x
-    return from_upstream(x) if isinstance(x, upstream.DTensor) else None
+    return from_torch(x.detach()) if isinstance(x, upstream.DTensor) else None
 
 
 def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:
@@ -102,7 +102,7 @@ def as_dtensor(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
     orders = {dim: axes for dim, axes in held.order if dim}
     target = source.to(root.sharding(placements, orders))
     # A copy: FSDP will free the memory that the part is a view of.
-    return to_upstream(wrap(redistribute_local(part, source, target).clone(), target))
+    return to_torch(wrap(redistribute_local(part, source, target).clone(), target))
 
 
 def gathered(tensor: Tensor, parent: DeviceMesh | None, kept: Collection[str]) -> Tensor:
@@ -179,7 +179,7 @@ def as_sharded_tensor(tensor: Tensor, world: int, devices: int, group: dist.Proc
         return _rows(tensor, world, devices, group)
     (shard,) = tensor.local_shards()  # type: ignore[attr-defined]
     inner = _rows(shard.tensor, world, devices, group)
-    return _torch.around(tensor, inner, devices)
+    return _torch.around(tensor, inner, shard.tensor.device.type, devices)
 
 
 def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor as upstream
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,7 +19,6 @@ from torchshard.errors import ShardingError
 from torchshard.parallel.fsdp import chunks
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import TensorLayout
-from torchshard.tensor.upstream import from_upstream
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +63,9 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
         Raises:
             ShardingError: the parameter is Partial, or is held under two names, which FSDP1 would untie.
         """
-        if not isinstance(tensor, (DTensor, upstream.DTensor)):
+        x = chunks.as_ours(tensor)
+        if x is None:
             return tensor, None
-        x = from_upstream(tensor) if isinstance(tensor, upstream.DTensor) else tensor
         layout = x._spec
         if layout.sharding.partial:
             raise ShardingError(

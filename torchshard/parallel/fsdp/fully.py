@@ -19,8 +19,8 @@ from torchshard.layout.strided import factors_from_order
 from torchshard.parallel.parts import Owner, replace_parameters
 from torchshard.tensor.autograd import over
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.interop import to_torch
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.upstream import to_upstream
 
 
 def fully_shard(module: Any, **options: Any) -> Any:
@@ -91,7 +91,7 @@ class _TorchOwner(Owner):
         module.register_load_state_dict_pre_hook(self._loaded)
 
     def outside(self, x: DTensor) -> Tensor:
-        return to_upstream(x)
+        return to_torch(x.detach())  # type: ignore[arg-type]
 
     def inside(self, parameter: Tensor, layout: TensorLayout) -> DTensor | None:
         mesh = layout.mesh.device_mesh  # type: ignore[attr-defined]
@@ -103,4 +103,4 @@ class _TorchOwner(Owner):
     def _loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in self.layouts:
             if isinstance(x := state.get(prefix + name), DTensor):
-                state[prefix + name] = to_upstream(x)
+                state[prefix + name] = to_torch(x)

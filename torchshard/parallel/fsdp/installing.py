@@ -9,7 +9,7 @@ from torchshard._torch import fsdp_names
 from torchshard.parallel.fsdp import states
 from torchshard.parallel.fsdp.extension import DTensorExtensions, is_ours
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.upstream import to_upstream
+from torchshard.tensor.interop import to_torch
 
 
 def install() -> "Installed":
@@ -68,7 +68,7 @@ class _User:
         states.hook_up(parameters)
 
     def outward(self, x: Tensor) -> Tensor:
-        return to_upstream(x) if isinstance(x, DTensor) else x
+        return to_torch(x) if isinstance(x, DTensor) else x
 
     def part(self, value: Any, taken: Any, where: str) -> Any:
         return states.part(value, taken, where)

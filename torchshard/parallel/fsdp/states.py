@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchshard.parallel.fsdp.chunks import as_ours, over, part_of
 from torchshard.parallel.fsdp.extension import Taken
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.upstream import to_upstream
+from torchshard.tensor.interop import to_torch
 
 Parameters = Sequence[tuple[nn.Module, str, Any]]
 
@@ -33,7 +33,7 @@ def _saved(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> No
     for name, _parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if isinstance(value, DTensor):
-            state[prefix + name] = to_upstream(value)
+            state[prefix + name] = to_torch(value)
 
 
 def _loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, held: dict[str, Taken]) -> None:

@@ -1,0 +1,156 @@
+"""Loading all or nothing: what is wrong is named on every rank, and nothing has changed."""
+
+import pickle
+from pathlib import Path
+
+import torch
+from expecttest import assert_expected_inline
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from tests.ranks import run_ranks
+
+
+def state(mesh, seed=0, rows=10, dtype=torch.float32, library=None):
+    import torchshard
+
+    library = library or torchshard
+    torch.manual_seed(seed)
+    weight, bias = torch.randn(rows, 3).to(dtype), torch.randn(5)
+    return {
+        "model": {"weight": library.distribute_tensor(weight, mesh, [library.Shard(0)] * mesh.ndim), "bias": bias},
+        "steps": [seed, torch.tensor(float(seed))],
+    }
+
+
+def change(folder, how):
+    """Damage the description of a checkpoint."""
+    path = Path(folder) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    how(metadata.state_dict_metadata["model.weight"].chunks)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def values(tree):
+    return [
+        (x.full_tensor() if hasattr(x, "full_tensor") else torch.as_tensor(x)).clone()
+        for x in (*tree["model"].values(), *tree["steps"])
+    ]
+
+
+def faults(rank, world, folder):
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    import torch.distributed.tensor as theirs
+
+    from torchshard import init_device_mesh
+    from torchshard.errors import TorchshardError
+    from torchshard.parallel.fsdp import load
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    line = init_device_mesh("cpu", (4,))
+    source = state(mesh)
+    for name in ("good", "hole", "overlap", "file"):
+        dcp.save(source, checkpoint_id=f"{folder}/{name}")
+    for target in (state(line, 1), state(mesh, 1, library=theirs)):
+        load(target, checkpoint_id=f"{folder}/good")
+        assert all(map(torch.equal, values(target), values(source)))
+        assert target["steps"][0] == 0
+    if rank == 0:
+        change(f"{folder}/hole", lambda chunks: chunks.pop())
+        change(
+            f"{folder}/overlap",
+            lambda chunks: chunks.append(ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([2, 3]))),
+        )
+        (Path(folder) / "file" / "__2_0.distcp").unlink()
+    dist.barrier()
+
+    said = {}
+    cases = {
+        "hole": state(line, 1),
+        "overlap": state(line, 1),
+        "file": state(line, 1),
+        "shape": state(line, 1, rows=11),
+        "dtype": state(line, 1, dtype=torch.float64),
+        "key": {**state(line, 1), "more": torch.zeros(1)},
+        "one rank's key": {**state(line, 1), **({"more": torch.zeros(1)} if rank == 2 else {})},
+        "one rank's dtype": state(line, 1),
+    }
+    if rank == 1:
+        cases["one rank's dtype"]["model"]["bias"] = torch.zeros(5, dtype=torch.float64)
+    for name, target in cases.items():
+        before = values(target)
+        try:
+            load(target, checkpoint_id=f"{folder}/{name if name in ('hole', 'overlap', 'file') else 'good'}")
+        except TorchshardError as error:
+            said[name] = f"{type(error).__name__}: {error}".replace(folder, "FOLDER")
+        assert all(map(torch.equal, values(target), before)), name
+    return said
+
+
+def test_what_is_wrong_is_named_on_every_rank(tmp_path):
+    said = run_ranks(4, faults, str(tmp_path))
+    assert all(messages.keys() == said[0].keys() for messages in said)
+    for name, message in said[0].items():
+        if not name.startswith("one rank"):  # which two ranks are compared is a matter of who came first
+            assert all(messages[name] == message for messages in said)
+    for messages in said:
+        for name, text in (
+            ("one rank's key", "more: torch.float32 [1]"),
+            ("one rank's dtype", "bias: torch.float64 [5]"),
+        ):
+            assert messages[name].startswith("RankMismatchError: ranks ")
+            assert text in messages[name]
+    assert_expected_inline(
+        "\n".join(said[0][name] for name in ("hole", "overlap", "file", "shape", "dtype", "key")),
+        """\
+CheckpointError: A checkpoint cannot be loaded into this state dict; nothing was changed.
+  got:      model.weight: Boxes are missing. expected 30 elements of shape (10, 3), got 24 in 3 boxes
+  where:    rank 0, 1, 2, 3
+CheckpointError: A checkpoint cannot be loaded into this state dict; nothing was changed.
+  got:      model.weight: Two boxes hold the same elements. expected each element once, got Box(offset=(0, 0), size=(3, 3)) and Box(offset=(2, 0), size=(2, 3))
+  where:    rank 0, 1, 2, 3
+CheckpointError: A checkpoint cannot be loaded into this state dict; nothing was changed.
+  got:      [Errno 2] No such file or directory: 'FOLDER/file/__2_0.distcp'
+  where:    rank 0, 1, 2, 3
+CheckpointError: A checkpoint cannot be loaded into this state dict; nothing was changed.
+  got:      model.weight: shape (11, 3) expected, (10, 3) stored
+  where:    rank 0, 1, 2, 3
+CheckpointError: A checkpoint cannot be loaded into this state dict; nothing was changed.
+  got:      model.weight: torch.float64 expected, torch.float32 stored
+  where:    rank 0, 1, 2, 3
+CheckpointError: A checkpoint cannot be loaded into this state dict; nothing was changed.
+  got:      more: not in the checkpoint
+  where:    rank 0, 1, 2, 3""",
+    )
+
+
+def dead(rank, world, folder):
+    import os
+
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard import init_device_mesh
+    from torchshard.errors import RankMismatchError
+    from torchshard.parallel.fsdp import load, loading
+
+    mesh = init_device_mesh("cpu", (3,))
+    dcp.save(state(mesh), checkpoint_id=folder)
+    target = state(mesh, 1)
+    before = target["model"]["weight"].to_local().clone()
+    if rank == 2:  # it dies after all have agreed, while they read
+        loading._problems = lambda *_: os._exit(1)
+    try:
+        load(target, checkpoint_id=folder)
+    except RankMismatchError as error:
+        assert torch.equal(target["model"]["weight"].to_local(), before)
+        answer = str(error)
+    dist.destroy_process_group()
+    return answer
+
+
+def test_a_rank_that_dies_is_named(tmp_path):
+    first, second, _ = run_ranks(3, dead, str(tmp_path), expect_dead=(2,))
+    for message in (first, second):
+        assert "rank 2" in message
+        assert "left everything as it was" in message

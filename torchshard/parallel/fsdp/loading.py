@@ -1,0 +1,152 @@
+"""Loading a checkpoint of torch.distributed.checkpoint all or nothing, after it has been checked.
+
+torch reads straight into the tensors that it is given. It takes a checkpoint with holes or overlaps, converts types
+without a word, and leaves a mixture behind where a rank fails half-way.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.storage import StorageReader
+
+from torchshard._torch import default_group, is_sharded_tensor
+from torchshard.comm.agreement import Agreement
+from torchshard.errors import CheckpointError, ShardingError
+from torchshard.layout.boxes import Box, check_tiling
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """torch.distributed.checkpoint.load, which changes `state_dict` only when every rank has read all of its part.
+
+    Every rank reads into tensors of its own first, so the memory of its parts is needed twice. To be called by all
+    ranks of the group. DTensors of both classes and plain tensors, in any nesting of dicts and lists.
+
+    Raises:
+        RankMismatchError: the ranks have other keys, shapes or dtypes, or one does not answer any more.
+        CheckpointError: a key is missing, a shape or a dtype differs, stored pieces overlap or do not make up a tensor,
+            or a file cannot be read; on every rank, naming the keys, and the ranks that found it.
+        NotImplementedError: a ShardedTensor, or an object with a state dict of its own.
+    """
+    agreement = _agreement(process_group)
+    if agreement is not None:
+        lines = [f"{name}: {_described(x)}" for name, x in sorted(_leaves(state_dict))]
+        agreement.confirm("\n".join(lines), 0)
+    fresh = _mapped(state_dict, lambda x: torch.empty_like(x, requires_grad=False) if isinstance(x, Tensor) else x)
+    try:
+        state_dict_loader.load(
+            fresh,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=_Checking(),
+            process_group=process_group,
+            no_dist=agreement is None,
+        )
+    except CheckpointException as error:
+        _raise_together(error)
+    except RuntimeError as error:
+        if agreement is None:
+            raise
+        agreement.blame("a checkpoint to be read, and left everything as it was", error)
+    with torch.no_grad():
+        _put(state_dict, fresh)
+
+
+def _agreement(group: dist.ProcessGroup | None) -> Agreement | None:
+    """What the ranks of the group agree by; None without process groups."""
+    if not dist.is_initialized():
+        return None
+    group = group or default_group()
+    return Agreement(group, torch.device("cpu"), "state dicts to load into")
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Names, as torch.distributed.checkpoint makes them, and values."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else None
+    if items is None:
+        if is_sharded_tensor(tree) or hasattr(tree, "load_state_dict"):
+            raise NotImplementedError(
+                f"load: {name} is a {type(tree).__name__}; give its state_dict(), of DTensors or plain tensors"
+            )
+        yield name, tree
+        return
+    for key, x in items:
+        yield from _leaves(x, f"{name}.{key}" if name else str(key))
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _mapped(x, change) for key, x in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(x, change) for x in tree)
+    return change(tree)
+
+
+def _put(tree: Any, fresh: Any) -> None:
+    """Values of a second nesting into the first: into its tensors, and in place of everything else."""
+    for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
+        x = tree[key]
+        if isinstance(x, Tensor):
+            x.copy_(fresh[key])
+        elif isinstance(x, (dict, list, tuple)):
+            _put(x, fresh[key])
+        elif not isinstance(tree, tuple):
+            tree[key] = fresh[key]
+
+
+class _Checking(DefaultLoadPlanner):
+    """Compares what is stored with what is wanted before anything is read."""
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "a plan without metadata"
+        stored = self.metadata.state_dict_metadata
+        problems = [text for name, x in self.state_dict.items() for text in _problems(name, x, stored.get(name))]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return super().create_local_plan()
+
+
+def _problems(name: str, x: Any, stored: Any) -> Iterator[str]:
+    if stored is None:
+        yield f"{name}: not in the checkpoint"
+    elif isinstance(x, Tensor) != isinstance(stored, TensorStorageMetadata):
+        yield f"{name}: {_described(x)} expected, {type(stored).__name__} stored"
+    elif isinstance(x, Tensor):
+        if tuple(stored.size) != tuple(x.shape):
+            yield f"{name}: shape {tuple(x.shape)} expected, {tuple(stored.size)} stored"
+        if stored.properties.dtype != x.dtype:
+            yield f"{name}: {x.dtype} expected, {stored.properties.dtype} stored"
+        try:
+            check_tiling(stored.size, [Box(tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks])
+        except ShardingError as error:
+            yield f"{name}: {error.what} expected {error.expected}, got {error.got}"
+
+
+def _raise_together(error: CheckpointException) -> NoReturn:
+    """What ranks have found, as one error that is the same on all of them."""
+    found: dict[str, list[int]] = {}
+    for rank, (cause, _) in sorted(error.failures.items()):
+        found.setdefault(str(cause), []).append(rank)
+    raise CheckpointError(
+        "A checkpoint cannot be loaded into this state dict; nothing was changed.",
+        got="\n".join(text for text in found),
+        where="; ".join(f"rank {', '.join(map(str, ranks))}" for ranks in found.values()),
+    ) from error
