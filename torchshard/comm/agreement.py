@@ -155,10 +155,11 @@ class Agreement:
         if first["digest"] != digest:
             self._asked -= 1
             self._disagree(store, first["rank"], text)
+        store.set(f"{key}/came/{self.rank}", "")
         store.add(f"{key}/count", 1)
         self._wait_for_all(store, key)
         if store.add(f"{key}/left", 1) == self.world:
-            for name in ("first", "text", "count", "left"):
+            for name in ("first", "text", "count", "left", *[f"came/{rank}" for rank in range(self.world)]):
                 store.delete_key(f"{key}/{name}")
 
     def _wait_for_all(self, store: Store, key: str) -> None:
@@ -166,10 +167,11 @@ class Agreement:
         while (count := store.add(f"{key}/count", 0)) < self.world:
             self._look(store, f"the others to come to its new {self.what}")
             if time.monotonic() > deadline:
+                late = [rank for rank in range(self.world) if not store.check([f"{key}/came/{rank}"])]
                 raise RankMismatchError(
                     f"rank {self.rank} has new {self.what} and waits in vain for the other ranks to come to them too",
                     expected=f"{self.world} ranks within {self.limit:g} s",
-                    got=f"{count}",
+                    got=f"{count}: not rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}",
                     fix="run the same model, with the same settings, on every rank",
                 )
             time.sleep(pause)

@@ -33,7 +33,6 @@ class Circle:
         Raises:
             RankMismatchError: one of them is about to do something else, or does not come.
         """
-        self.agreement.raise_failure()
         self.agreement.restart()
         self.agreement.confirm(text, self.exchanges)
         self.exchanges += 1
@@ -67,6 +66,11 @@ def circle_of(ranks: tuple[int, ...], device: torch.device, group: dist.ProcessG
         made = Circle(ranks, dist.get_rank(), group, Agreement(group, device, "state dicts"))
         found = _known.circles[ranks, device.type] = made
     return found
+
+
+def forget(circle: Circle) -> None:
+    """Let go of a circle whose ranks have come apart, on all of them: those that still live may form it anew."""
+    _known.circles = {key: one for key, one in _known.circles.items() if one is not circle}
 
 
 def _group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup:

@@ -6,6 +6,7 @@ any two of them is one thing: where the boxes of the target meet those of the so
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from torchshard.errors import ShardingError
@@ -63,10 +64,6 @@ class Holding:
         """
         check_tiling(self.shape, list(self.owners))
 
-    def same(self, other: "Holding") -> bool:
-        """Whether every rank holds the same here and there."""
-        return self is other or (self.shape == other.shape and self.owners == other.owners)
-
     def largest(self) -> int:
         """Elements of the largest box; the same on every rank."""
         return max((box.numel for box in self.owners), default=0)
@@ -76,6 +73,11 @@ class Holding:
         return [box for box, ranks in self.owners.items() if rank in ranks]
 
 
+# Many tensors of a state dict share their holdings, so what follows from a pair is kept for as long as a call takes.
+_kept = lru_cache(maxsize=64)
+
+
+@_kept
 def receives(source: Holding, target: Holding, rank: int) -> list[Copy]:
     """What `rank` takes to hold its boxes of `target`, and from whom; in order of the parts' offsets.
 
@@ -93,11 +95,13 @@ def receives(source: Holding, target: Holding, rank: int) -> list[Copy]:
     return sorted(found, key=_by_offset)
 
 
+@_kept
 def sends(source: Holding, target: Holding, rank: int) -> list[Copy]:
     """What `rank` gives to the ranks that take it from this one, itself left out; in order of the parts' offsets."""
     return sorted(_sends(source, target, rank), key=_by_offset)
 
 
+@_kept
 def lacking(source: Holding, target: Holding) -> bool:
     """Whether some rank of `target` does not hold all of its part in `source`; the same on every rank."""
     boxes, wanted = list(source.owners), list(target.owners)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,6 +28,7 @@ class _Made:
     parts: Sequence[Tensor]
 
 
+@torch.no_grad()
 def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: int | None = None) -> Any:
     """The same nesting with converted tensors; tensors that are one stay one.
 
@@ -70,7 +72,9 @@ def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[J
     goal = target.holding(form, memory)
     held, parts, device = form.holding, form.parts, form.device
     if held is None:
-        held = Holding.everywhere(form.shape, goal.ranks if source is None else (source,))
+        holders = goal.ranks if source is None else (source,)
+        key = "whole", holders, form.shape
+        held = memory.get(key) or memory.setdefault(key, Holding.everywhere(form.shape, holders))
         parts = [] if source not in (None, _here()) else parts
         device = target.device(form)
     boxes = target.boxes(form)

@@ -154,9 +154,12 @@ class InParts:
 
     def holding(self, form: Form, memory: Memory) -> Holding:
         """As of Target."""
-        metadata = self.metadata(form)
-        checking.check_whole(metadata, self.ranks)
-        return specs.holding_of(metadata, self.ranks)
+        key = id(self.spec), form.shape, self.ranks
+        if key not in memory:
+            metadata = self.metadata(form)
+            checking.check_whole(metadata, self.ranks)
+            memory[key] = specs.holding_of(metadata, self.ranks)
+        return memory[key]
 
     def boxes(self, form: Form) -> list[Box]:
         """As of Target."""

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard._torch import untraced
-from torchshard.comm.circle import circle_of
+from torchshard.comm.circle import Circle, circle_of, forget
 from torchshard.comm.transfers import transfer
-from torchshard.errors import ShardingError, TorchshardError
+from torchshard.errors import RankMismatchError, ShardingError, TorchshardError
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding, lacking, receives, sends
 
@@ -50,7 +50,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """Work out whether a rank lacks something; the same on every rank."""
-        self.moves = not self.source.same(self.target) and lacking(self.source, self.target)
+        self.moves = self.source is not self.target and lacking(self.source, self.target)
 
     @property
     def nbytes(self) -> int:
@@ -90,27 +90,34 @@ def carry(jobs: Sequence[Job]) -> None:
 
 def _carry(jobs: Sequence[Job], ranks: tuple[int, ...], problem: TorchshardError | None) -> None:
     """The jobs of one circle: agree, then exchange batch by batch."""
-    device = jobs[0].device
-    circle = circle_of(ranks, device, jobs[0].group)
+    circle = circle_of(ranks, jobs[0].device, jobs[0].group)
     lines = [f"{job.name}: {job.plan if job.problem is None else job.problem.what}" for job in jobs]
     try:
         circle.agree("\n".join(lines))
-    except TorchshardError as error:
-        raise (error if problem is None else problem) from (None if problem is None else error)
+        if problem is None:
+            for batch in batches(jobs):
+                _exchange(batch, circle)
+    except RankMismatchError as error:
+        forget(circle)
+        if problem is None:
+            raise
+        raise problem from error
     if problem is not None:
         raise problem
-    for batch in batches(jobs):
-        out: dict[int, list[Tensor]] = {}
-        into: dict[int, list[Tensor]] = {}
-        for job in batch:
-            for peer, box in sends(job.source, job.target, circle.rank):
-                out.setdefault(peer, []).append(_view(job.parts, box))
-            for peer, box in receives(job.source, job.target, circle.rank):
-                if peer == circle.rank:
-                    _view(job.goals, box).copy_(_view(job.parts, box))
-                else:
-                    into.setdefault(peer, []).append(_view(job.goals, box))
-        transfer(out, into, device, circle)
+
+
+def _exchange(batch: Sequence[Job], circle: Circle) -> None:
+    out: dict[int, list[Tensor]] = {}
+    into: dict[int, list[Tensor]] = {}
+    for job in batch:
+        for peer, box in sends(job.source, job.target, circle.rank):
+            out.setdefault(peer, []).append(_view(job.parts, box))
+        for peer, box in receives(job.source, job.target, circle.rank):
+            if peer == circle.rank:
+                _view(job.goals, box).copy_(_view(job.parts, box))
+            else:
+                into.setdefault(peer, []).append(_view(job.goals, box))
+    transfer(out, into, batch[0].device, circle)
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box, whole
-from torchshard.layout.holding import Holding
+from torchshard.layout.holding import Holding, lacking
 from torchshard.tensor.carrying import Job, carry
 from torchshard.tensor.sharded import checking, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of, made
@@ -65,7 +65,7 @@ def cut(x: ShardedTensor, spec: Any) -> ShardedTensor:
     checking.check_whole(metadata, ranks)
     source, target = held(x), specs.holding_of(metadata, ranks)
     mine = [shard for shard in metadata.shards_metadata if shard.placement.rank() == dist.get_rank()]
-    if source.same(target):
+    if not lacking(source, target) and not lacking(target, source):
         old = dict(parts(x))
         boxes = [specs.box_of(s, x.shape) for s in mine]
         tensors = [old[box] if box in old else _room(x, s) for box, s in zip(boxes, mine, strict=True)]

@@ -1,0 +1,136 @@
+"""Ranks that do not convert the same: every rank is told by name, in time, and what was given in is as it was."""
+
+import os
+import re
+import time
+from datetime import timedelta
+
+import pytest
+
+from tests.ranks import run_ranks
+
+
+def _told(make, kind=Exception):
+    start = time.monotonic()
+    with pytest.raises(kind) as error:
+        make()
+    return f"{type(error.value).__name__}: {error.value}", time.monotonic() - start
+
+
+def _differ(rank, world):
+    """Each fault in turn; after it, a conversion in which all agree is done as if nothing had been."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    from torchshard import state_dict
+
+    mesh = init_device_mesh("cpu", (world,))
+    told = {}
+    for fault in (None, *FAULTS):
+        if fault is not None:
+            told[fault] = _one_differs(rank, world, mesh, fault)
+        good = state_dict.to_dtensor(torch.arange(7.0), mesh, [Shard(0)])
+        assert state_dict.to_full({"w": good})["w"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    return told
+
+
+def _one_differs(rank, world, mesh, fault):
+    """Convert with one rank that does not do as the others."""
+    import torch
+    from torch.distributed.tensor import Shard
+
+    from torchshard import DTensor, state_dict
+
+    odd = rank == 1
+    shape = (4 * world, 3)
+    sd = {name: state_dict.to_dtensor(torch.ones(shape), mesh, [Shard(0)]) for name in ("a", "b")}
+    before = {name: (x._local_tensor, x._local_tensor.clone()) for name, x in sd.items()}
+    given = dict(sd)
+    if odd and fault == "keys":
+        given["c"] = given.pop("b")
+    if odd and fault == "dtype":
+        given["b"] = given["b"].to(torch.float64)
+    if odd and fault == "shape":
+        given["b"] = DTensor.from_local(torch.ones(4, 5), mesh, [Shard(0)], shape=(4 * world, 5), stride=(5, 1))
+    if fault == "assumed":  # without a shape, from_local takes all parts to be as large as this one
+        given["b"] = DTensor.from_local(torch.ones(5 if odd else 4, 3), mesh, [Shard(0)])
+    if fault == "part":  # the tensor has been changed behind its back
+        broken = state_dict.to_dtensor(torch.ones(shape), mesh, [Shard(0)])
+        if odd:
+            broken._local_tensor = torch.ones(2, 3)
+        given["b"] = broken
+    if odd and fault == "target":
+        told = _told(lambda: state_dict.to_dtensor(given, mesh, [Shard(1)]))
+    else:
+        told = _told(lambda: state_dict.to_full(given))
+    for name, (local, values) in before.items():
+        assert sd[name]._local_tensor is local
+        assert torch.equal(local, values)
+    return told
+
+
+WORDS = {
+    "keys": "ranks . and . have different state dicts.*(b: .*c: |c: .*b: )",
+    "dtype": "different state dicts.*b: torch.float(32|64).*b: torch.float(64|32)",
+    "shape": r"different state dicts.*b: .*shape \(12, .\)",
+    "assumed": r"different state dicts.*b: .*shape \(1[25], 3\)",
+    "target": "different state dicts.*whole on the ranks|different state dicts.*S\\(1\\)",
+}
+
+
+FAULTS = [*WORDS, "part"]
+
+
+@pytest.fixture(scope="module")
+def told():
+    return run_ranks(3, _differ, timeout=100)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_rank_is_told(told, fault):
+    for rank, answers in enumerate(told):
+        said, seconds = answers[fault]
+        assert seconds < 20
+        if fault == "part" and rank == 1:
+            assert re.search(r"ShardingError: The part at \(1,\) has shape \(2, 3\)", said), said
+        elif fault == "part":
+            assert re.search(r"RankMismatchError.*The part at \(1,\) has shape", said, re.S), said
+        else:
+            assert re.search("RankMismatchError.*" + WORDS[fault], said, re.S), said
+
+
+def _lost(rank, world, store, when):
+    """Rank 2 dies before it converts, or while the others wait for its parts."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    from torchshard import state_dict
+    from torchshard.tensor import carrying
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=10)
+    )
+    mesh = init_device_mesh("cpu", (world,))
+    sd = {f"w{k}": state_dict.to_dtensor(torch.ones(3 * 1024, 1024), mesh, [Shard(0)]) for k in range(4)}
+    if rank == 2:
+        if when == "while gathering":
+            carrying.transfer = lambda *_: os._exit(1)
+            state_dict.to_full(sd)
+        os._exit(1)
+    return _told(lambda: state_dict.to_full(sd))
+
+
+@pytest.mark.parametrize("when", ["before", "while gathering"])
+def test_a_dead_rank_is_named_in_time(when, tmp_path):
+    found = run_ranks(3, _lost, str(tmp_path / "store"), when, backend="", timeout=60, expect_dead=(2,))
+    for rank in (0, 1):
+        said, seconds = found[rank]
+        assert seconds < 20
+        assert said.startswith("RankMismatchError")
+        if when == "while gathering":
+            assert "no answer within 3 s from rank 2" in said
+        else:
+            assert re.search("waits in vain.*ranks? 2", said, re.S), said
