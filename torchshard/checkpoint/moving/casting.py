@@ -64,7 +64,8 @@ def decoded(raw: "NDArray[Any]", dtype: str) -> "NDArray[Any]":
     if dtype == "bfloat16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
     if dtype.startswith("float8"):
-        return _table(dtype)[raw]
+        values: NDArray[Any] = _table(dtype)[raw]
+        return values
     return raw
 
 
