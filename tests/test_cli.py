@@ -114,7 +114,7 @@ def test_what_the_user_can_mend_is_a_sentence(folder, tmp_path):
         "The destination exists": ("convert", folder, __file__, "--to", "torch"),
         "folder of the destination does not exist": ("convert", folder, tmp_path / "x" / "y", "--to", "torch"),
         "is not one of": ("convert", folder, out, "--to", "onnx"),
-        "No such option": ("convert", folder, out, "--to", "torch", "--resume"),
+        "No such option": ("convert", folder, out, "--to", "torch", "--upload"),
         "No such command": ("frobnicate",),
         "Missing option": ("convert", folder, out),
     }

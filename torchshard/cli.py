@@ -1,6 +1,7 @@
 """The command line: `torchshard COMMAND`, a thin shell over the functions of the same names.
 
-Exit codes: 0 all right; 2 something the user can mend, said in a sentence on stderr. Anything else is a bug.
+Exit codes: 0 all right; 1 `diff` found a difference; 2 something the user can mend, said in a sentence on stderr; 130
+interrupted. Anything else is a bug.
 A command is a function below; what it needs is imported when it runs, so that asking for help costs nothing.
 """
 
@@ -55,58 +56,113 @@ class Format(StrEnum):
 
     torch = "torch"
     safetensors = "safetensors"
+    dcp = "dcp"
 
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint folder or file.", show_default=False)]
+_PATH_HELP = "A checkpoint folder or file, or a quoted pattern of the files of all ranks."
+_CHOSEN = "Only keys that match this glob; may be given again."
 
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder or file.", show_default=False)],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help=_PATH_HELP, show_default=False)],
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Read all values: min, max, mean, NaN.")] = False,
+    select: Annotated[list[str] | None, typer.Option(metavar="GLOB", help=_CHOSEN)] = None,
 ) -> None:
     """Show names, types, shapes, pieces and sizes of a checkpoint, without reading its tensors."""
     from torchshard import checkpoint
 
-    found = checkpoint.inspect(path)
-    if json:
-        import json as encoder
+    with _warnings_on_stderr(), _bar(path.name, stats) as progress:
+        found = checkpoint.inspect(path, stats=stats, select=select or (), progress=progress)
+    _print(found.as_dict() if json else found)
 
-        typer.echo(encoder.dumps(found.as_dict(), indent=2))
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help=_PATH_HELP, show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help=_PATH_HELP, show_default=False)],
+    rtol: Annotated[float, typer.Option(help="Relative tolerance of values.")] = 0.0,
+    atol: Annotated[float, typer.Option(help="Absolute tolerance; with both 0, bits are compared.")] = 0.0,
+    values: Annotated[bool, typer.Option(help="Compare values, not only keys, types and shapes.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Compare two checkpoints of any formats. Exit code 0: the same; 1: they differ; 2: an error."""
+    from torchshard import checkpoint
+
+    with _warnings_on_stderr():
+        found = checkpoint.diff(a, b, rtol=rtol, atol=atol, values=values)
+    _print(found.as_dict() if json else found)
+    if found:
+        raise typer.Exit(1)
+
+
+def _print(found: object) -> None:
+    if isinstance(found, dict):
+        import json
+
+        typer.echo(json.dumps(found, indent=2))
     else:
         typer.echo(str(found))
 
 
 @app.command()
 def convert(
-    src: Source,
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="The file to write.", show_default=False)],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="SRC... DST", help="What to read, and last what to write.", show_default=False),
+    ],
     to: Annotated[Format, typer.Option("--to", help="What to write.", show_default=False)],
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for buffers.")] = "64MiB",
+    select: Annotated[list[str] | None, typer.Option(metavar="GLOB", help=_CHOSEN)] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Leave out keys that match this.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(metavar="[GLOB=]TYPE", help="Cast floating-point tensors to this type.")
+    ] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Write a folder of parts of this size with an index.")
+    ] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="NxM", help="Ranks that a dcp folder is cut for.")] = None,
+    placements: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB=S(0),R", help="How tensors are cut on the mesh; may be given again."),
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Check stored checksums, and read the destination again.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing destination.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an earlier conversion was interrupted.")
+    ] = False,
     fsync: Annotated[bool, typer.Option(help="Have the data on the disk before the destination appears.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
 ) -> None:
     """Write a checkpoint in another format, as a stream in bounded memory."""
     from torchshard import checkpoint
-    from torchshard.checkpoint.text import parse_size
+    from torchshard.checkpoint.text import parse_mesh, parse_pairs, parse_size
 
-    memory = parse_size(max_memory)
-    if dry_run:
-        typer.echo(f"{checkpoint.inspect(src)}\n")
-    with _warnings_on_stderr(), _bar(dst.name) as progress:
+    if len(paths) < 2:
+        raise typer.BadParameter("a source and a destination are needed", param_hint="SRC... DST")
+    *sources, dst = paths
+    with _warnings_on_stderr(), _bar(dst.name, not dry_run) as progress:
         done = checkpoint.convert(
-            src,
+            sources,
             dst,
             to=to.value,
-            max_memory=memory,
+            max_memory=parse_size(max_memory),
+            select=select or (),
+            exclude=exclude or (),
+            dtype=parse_pairs(dtype or (), default="*"),
+            shard_size=None if shard_size is None else parse_size(shard_size),
+            mesh=None if mesh is None else parse_mesh(mesh),
+            placements=parse_pairs(placements or ()),
             verify=verify,
             overwrite=overwrite,
+            resume=resume,
             fsync=fsync,
             dry_run=dry_run,
             progress=progress,
         )
+    if dry_run:
+        typer.echo(f"{done.table()}\n")
     typer.echo(str(done))
 
 
@@ -184,9 +240,9 @@ def _mistakes_on_stderr() -> Iterator[None]:
 
 
 @contextmanager
-def _bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr; None where stderr is not a terminal."""
-    if not sys.stderr.isatty():
+def _bar(name: str, wanted: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on stderr; None where stderr is not a terminal, or there is nothing to wait for."""
+    if not wanted or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm

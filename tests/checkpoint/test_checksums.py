@@ -3,7 +3,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchshard.checkpoint.checksums import combine
+from torchshard.checkpoint.moving.checksums import combine
 
 
 @given(st.binary(), st.binary())

@@ -1,11 +1,6 @@
-"""What a conversion may use, and what is left of one that is killed."""
+"""What a conversion may use of memory and time."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +9,6 @@ import torch
 
 from tests.checkpoint import sources
 from tests.checkpoint.sources import python
-from torchshard import checkpoint
-from torchshard.errors import CheckpointError
 
 MIB = 2**20
 OVERHEAD = 128  # MiB over the bare interpreter, with buffers of 64 MiB
@@ -47,12 +40,6 @@ def quarter(tmp_path_factory):
     """256 MiB in 16 matrices on two ranks, by rows and by columns."""
     folder = tmp_path_factory.mktemp("quarter")
     return [sources.make(folder / str(dim), 2, sources.save_large, 256, dim) for dim in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """32 MiB in 2 matrices on two ranks, by columns."""
-    return sources.make(tmp_path_factory.mktemp("small") / "ck", 2, sources.save_large, 32, 1)
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
@@ -88,68 +75,6 @@ def test_reading_one_tensor_of_a_large_file_touches_little(tmp_path):
     )  # fmt: skip
     done = python(code, tmp_path / "a.safetensors")
     assert float(done.stdout) < 48, done.stderr
-
-
-SLOW = """
-import sys, time
-from torchshard import checkpoint
-
-def progress(done, total):
-    print(done, flush=True)
-    time.sleep(0.005)
-
-checkpoint.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], verify=True, progress=progress)
-print("end", flush=True)
-"""
-
-
-def slow(src, dst, to):
-    """Start a conversion that says after each block how far it is."""
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    command = [sys.executable, "-c", SLOW, str(src), str(dst), to]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("to", ["torch", "safetensors"])
-def test_a_killed_conversion_leaves_no_destination(small, tmp_path, to):
-    """Killed while it checks the source, writes, and reads again; the next one removes what was left, and succeeds."""
-    before = {p.name: p.stat().st_mtime_ns for p in small.iterdir()}
-    for blocks in (1, 40, 80):
-        with slow(small, tmp_path / "out", to) as process:
-            for _ in range(blocks):
-                assert "end" not in process.stdout.readline()
-            process.send_signal(signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
-        left = os.listdir(tmp_path)
-        assert len(left) <= 1
-        assert all(name.startswith(".out.") and name.endswith(".partial") for name in left)
-        assert bool(left) == (blocks > 1)
-    assert before == {p.name: p.stat().st_mtime_ns for p in small.iterdir()}
-    (tmp_path / ".out.mine.partial").write_text("not ours")
-    checkpoint.convert(small, tmp_path / "out", to=to)
-    assert set(os.listdir(tmp_path)) == {"out", ".out.mine.partial"}
-    assert len(checkpoint.open(tmp_path / "out")) == 2
-
-
-def test_a_conversion_leaves_another_to_the_same_place_alone(small, tmp_path):
-    def start_another(done, total):
-        if not (tmp_path / "out").exists():
-            checkpoint.convert(small, tmp_path / "out", to="safetensors")
-
-    with pytest.raises(CheckpointError, match="destination exists"):
-        checkpoint.convert(small, tmp_path / "out", to="safetensors", progress=start_another)
-    assert os.listdir(tmp_path) == ["out"]
-    assert len(checkpoint.open(tmp_path / "out")) == 2
-
-
-def test_an_interrupt_cleans_up(small, tmp_path):
-    process = slow(small, tmp_path / "out", "torch")
-    for _ in range(5):
-        process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert "KeyboardInterrupt" in errors
-    assert os.listdir(tmp_path) == []
 
 
 def test_many_small_tensors_are_quick(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchshard.checkpoint.plan import blocks, plan, run_within, windows
+from torchshard.checkpoint.moving.plan import blocks, plan, run_within, windows
 from torchshard.layout import Box, whole
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)

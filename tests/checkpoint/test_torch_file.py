@@ -135,33 +135,7 @@ def test_what_is_refused_is_named(tmp_path):
     assert "conjugated or negated" in refused(tmp_path, {"a": torch.ones(2, dtype=torch.complex64).conj()})
     assert "_rebuild_qtensor" in refused(tmp_path, {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)})
     assert "holds no state dict" in refused(tmp_path, torch.ones(2))
-    assert "bare pickle" in refused(tmp_path, {"a": 1}, _use_new_zipfile_serialization=False)
     assert "same dotted name" in refused(tmp_path, {"a.b": 1, "a": {"b": 2}})
-
-
-def test_a_tensor_of_one_rank_is_refused_with_advice(tmp_path):
-    from torch.distributed.tensor import DTensor
-
-    assert DTensor.__module__ == "torch.distributed.tensor"
-    out = tmp_path / "a.pt"
-    torch.save({"a": pickled_as("torch.distributed.tensor", "DTensor")}, out)
-    with pytest.raises(CheckpointError, match=r"torch\.distributed\.tensor\.DTensor") as caught:
-        checkpoint.open(out)
-    assert "torch.distributed.checkpoint" in str(caught.value.fix)
-
-
-class _Named:
-    def __init__(self, module, name):
-        self.module, self.name = module, name
-
-    def __reduce__(self):
-        import importlib
-
-        return getattr(importlib.import_module(self.module), self.name), ()
-
-
-def pickled_as(module, name):
-    return _Named(module, name)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

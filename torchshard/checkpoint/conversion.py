@@ -1,26 +1,31 @@
 """Converting a checkpoint into another format, as a stream."""
 
+import hashlib
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from torchshard.checkpoint import destination, opening
+from torchshard.checkpoint import opening
+from torchshard.checkpoint.editing import Edits, edited, merged
 from torchshard.checkpoint.entries import Extent, Index, Piece, Place, TensorEntry
-from torchshard.checkpoint.files import Files
-from torchshard.checkpoint.formats import safetensors, torch_file
-from torchshard.checkpoint.formats.out import OutFile, Slot
-from torchshard.checkpoint.runner import MEMORY, Budget, move, write_all
-from torchshard.checkpoint.text import format_size
+from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
+from torchshard.checkpoint.formats.out import Options, Output, Slot
+from torchshard.checkpoint.moving import destination
+from torchshard.checkpoint.moving.destination import Destination
+from torchshard.checkpoint.moving.runner import MEMORY, Budget, move, write_all
+from torchshard.checkpoint.text import TABLE, format_size, parse_placements, printable
 from torchshard.errors import CheckpointError
-from torchshard.layout import Box
+from torchshard.layout import Box, Mesh, whole
 
-WRITERS: Mapping[str, Callable[[Index], OutFile]] = MappingProxyType(
-    {"safetensors": safetensors.write, "torch": torch_file.write}
+WRITERS: Mapping[str, Callable[[Index, Options], Output]] = MappingProxyType(
+    {"safetensors": safetensors.write, "torch": torch_file.write, "dcp": dcp_write.write}
 )
+Source = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +33,61 @@ class Conversion:
     """What was done, or with dry_run would be done.
 
     Args:
-        src: the source.
+        src: the sources.
         dst: the destination.
         to: its format.
         tensors: how many it holds.
         pieces: of how many pieces they were put together.
         nbytes: size of the destination.
+        files: names and sizes of its files; {"": size} where it is one file.
         left_out: keys that its format cannot hold.
+        rows: for `table`.
         seconds: how long it took.
         written: False after a dry run.
     """
 
-    src: Path
+    src: tuple[Path, ...]
     dst: Path
     to: str
     tensors: int
     pieces: int
     nbytes: int
+    files: Mapping[str, int]
     left_out: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...] = field(repr=False)
     seconds: float
     written: bool
+
+    def table(self) -> str:
+        """What each tensor of the destination is, and where it goes."""
+        from tabulate import tabulate
+
+        return tabulate(self.rows, ["key", "dtype", "shape", "from", "size", "to"], **TABLE)
 
     def __str__(self) -> str:
         verb = "wrote" if self.written else "would write"
         parts = f"{self.tensors} tensors from {self.pieces} pieces, {format_size(self.nbytes)}"
+        files = f", {len(self.files)} files" if len(self.files) > 1 else ""
         speed = f" in {self.seconds:.2f} s" if self.written else ""
-        return f"{verb} {self.dst} ({self.to}): {parts}{speed}"
+        return f"{verb} {self.dst} ({self.to}): {parts}{files}{speed}"
 
 
 def convert(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
+    src: Source | Sequence[Source],
+    dst: Source,
     *,
     to: str,
     max_memory: int = MEMORY,
+    select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Callable[[str], str] | None = None,
+    dtype: str | Mapping[str, str] | None = None,
+    shard_size: int | None = None,
+    mesh: Sequence[int] | None = None,
+    placements: Mapping[str, str] | None = None,
     verify: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
     fsync: bool = True,
     dry_run: bool = False,
     progress: Callable[[int, int], object] | None = None,
@@ -73,12 +97,23 @@ def convert(
     The destination appears complete or not at all; the source is only read.
 
     Args:
-        src: anything that `open` opens.
-        dst: the file to be written.
-        to: "torch" (nested as it was saved, for torch.load) or "safetensors" (tensors only, flat dotted names).
+        src: anything that `open` opens; or several, which have no key in common and become one.
+        dst: the file or, with `shard_size` or to="dcp", the folder to be written.
+        to: "torch" (nested as it was saved, for torch.load), "safetensors" (tensors only, flat dotted names) or "dcp"
+            (for torch.distributed.checkpoint.load).
         max_memory: bytes of the buffers that tensors pass through, at least 1 MiB.
+        select: globs of keys; only those that match one are written.
+        exclude: globs of keys that are left out.
+        rename: gives the new name of each key.
+        dtype: what floating-point tensors are cast to, such as "bfloat16"; or globs of keys to types, the first that
+            matches.
+        shard_size: bytes of tensors a file, at most; the destination becomes a folder of parts with an index.
+        mesh: shape of the ranks that a dcp folder is cut for, such as (2, 4).
+        placements: globs of keys to placements on the axes of the mesh, such as {"layers.*.weight": "S(0),R"}; tensors
+            that match none are not cut.
         verify: also check the checksums that the source stores, and read the destination again to compare.
         overwrite: replace an existing destination.
+        resume: go on where an earlier conversion was interrupted, and leave what is done if this one is.
         fsync: have the data on the disk before the destination gets its name; without it a power cut may cost data.
         dry_run: check everything that can be checked without reading tensors, and write nothing.
         progress: called with the bytes done and the bytes in all.
@@ -93,42 +128,84 @@ def convert(
         >>> convert("step_1000", "model.safetensors", to="safetensors")  # doctest: +SKIP
     """
     start = time.perf_counter()
-    source, target = Path(src), Path(dst)
-    if to not in WRITERS:
-        raise CheckpointError("This format is not written.", expected=" or ".join(WRITERS), got=repr(to))
+    sources, target = _paths(src), Path(dst)
+    options = _options(to, shard_size, mesh, placements)
+    dtypes = {"*": dtype} if isinstance(dtype, str) else dict(dtype or {})
+    edits = Edits(tuple(select), tuple(exclude), dtypes, rename)
     budget = Budget(max_memory)
-    _check_apart(source, target)
-    with opening.open(source) as checkpoint:
-        out = WRITERS[to](checkpoint.index)
-        pieces = [piece for slot in out.slots for piece in slot.entry.pieces]
-        extents = _extents(out.slots)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(opening.open(source)) for source in sources]
+        for source, checkpoint in zip(sources, opened, strict=True):
+            _check_apart(source, checkpoint.index, target)
+        out = WRITERS[to](edited(merged([checkpoint.index for checkpoint in opened]), edits), options)
+        pieces = {id(piece) for slot in out.slots for piece in slot.entry.pieces}
+        work = _Work(out, target, budget, progress, verify, _fingerprint(out, to))
+        if not (resume and target.exists()):
+            destination.check(target, out.nbytes, overwrite=overwrite, folder=out.is_folder)
         if not dry_run:
-            destination.remove_leftovers(target)
-        destination.check(target, out.nbytes, overwrite=overwrite)
-        if not dry_run:
-            _Work(out, target, budget, progress, verify).run(extents, overwrite=overwrite, fsync=fsync)
+            work.run(overwrite=overwrite, fsync=fsync, resume=resume)
     if out.left_out:
         warnings.warn(_left_out(to, out.left_out), stacklevel=2)
+    files = {file.name: file.nbytes for file in out.files}
     seconds = time.perf_counter() - start
-    return Conversion(source, target, to, len(out.slots), len(pieces), out.nbytes, out.left_out, seconds, not dry_run)
+    tensors = len({id(slot.entry) for slot in out.slots})
+    return Conversion(
+        sources, target, to, tensors, len(pieces), out.nbytes, files, out.left_out, _rows(out), seconds, not dry_run
+    )
 
 
-def _check_apart(source: Path, target: Path) -> None:
+def _paths(src: Source | Sequence[Source]) -> tuple[Path, ...]:
+    if isinstance(src, (str, os.PathLike)):
+        return (Path(src),)
+    if not src:
+        raise CheckpointError("There is nothing to convert.", expected="a path, or several")
+    return tuple([Path(one) for one in src])
+
+
+def _options(
+    to: str, shard_size: int | None, mesh: Sequence[int] | None, placements: Mapping[str, str] | None
+) -> Options:
+    if to not in WRITERS:
+        raise CheckpointError("This format is not written.", expected=" or ".join(WRITERS), got=repr(to))
+    if (mesh is not None or placements) and to != "dcp":
+        raise CheckpointError("Only a dcp folder is cut for a mesh.", got=f"to={to!r}", fix="to='dcp'")
+    if placements and mesh is None:
+        raise CheckpointError("Placements are of tensors on a mesh.", fix="Give the mesh too: mesh=(2, 4), --mesh 2x4")
+    if shard_size is not None and shard_size < 1:
+        raise CheckpointError("The size of a part is too little.", expected="a byte at least", got=shard_size)
+    made = None if mesh is None else Mesh(mesh)
+    parsed = {pattern: parse_placements(text, len(mesh or ())) for pattern, text in (placements or {}).items()}
+    return Options(shard_size, made, parsed)
+
+
+def _check_apart(source: Path, index: Index, target: Path) -> None:
     """The destination must not be the source or lie within it."""
-    here, there = os.path.realpath(source), os.path.realpath(target)
-    if os.path.commonpath([here, there]) == here:
-        raise CheckpointError(
-            "The destination is the source or lies in it, and the source is never touched.", got=target, where=source
-        )
+    there = os.path.realpath(target)
+    own = source if source.is_dir() else None
+    for here in map(
+        os.path.realpath, [own or source, *[files.root / name for files in index.opened for name in index.files]]
+    ):
+        if os.path.commonpath([here, there]) == here:
+            raise CheckpointError(
+                "The destination is the source or lies in it, and the source is never touched.",
+                got=target,
+                where=source,
+            )
 
 
-def _extents(slots: Sequence[Slot]) -> dict[Extent, Files]:
-    """Every stretch of file that will be read; finding them also checks the archives of all pieces."""
-    found: dict[Extent, Files] = {}
-    for slot in slots:
-        for piece in slot.entry.pieces:
-            found[piece.place().extent] = slot.entry.files
-    return found
+def _rows(out: Output) -> tuple[tuple[str, ...], ...]:
+    """Key, type, shape, source type and pieces, size and file of each slot."""
+    rows = []
+    for file in out.files:
+        for slot in file.slots:
+            entry, box = slot.entry, slot.box
+            cut = (
+                "" if box == whole(entry.shape) else f"[{', '.join(f'{o}:{o + n}' for o, n in zip(*box, strict=True))}]"
+            )
+            source = f"{len(entry.pieces)} x {entry.stored_dtype}"
+            shape = " x ".join(map(str, box.size)) or "scalar"
+            rows.append((printable(entry.key + cut), entry.dtype, shape, source, format_size(slot.nbytes), file.name))
+    return tuple(rows)
 
 
 def _left_out(to: str, keys: Sequence[str]) -> str:
@@ -136,58 +213,103 @@ def _left_out(to: str, keys: Sequence[str]) -> str:
     return f"{to} holds tensors only; left out: {shown}"
 
 
+def _fingerprint(out: Output, to: str) -> str:
+    """A line that differs wherever the result would: sources with their times, what goes where, and how it is cast."""
+    digest = hashlib.sha256(to.encode())
+    sources: dict[str, None] = {}
+    for file in out.files:
+        digest.update(repr((file.name, file.nbytes)).encode())
+        for entry, offset, box in file.slots:
+            digest.update(repr((offset, box, entry.shape, entry.dtype, entry.stored_dtype)).encode())
+            for piece in entry.pieces:
+                place = piece.place()
+                digest.update(repr((piece.box, place.start, place.stride, place.extent.file)).encode())
+                sources[str(place.extent.files.root / place.extent.file)] = None
+    for name in sources:
+        status = os.stat(name)
+        digest.update(repr((os.path.realpath(name), status.st_size, status.st_mtime_ns)).encode())
+    return f"torchshard conversion 1 {digest.hexdigest()}"
+
+
 @dataclass(slots=True)
 class _Work:
     """One conversion, after everything has been planned."""
 
-    out: OutFile
+    out: Output
     target: Path
     budget: Budget
     progress: Callable[[int, int], object] | None
     verify: bool
+    fingerprint: str
     done: int = 0
     total: int = field(init=False, default=0)
 
-    def run(self, extents: Mapping[Extent, Files], *, overwrite: bool, fsync: bool) -> None:
-        summed = {extent: files for extent, files in extents.items() if self.verify and extent.crc32 is not None}
-        tensors = sum([slot.entry.nbytes for slot in self.out.slots])
+    def run(self, *, overwrite: bool, fsync: bool, resume: bool) -> None:
+        """Write and rename."""
+        extents = dict.fromkeys([p.place().extent for slot in self.out.slots for p in slot.entry.pieces])
+        summed = [extent for extent in extents if self.verify and extent.crc32 is not None]
+        tensors = sum([slot.nbytes for slot in self.out.slots])
         self.total = tensors * (1 + self.verify) + sum([extent.nbytes for extent in summed])
-        self._check_source(summed)
-        with destination.Destination(self.target, self.out.nbytes, overwrite=overwrite, fsync=fsync) as file:
-            checksums = self.verify or self.out.checksums
-            crcs = move(self.out.slots, file.fd, self.budget, checksums=checksums, progress=self._advance)
-            for offset, data in self.out.finish(crcs):
-                write_all(file.fd, data, offset)
-            file.flush()
+        names = [file.name for file in self.out.files]
+        with Destination(
+            self.target, names, self.fingerprint, overwrite=overwrite, fsync=fsync, resume=resume
+        ) as place:
+            if place.finished:
+                return
+            if resume:
+                destination.check(self.target, self.out.nbytes, overwrite=overwrite, folder=self.out.is_folder)
+            self._check_source(summed)
+            crcs = self._write(place)
+            place.write_notes()
             if self.verify:
-                self._check_written(file.partial, crcs)
-            file.commit()
+                self._check_written(place.data, crcs)
+            place.commit()
 
     def _advance(self, nbytes: int) -> None:
         self.done += nbytes
         if self.progress is not None:
             self.progress(self.done, self.total)
 
-    def _check_source(self, extents: Mapping[Extent, Files]) -> None:
+    def _write(self, place: Destination) -> list[int]:
+        """Move the tensors, then put in all that surrounds them; the crc32 of each slot."""
+        files = [(file.name, file.slots) for file in self.out.files]
+        checksums = self.verify or any(file.checksums for file in self.out.files)
+        crcs = move(files, place, self.budget, checksums=checksums, progress=self._advance)
+        at = 0
+        for file in self.out.files:
+            its = crcs[at : at + len(file.slots)]
+            at += len(file.slots)
+            handle = place.fd(file.name)
+            for offset, data in file.finish(its):
+                write_all(handle.fd, data, offset)
+        return crcs
+
+    def _check_source(self, extents: Sequence[Extent]) -> None:
         """Compare the source with the checksums that it stores itself."""
-        slots = [Slot(_raw(extent, files), 0) for extent, files in extents.items()]
-        crcs = move(slots, None, self.budget, checksums=True, progress=self._advance)
+        slots = [Slot(_raw(extent), 0, Box((0,), (extent.nbytes,))) for extent in extents]
+        crcs = move([("", slots)], None, self.budget, checksums=True, progress=self._advance)
         for extent, crc in zip(extents, crcs, strict=True):
             if crc != extent.crc32:
                 raise CheckpointError(
                     "The source is damaged: its data do not match its checksum.",
                     expected=f"crc32 {extent.crc32:08x}",
                     got=f"{crc:08x}",
-                    where=f"{extents[extent].root / extent.file}, bytes {extent.offset} to "
-                    f"{extent.offset + extent.nbytes}",
+                    where=extent,
                 )
 
-    def _check_written(self, partial: Path, crcs: Sequence[int]) -> None:
+    def _check_written(self, data: Path, crcs: Sequence[int]) -> None:
         """Open what was written as any reader would, and compare type, shape, place and bytes of each tensor."""
-        with opening.open(partial) as written:
-            found = {_place(entry): entry for entry in written.values() if isinstance(entry, TensorEntry)}
-            slots = [Slot(self._written(found, slot), slot.offset) for slot in self.out.slots]
-            again = move(slots, None, self.budget, checksums=True, progress=self._advance)
+        with opening.open(data) as written:
+            found = {
+                place: (entry, piece)
+                for entry in written.index.entries.values()
+                if isinstance(entry, TensorEntry)
+                for place, piece in _places(entry)
+            }
+            slots = [
+                self._written(found, file.name or data.name, slot) for file in self.out.files for slot in file.slots
+            ]
+            again = move([("", slots)], None, self.budget, checksums=True, progress=self._advance)
         for slot, before, after in zip(self.out.slots, crcs, again, strict=True):
             if before != after:
                 raise CheckpointError(
@@ -197,20 +319,27 @@ class _Work:
                     where=f"{self.target}: {slot.entry.key}",
                 )
 
-    def _written(self, found: Mapping[tuple[object, ...], TensorEntry], slot: Slot) -> TensorEntry:
+    def _written(self, found: "Mapping[_Place, tuple[TensorEntry, Piece]]", file: str, slot: Slot) -> Slot:
         entry = slot.entry
-        place = (slot.offset if entry.nbytes else None, entry.dtype, entry.shape)
-        if place not in found:
+        if not slot.nbytes:
+            return Slot(entry, slot.offset, slot.box)
+        at = found.get((file, slot.offset, entry.dtype, slot.box.size))
+        if at is None or at[1].box not in (slot.box, whole(slot.box.size)):
             raise CheckpointError("A tensor is not where it was written.", where=f"{self.target}: {entry.key}")
-        return found[place]
+        return Slot(at[0], slot.offset, at[1].box)
 
 
-def _place(entry: TensorEntry) -> tuple[object, ...]:
-    return (entry.pieces[0].place().start if entry.pieces else None, entry.dtype, entry.shape)
+_Place = tuple[str, int, str, tuple[int, ...]]
 
 
-def _raw(extent: Extent, files: Files) -> TensorEntry:
+def _places(entry: TensorEntry) -> list[tuple[_Place, Piece]]:
+    """File, first byte, type and shape of each piece."""
+    places = [(piece.place(), piece) for piece in entry.pieces]
+    return [((place.extent.file, place.start, entry.dtype, piece.box.size), piece) for place, piece in places]
+
+
+def _raw(extent: Extent) -> TensorEntry:
     """A stretch of file as a tensor of bytes."""
     box = Box((0,), (extent.nbytes,))
     pieces = (Piece(box, lambda: Place(extent, extent.offset, (1,))),) if extent.nbytes else ()
-    return TensorEntry("uint8", (extent.nbytes,), pieces, files)
+    return TensorEntry("uint8", (extent.nbytes,), pieces)

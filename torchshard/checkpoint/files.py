@@ -1,23 +1,28 @@
 """Reading the files of one checkpoint: by name below one folder, with exact lengths, and never outside of it."""
 
+import errno
 import functools
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
 OPEN_FILES = 64
+_VECTOR = 1024  # buffers of one read, at most: IOV_MAX
+# What a system says that cannot copy between these two files by itself.
+_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY)
 
 
-class _Handle:
+class Handle:
     """An open file; closed when the last user lets go of it, so that a thread may finish a read during eviction."""
 
     __slots__ = ("fd",)
 
-    def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
+        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -94,13 +99,45 @@ class Files:
             except OSError as error:
                 raise unreadable(self.path(name), error) from error
             if not got:
-                raise CheckpointError(
-                    "The file became shorter while it was read.",
-                    expected=f"{len(buffer)} bytes at {offset}",
-                    got=f"{done} bytes",
-                    where=self.root / name,
-                )
+                raise self._shorter(name, f"{len(buffer)} bytes at {offset}", done)
             done += got
+
+    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers one after another with the bytes from `offset` on; errors as for `read_into`."""
+        self._check_range(name, offset, sum(map(len, buffers)))
+        handle = self._opened(name)
+        for first in range(0, len(buffers), _VECTOR):
+            some = buffers[first : first + _VECTOR]
+            wanted = sum(map(len, some))
+            try:
+                got = os.preadv(handle.fd, some, offset)
+            except OSError as error:
+                raise unreadable(self.path(name), error) from error
+            if got < wanted:  # seldom: a signal, or the end of a file that shrank
+                for buffer in some:
+                    self.read_into(name, offset, buffer)
+                    offset += len(buffer)
+            else:
+                offset += wanted
+
+    def copy_to(self, name: str, offset: int, length: int, fd: int, at: int) -> bool:
+        """Have the system copy bytes into another file; False where it cannot, and nothing is known to be copied."""
+        self._check_range(name, offset, length)
+        handle = self._opened(name)
+        done = 0
+        while done < length:
+            try:
+                got = os.copy_file_range(handle.fd, fd, length - done, offset + done, at + done)
+            except OSError as error:
+                if error.errno in _NO_COPY:
+                    return False
+                raise CheckpointError(
+                    f"Bytes cannot be copied to the destination: {error.strerror or error}.", where=self.root / name
+                ) from error
+            if not got:
+                raise self._shorter(name, f"{length} bytes at {offset}", done)
+            done += got
+        return True
 
     def _check_range(self, name: str, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size(name):
@@ -111,14 +148,22 @@ class Files:
                 where=self.root / name,
             )
 
-    def _opened(self, name: str) -> _Handle:
+    def _shorter(self, name: str, expected: str, done: int) -> CheckpointError:
+        return CheckpointError(
+            "The file became shorter while it was read.",
+            expected=expected,
+            got=f"{done} bytes",
+            where=self.root / name,
+        )
+
+    def _opened(self, name: str) -> Handle:
         self.size(name)
         return self._handle(name)
 
-    def _open(self, name: str) -> _Handle:
+    def _open(self, name: str) -> Handle:
         path = self.path(name)
         try:
-            return _Handle(path)
+            return Handle(path)
         except OSError as error:
             raise unreadable(path, error) from error
 

@@ -1,20 +1,40 @@
 """Opening a checkpoint: telling its format from what is there, and a lazy mapping of what it holds."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import NamedTuple
 
 from torchshard.checkpoint.entries import Entry, Index, TensorEntry
 from torchshard.checkpoint.files import unreadable
-from torchshard.checkpoint.formats import dcp, safetensors, torch_file
+from torchshard.checkpoint.formats import dcp, hugging_face, rank_files, safetensors, torch_file
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
+from torchshard.layout import Box, Sharding
 
-READERS: Mapping[str, Callable[[Path], Index]] = MappingProxyType(
-    {"dcp": dcp.read, "torch": torch_file.read, "safetensors": safetensors.read}
+_FORMATS = (
+    "a folder of torch.distributed.checkpoint, a torch.save or safetensors file, a folder of safetensors files, "
+    "or the torch.save files of all ranks"
 )
-_FORMATS = "a folder of torch.distributed.checkpoint, a torch.save file or a safetensors file"
+
+
+class Stored(NamedTuple):
+    """How a tensor is stored.
+
+    Args:
+        dtype: torch's name.
+        shape: of the full tensor.
+        boxes: in which it is stored.
+        files: that hold them.
+        sharding: mesh and placements that it was saved with; None where the format does not say.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    files: tuple[str, ...]
+    sharding: Sharding | None
 
 
 class Checkpoint(Mapping[str, Entry]):
@@ -33,7 +53,7 @@ class Checkpoint(Mapping[str, Entry]):
 
     @property
     def format(self) -> str:
-        """ "dcp", "torch" or "safetensors"."""
+        """Such as "dcp", "torch" or "safetensors"."""
         return self.index.format
 
     @property
@@ -53,11 +73,23 @@ class Checkpoint(Mapping[str, Entry]):
     def __repr__(self) -> str:
         return f"<Checkpoint {self.format} at {self.path}: {len(self)} keys>"
 
+    def layout(self, key: str) -> Stored:
+        """How the tensor of this key is stored.
+
+        Raises:
+            KeyError: no such key.
+            CheckpointError: it is no tensor.
+        """
+        entry = self.index.entries[key]
+        if not isinstance(entry, TensorEntry):
+            raise CheckpointError("This key holds no tensor.", got=printable(key), where=self.path)
+        files = dict.fromkeys([piece.place().extent.file for piece in entry.pieces])
+        return Stored(entry.dtype, entry.shape, entry.boxes, tuple(files), entry.sharding)
+
     def close(self) -> None:
         """Let go of open files; a later read opens them again."""
-        for entry in self.index.entries.values():
-            if isinstance(entry, TensorEntry):
-                entry.files.close()
+        for files in self.index.opened:
+            files.close()
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -72,7 +104,9 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint of any format that is read here, without torch, a process group, or running what is pickled.
 
     Args:
-        path: a folder that torch.distributed.checkpoint wrote, a torch.save file, or a safetensors file.
+        path: a folder that torch.distributed.checkpoint wrote (its own format or safetensors), a torch.save file, a
+            safetensors file, a folder of safetensors files or their index, or the torch.save files of all ranks: a
+            folder of `*rank0*.pt`, `*rank1*.pt`, ..., or a pattern such as "folder/model_rank*.pt".
 
     Raises:
         CheckpointError: missing, damaged, incomplete, of another format, or holding what is not plain data.
@@ -83,31 +117,40 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     """
     place = Path(path)
     try:
-        kind = _told(place)
-        return Checkpoint(place, READERS[kind](place))
+        return Checkpoint(place, _read(place))
     except OSError as error:
         raise unreadable(place, error) from error
 
 
-def _told(path: Path) -> str:
-    """The format of what is at `path`."""
+def _read(path: Path) -> Index:
+    """What the reader of this format finds."""
     if path.is_dir():
-        if (path / dcp.METADATA).exists():
-            return "dcp"
-        raise _not_one(path, "a folder without the file .metadata, which is written last")
+        return _read_folder(path)
+    if not path.exists() and "*" in path.name and (matching := sorted(path.parent.glob(path.name))):
+        return rank_files.read(rank_files.ordered(matching))
+    if path.name.endswith(".json"):
+        return hugging_face.read_indexed(path)
     with path.open("rb") as file:
         head = file.read(16)
     if head.startswith(b"PK\3\4"):
-        return "torch"
-    if head[8:9] == b"{":
-        return "safetensors"
+        return torch_file.read(path)
+    if head[8:9] == b"{":  # before the next: the length of a header may begin with that byte too
+        return safetensors.read(path)
     if head.startswith(b"\x80"):
-        raise CheckpointError(
-            "This is a bare pickle, perhaps of torch before 1.6, which is not read.",
-            where=path,
-            fix="Load it where you trust it, and save it again with torch.save.",
-        )
+        return torch_file.read(path)
     raise _not_one(path, f"a file that begins with {printable(head)}" if head else "an empty file")
+
+
+def _read_folder(path: Path) -> Index:
+    if (path / dcp.METADATA).exists():
+        return dcp.read(path)
+    if (index := hugging_face.find_index(path)) is not None:
+        return hugging_face.read_indexed(index)
+    if parts := hugging_face.find_parts(path):
+        return hugging_face.read_folder(parts)
+    if ranks := rank_files.find(path):
+        return rank_files.read(ranks)
+    raise _not_one(path, "a folder without the file .metadata (which is written last), safetensors files or rank files")
 
 
 def _not_one(path: Path, got: str) -> CheckpointError:

@@ -2,13 +2,16 @@
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchshard.checkpoint import opening
+from torchshard.checkpoint.editing import Edits, edited
 from torchshard.checkpoint.entries import TensorEntry
-from torchshard.checkpoint.text import format_size, printable
+from torchshard.checkpoint.statistics import Statistics, statistics
+from torchshard.checkpoint.text import TABLE, format_size, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Row:
         cut: into how many intervals each dim is cut; None for an object.
         pieces: how many boxes are stored.
         nbytes: of the full tensor, or of the stored object.
+        statistics: of its values, where they were asked for.
     """
 
     key: str
@@ -30,6 +34,7 @@ class Row:
     cut: tuple[int, ...] | None
     pieces: int
     nbytes: int
+    statistics: Statistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Inspection:
 
     Args:
         path: what was looked at.
-        format: "dcp", "torch" or "safetensors".
+        format: such as "dcp", "torch" or "safetensors".
         rows: one for each key.
         files: name and size of the files that belong to it.
         metadata: what the format says about itself.
@@ -75,6 +80,7 @@ class Inspection:
                 "cut": None if row.cut is None else list(row.cut),
                 "pieces": row.pieces,
                 "bytes": row.nbytes,
+                **({} if row.statistics is None else {"stats": _plain(row.statistics)}),
             }
             for row in self.rows
         ]
@@ -84,6 +90,7 @@ class Inspection:
     def __str__(self) -> str:
         from tabulate import tabulate
 
+        with_stats = any(row.statistics is not None for row in self.rows)
         rows = [
             (
                 printable(row.key, 1000),
@@ -91,12 +98,12 @@ class Inspection:
                 "" if row.shape is None else " x ".join(map(str, row.shape)) or "scalar",
                 _cut_text(row),
                 format_size(row.nbytes),
+                *(_numbers(row.statistics) if with_stats else ()),
             )
             for row in self.rows
         ]
-        table = tabulate(
-            rows, ["key", "dtype", "shape", "pieces", "size"], disable_numparse=True, stralign="left", tablefmt="simple"
-        )
+        headers = ["key", "dtype", "shape", "pieces", "size", *(_NUMBERS if with_stats else ())]
+        table = tabulate(rows, headers, **TABLE)
         t = self.totals
         return (
             f"{table}\n\n{self.format}: {t['tensors']} tensors of {t['elements']:,} elements and "
@@ -113,17 +120,54 @@ def _cut_text(row: Row) -> str:
     return f"{row.pieces} ({grid})" if row.pieces > 1 and math.prod(row.cut) == row.pieces else str(row.pieces)
 
 
-def inspect(path: str | os.PathLike[str]) -> Inspection:
+_NUMBERS = ("min", "max", "mean", "NaN", "inf")
+
+
+def _numbers(found: Statistics | None) -> tuple[str, ...]:
+    if found is None:
+        return ("",) * len(_NUMBERS)
+    shown = ["" if n is None else f"{n:.4g}" for n in (found.smallest, found.largest, found.mean)]
+    return (*shown, str(found.nan or ""), str(found.inf or ""))
+
+
+def _plain(found: Statistics) -> dict[str, Any]:
+    """For JSON, which has no infinities."""
+    values = {name: getattr(found, field) for name, field in _FIELDS.items()}
+    return {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+
+
+_FIELDS = {"min": "smallest", "max": "largest", "mean": "mean", "nan": "nan", "inf": "inf"}
+
+
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    stats: bool = False,
+    select: Sequence[str] = (),
+    progress: Callable[[int, int], object] | None = None,
+) -> Inspection:
     """Look at a checkpoint: keys, types, shapes, pieces and sizes, without reading tensors.
+
+    Args:
+        path: anything that `open` opens.
+        stats: also read all tensors, in blocks, for smallest, largest and mean value and the number of NaN.
+        select: globs of keys; only those that match one are shown.
+        progress: called with the bytes read and the bytes in all, with `stats`.
 
     Raises:
         CheckpointError: as `open` does.
     """
     with opening.open(path) as checkpoint:
-        rows = []
-        for key, entry in checkpoint.items():
+        rows, done = [], 0
+        chosen = edited(checkpoint.index, Edits(tuple(select))).entries
+        total = sum([entry.nbytes for entry in chosen.values() if isinstance(entry, TensorEntry)])
+        for key, entry in chosen.items():
             if isinstance(entry, TensorEntry):
-                rows.append(Row(key, entry.dtype, entry.shape, entry.cut, len(entry.pieces), entry.nbytes))
+                found = statistics(entry) if stats else None
+                rows.append(Row(key, entry.dtype, entry.shape, entry.cut, len(entry.pieces), entry.nbytes, found))
+                done += entry.nbytes
+                if stats and progress is not None:
+                    progress(done, total)
             else:
                 rows.append(Row(key, None, None, None, 0, entry.nbytes))
         return Inspection(

@@ -1,9 +1,14 @@
 """Sizes and untrusted names as text, and sizes back from text."""
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
-from torchshard.errors import CheckpointError
+from torchshard import layout
+from torchshard.errors import CheckpointError, ShardingError
+from torchshard.layout import Partial, Placement
 
+TABLE: dict[str, Any] = {"disable_numparse": True, "stralign": "left", "tablefmt": "simple"}  # for tabulate
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30}
 _UNITS |= {"t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -46,3 +51,53 @@ def printable(value: object, limit: int = 120) -> str:
     if isinstance(value, (tuple, list)) and all(type(v) in (int, str, bool) for v in value[:9]) and len(value) < 9:
         return f"({', '.join(printable(v) for v in value)})"
     return f"a {type(value).__name__}"
+
+
+def parse_placements(text: str, axes: int) -> tuple[Placement, ...]:
+    """Placements as users write them, "S(0),R".
+
+    Raises:
+        CheckpointError: not placements, another number than there are axes, or Partial.
+    """
+    try:
+        found = layout.parse_placements(text)
+    except ShardingError as error:
+        raise CheckpointError(error.what, expected=error.expected, got=error.got, where=repr(text)) from error
+    if len(found) != axes or any(isinstance(placement, Partial) for placement in found):
+        raise CheckpointError(
+            "A mesh takes one placement an axis, Shard or Replicate.",
+            expected=f"{axes}, such as {','.join(['S(0)', *['R'] * (axes - 1)])}",
+            got=repr(text),
+        )
+    return tuple(found)
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """The shape of a mesh from "2x4" or "8".
+
+    Raises:
+        CheckpointError: not that.
+    """
+    parts = text.split("x")
+    if not all(part.isdecimal() and len(part) < 7 and int(part) for part in parts):
+        raise CheckpointError(
+            "This is not the shape of a mesh.", expected="numbers of ranks, such as 2x4", got=repr(text)
+        )
+    return tuple(map(int, parts))
+
+
+def parse_pairs(texts: Sequence[str], default: str | None = None) -> dict[str, str]:
+    """Patterns and what is said of them, from "PATTERN=VALUE"; a text without "=" is said of `default`.
+
+    Raises:
+        CheckpointError: no "=", and no default.
+    """
+    pairs = {}
+    for text in texts:
+        pattern, equals, value = text.rpartition("=")
+        if not equals and default is None:
+            raise CheckpointError(
+                "A pattern and its value are needed.", expected="such as '*.weight=S(0),R'", got=repr(text)
+            )
+        pairs[pattern if equals else default or ""] = value
+    return pairs

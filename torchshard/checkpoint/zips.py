@@ -179,7 +179,7 @@ class Archive:
         if offset + member.nbytes > self.length:
             raise self.damaged(f"member {printable(name)} reaches beyond its end")
         # torch can be told not to compute checksums, and then stores zero.
-        return Extent(self.file, self.start + offset, member.nbytes, member.crc32 or None)
+        return Extent(self.files, self.file, self.start + offset, member.nbytes, member.crc32 or None)
 
     def read(self, name: str) -> bytes:
         """The payload of a small member."""

@@ -12,14 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 from torchshard.checkpoint.dtypes import DTYPES
-from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, Steps, TensorEntry, check_pieces
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, TensorEntry, check_pieces
 from torchshard.checkpoint.files import Files
-from torchshard.checkpoint.formats.nesting import nest
 from torchshard.checkpoint.pickles.inert import Global, Record, record
 from torchshard.checkpoint.pickles.torch_values import ALLOWED as TORCH_VALUES
-from torchshard.checkpoint.pickles.torch_values import read_values, sizes
+from torchshard.checkpoint.pickles.torch_values import attribute, read_values, sizes
 from torchshard.checkpoint.pickles.unpickle import load
 from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.trees import Steps, contradiction, nest
 from torchshard.checkpoint.zips import Archive
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box
@@ -31,15 +31,14 @@ def _path(*parts: Any) -> str:
     return "/".join([part for part in parts if isinstance(part, str)])
 
 
-def _nested(outer: Any, name: Any) -> Global:
-    # Before Python 3.11.4 an enumeration's member is pickled as getattr(class, "NAME").
-    if not isinstance(outer, Global) or outer.name != f"{_METADATA}._MEM_FORMAT_ENCODING" or not isinstance(name, str):
-        raise CheckpointError("The pickle takes an attribute of something.", got=printable(name))
-    return Global(f"{outer.name}.{printable(name)}")
-
-
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _METADATA = "torch.distributed.checkpoint.metadata"
+# Until torch 2.2 the properties of a tensor were those of ShardedTensor.
+_OLDER = tuple(
+    [f"torch.distributed._shard.sharded_tensor.metadata.{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")]
+)
+_OLDER_PROPERTIES = _OLDER[0]
+_ENCODINGS = (f"{_METADATA}._MEM_FORMAT_ENCODING", _OLDER[1])
 _RECORDS = (
     *[
         f"{_METADATA}.{name}"
@@ -49,6 +48,7 @@ _RECORDS = (
         )
     ],
     _STORAGE_INFO,
+    *_OLDER,
 )  # fmt: skip
 _PATHS = [
     f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("Path", "PosixPath", "WindowsPath")
@@ -57,7 +57,7 @@ ALLOWED: Mapping[str, Global] = MappingProxyType(
     {name: TORCH_VALUES[name] for name in TORCH_VALUES if not name.startswith("torch._utils.")}
     | {name: record(name) for name in _RECORDS}
     | {name: Global(name, _path) for name in _PATHS}
-    | {"builtins.getattr": Global("builtins.getattr", _nested)}
+    | {"builtins.getattr": attribute(dict.fromkeys(_ENCODINGS, ()))}
 )
 
 
@@ -132,6 +132,7 @@ class _Reader:
             lambda: nest(entries, paths, self.where),
             {name: self.files.size(name) for name in sorted(self.used)},
             {"version": version} if isinstance(version, str) else {},
+            (self.files,),
         )
 
     def paths(self, entries: dict[str, Entry]) -> dict[str, Steps]:
@@ -143,6 +144,8 @@ class _Reader:
             path = self.expect(mapping.get(key, (key,)), tuple, "planner_data", key=key)
             for step in path:
                 self.expect(step, str if type(step) is str else int, "planner_data", key=key)
+            if ".".join(map(str, path)) != key:
+                raise contradiction(key, path, self.where)
             paths[key] = path
         nest(entries, paths, self.where)  # says now if they contradict each other
         return paths
@@ -163,14 +166,16 @@ class _Reader:
             if box.numel and box not in boxes:
                 boxes.add(box)
                 pieces.append(self.piece(key, box, dtype))
-        entry = TensorEntry(dtype, shape, tuple(pieces), self.files)
+        entry = TensorEntry(dtype, shape, tuple(pieces))
         check_pieces(shape, entry.pieces, where)
         return entry
 
     def dtype(self, key: str, description: Record) -> str:
         """The type's name; the other properties are not used since they say nothing about the bytes."""
         name = f"properties of {printable(key)}"
-        properties = self.expect(description.field("properties"), Record, name, f"{_METADATA}.TensorProperties")
+        properties = self.expect(description.field("properties"), Record, name)
+        if properties.name != _OLDER_PROPERTIES:
+            self.expect(properties, Record, name, f"{_METADATA}.TensorProperties")
         state = self.expect(properties.state, tuple, name)
         dtype = self.expect(state[0] if state else None, Global, name).name.removeprefix("torch.")
         if dtype not in DTYPES:

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from torchshard.checkpoint.dtypes import DTYPES, FROM_SAFETENSORS
-from torchshard.checkpoint.entries import Entry, Extent, Index, Piece, Place, TensorEntry, leaves
+from torchshard.checkpoint.entries import Entry, Extent, Index, Piece, Place, TensorEntry
 from torchshard.checkpoint.files import Files
-from torchshard.checkpoint.formats.out import OutFile, Slot
+from torchshard.checkpoint.formats.json_text import parse
+from torchshard.checkpoint.formats.out import Options, OutFile, Output, whole_slot
+from torchshard.checkpoint.formats.parts import index_file, named, parts_of
 from torchshard.checkpoint.pickles.inert import RefusedGlobal
 from torchshard.checkpoint.pickles.torch_values import sizes
 from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.trees import leaves
 from torchshard.errors import CheckpointError
 from torchshard.layout import contiguous_stride, whole
 
@@ -40,7 +43,7 @@ def read(path: Path) -> Index:
             got=printable(length),
             where=path,
         )
-    header = _parse(files.read(path.name, 8, length), path)
+    header = parse(files.read(path.name, 8, length), "safetensors header", path)
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError("The safetensors metadata is not text.", where=f"{path}: {_METADATA}")
@@ -49,23 +52,7 @@ def read(path: Path) -> Index:
         entries[key] = _entry(files, path, key, fields, 8 + length)
     _check_ranges(entries, path, 8 + length, total)
     tree: dict[str, Entry] = dict(entries)
-    return Index("safetensors", entries, lambda: tree, {path.name: total}, metadata)
-
-
-def _parse(data: bytes, path: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) != len(pairs):
-            raise ValueError("a name occurs twice")
-        return found
-
-    try:
-        header = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        why = printable(str(error))
-        raise CheckpointError("The safetensors header is damaged.", got=why, where=path) from error
-    if not isinstance(header, dict):
-        raise CheckpointError("The safetensors header is not an object.", got=printable(header), where=path)
-    return header
+    return Index("safetensors", entries, lambda: tree, {path.name: total}, metadata, (files,))
 
 
 def _entry(files: Files, path: Path, key: str, fields: Any, data_at: int) -> TensorEntry:
@@ -86,9 +73,9 @@ def _entry(files: Files, path: Path, key: str, fields: Any, data_at: int) -> Ten
             got=printable(span),
             where=where,
         )
-    place = Place(Extent(path.name, data_at + span[0], nbytes), data_at + span[0], contiguous_stride(shape))
+    place = Place(Extent(files, path.name, data_at + span[0], nbytes), data_at + span[0], contiguous_stride(shape))
     pieces = (Piece(whole(shape), lambda: place),) if nbytes else ()
-    return TensorEntry(dtype, shape, pieces, files, key)
+    return TensorEntry(dtype, shape, pieces, key)
 
 
 def _check_ranges(entries: dict[str, Entry], path: Path, data_at: int, total: int) -> None:
@@ -115,23 +102,32 @@ def _check_ranges(entries: dict[str, Entry], path: Path, data_at: int, total: in
         )
 
 
-def write(index: Index) -> OutFile:
-    """The file that holds the tensors of an index under their dotted names, those inside of objects too.
+def write(index: Index, options: Options) -> Output:
+    """The file, or parts with an index, that hold the tensors under their dotted names, those inside of objects too.
 
-    Wider types come first, so that each tensor is aligned to its type.
+    Wider types come first in a file, so that each tensor is aligned to its type.
 
     Raises:
         CheckpointError: a type or a name that the format cannot hold; names the key.
     """
     tensors, left_out = _tensors(index)
+    if options.shard_size is None:
+        return Output((_file("", tensors),), tuple(left_out))
+    parts = parts_of({key: entry.nbytes for key, entry in tensors.items()}, options.shard_size)
+    files = [_file(name, {key: tensors[key] for key in keys}) for name, keys in named("model", ".safetensors", parts)]
+    files.append(index_file("model.safetensors.index.json", "model", ".safetensors", parts, tensors))
+    return Output(tuple(files), tuple(left_out))
+
+
+def _file(name: str, tensors: dict[str, TensorEntry]) -> OutFile:
     order = sorted(tensors, key=lambda key: -tensors[key].itemsize)
     head = _header(order, tensors)
     at = len(head)
     slots = []
     for key in order:
-        slots.append(Slot(tensors[key], at))
+        slots.append(whole_slot(tensors[key], at))
         at += tensors[key].nbytes
-    return OutFile(tuple(slots), at, False, lambda crcs: iter([(0, head)]), tuple(left_out))
+    return OutFile(name, tuple(slots), at, False, lambda crcs: iter([(0, head)]))
 
 
 def _tensors(index: Index) -> tuple[dict[str, TensorEntry], list[str]]:

@@ -5,27 +5,54 @@ small records name the format's version, the byte order and the alignment. See z
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torchshard.checkpoint import zips
-from torchshard.checkpoint.entries import Index, TensorEntry, flatten
+from torchshard.checkpoint.entries import Index, TensorEntry, check_pieces
 from torchshard.checkpoint.files import Files
-from torchshard.checkpoint.formats.out import OutFile, Slot
+from torchshard.checkpoint.formats import torch_legacy
+from torchshard.checkpoint.formats.out import Options, OutFile, Output, Slot, whole_slot
+from torchshard.checkpoint.formats.parts import index_file, named, parts_of
 from torchshard.checkpoint.pickles.inert import RefusedGlobal
+from torchshard.checkpoint.pickles.sharded_values import ALLOWED
 from torchshard.checkpoint.pickles.torch_values import read_values
 from torchshard.checkpoint.pickles.write import dump
+from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.trees import flatten
 from torchshard.checkpoint.zips import Archive
 from torchshard.errors import CheckpointError
+from torchshard.layout import Box
+
+_STEM = "pytorch_model"
 
 
 def read(path: Path) -> Index:
     """The index of a file.
 
     Raises:
-        CheckpointError: damaged, or holding more than tensors and plain data; names what.
+        CheckpointError: damaged, holding more than tensors and plain data, or only a part of a tensor; names what.
     """
+    index = read_part(path)
+    for key, entry in index.entries.items():
+        if isinstance(entry, TensorEntry):
+            check_pieces(entry.shape, entry.pieces, f"{path}: {printable(key)}", fix=_ALL_RANKS)
+    return index
+
+
+_ALL_RANKS = "The file holds one rank's part: open the files of all ranks, as in open('folder/model_rank*.pt')."
+
+
+def read_part(path: Path) -> Index:
+    """The index of a file that may hold only one rank's part of some tensors."""
     files = Files(path.parent)
+    zipped = files.read(path.name, 0, min(4, files.size(path.name))) == b"PK\3\4"
+    tree = _read_archive(files, path) if zipped else torch_legacy.read_values(files, path.name, ALLOWED)
+    return Index("torch", flatten(tree, path), lambda: tree, {path.name: files.size(path.name)}, {}, (files,))
+
+
+def _read_archive(files: Files, path: Path) -> object:
     archive = Archive(files, path.name)
     if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
         raise CheckpointError(
@@ -33,55 +60,95 @@ def read(path: Path) -> Index:
             expected="a member data.pkl and none constants.pkl, which TorchScript has",
             where=path,
         )
-    tree = read_values(archive)
-    return Index("torch", flatten(tree, path), lambda: tree, {path.name: files.size(path.name)}, {})
+    return read_values(archive, ALLOWED)
 
 
-def write(index: Index) -> OutFile:
-    """The file that torch.load reads as the nested state dict.
+_STEM = "pytorch_model"
 
-    Tensors that lie at one place of the source, as tied weights of a torch.save file do, stay one.
+
+class ArchivePlan(NamedTuple):
+    """An archive that is to lie at [start, end) of a file: where its tensors go, and what gives all other bytes."""
+
+    slots: tuple[Slot, ...]
+    end: int
+    finish: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]]
+
+
+def write(index: Index, options: Options) -> Output:
+    """The file that torch.load reads as the nested state dict; or parts under flat names, with an index.
+
+    Tensors that lie at one place of the source, as tied weights of a torch.save file do, stay one. In parts, objects
+    are in the first.
 
     Raises:
         CheckpointError: an object that is not plain data; names its key.
     """
-    numbered = _Numbered()
     try:
-        data = dump(index.tree(), numbered.number)
+        if options.shard_size is None:
+            return Output((_file("", index.tree()),))
+        sizes = {key: entry.nbytes if isinstance(entry, TensorEntry) else 0 for key, entry in index.entries.items()}
+        parts = parts_of(sizes, options.shard_size)
+        files = [_file(name, {key: index.entries[key] for key in keys}) for name, keys in named(_STEM, ".bin", parts)]
+        tensors = {key: entry for key, entry in index.entries.items() if isinstance(entry, TensorEntry)}
+        files.append(index_file(f"{_STEM}.bin.index.json", _STEM, ".bin", parts, tensors))
+        return Output(tuple(files))
     except RefusedGlobal as error:
-        fix = "Save again without it, or convert to safetensors, which leaves out all but tensors."
+        fix = "Save again without it, leave it out (exclude), or convert to safetensors, which holds only tensors."
         raise RefusedGlobal(error.name, error.where, fix) from error
+
+
+def _file(name: str, tree: object) -> OutFile:
+    archive = lay_out(tree, 0)
+    return OutFile(name, archive.slots, archive.end, True, archive.finish)
+
+
+def lay_out(tree: object, start: int, box: Box | None = None) -> ArchivePlan:
+    """The archive that torch.load reads as `tree`.
+
+    Args:
+        tree: plain data, with entries anywhere inside.
+        start: its first byte in the file.
+        box: of the tensor that `tree` is, where only this part of it is stored.
+
+    Raises:
+        CheckpointError: something that is not plain data.
+    """
+    numbered = _Numbered(box)
+    data = dump(tree, numbered.number)
     small = [("data.pkl", data), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
-    tensors = numbered.entries
+    slots = [whole_slot(entry, 0) if box is None else Slot(entry, 0, box) for entry in numbered.entries]
     sizes = [(name, len(body)) for name, body in small]
-    sizes += [(f"data/{i}", entry.nbytes) for i, entry in enumerate(tensors)]
+    sizes += [(f"data/{i}", slot.nbytes) for i, slot in enumerate(slots)]
     records = zips.lay_out([*sizes, ("version", 2)])
     bodies = [body for _, body in small]
 
     def finish(crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         ends = [*records[: len(bodies)], records[-1]]
         for record, body in zip(ends, [*bodies, b"3\n"], strict=True):
-            yield record.payload, body
-        yield from zips.frame(records, [*map(zlib.crc32, bodies), *crcs, zlib.crc32(b"3\n")])
+            yield start + record.payload, body
+        for at, body in zips.frame(records, [*map(zlib.crc32, bodies), *crcs, zlib.crc32(b"3\n")]):
+            yield start + at, body
 
     payloads = [record.payload for record in records[len(bodies) : -1]]
-    slots = tuple([Slot(entry, at) for entry, at in zip(tensors, payloads, strict=True)])
-    return OutFile(slots, records[-1].end + zips.frame_size(records), True, finish)
+    placed = [slot._replace(offset=start + at) for slot, at in zip(slots, payloads, strict=True)]
+    return ArchivePlan(tuple(placed), start + records[-1].end + zips.frame_size(records), finish)
 
 
 class _Numbered:
     """Gives each tensor the number of its record."""
 
-    def __init__(self) -> None:
+    def __init__(self, box: Box | None) -> None:
+        self.box = box
         self.entries: list[TensorEntry] = []
         self.numbers: dict[object, int] = {}
 
-    def number(self, entry: TensorEntry) -> int:
+    def number(self, entry: TensorEntry) -> tuple[int, tuple[int, ...]]:
+        """The number of the tensor's record, and the shape that is stored."""
         key: object = id(entry)
         if len(entry.pieces) == 1:
             place = entry.pieces[0].place()
-            key = (entry.files.root, place.extent.file, place.start, place.stride, entry.shape, entry.dtype)
+            key = (place.extent[:2], place.start, place.stride, entry.shape, entry.dtype, entry.stored_dtype)
         if key not in self.numbers:
             self.numbers[key] = len(self.entries)
             self.entries.append(entry)
-        return self.numbers[key]
+        return self.numbers[key], entry.shape if self.box is None else self.box.size

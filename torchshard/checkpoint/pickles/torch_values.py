@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES, FROM_STORAGE
-from torchshard.checkpoint.entries import Piece, Place, TensorEntry
+from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
 from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Size, record
 from torchshard.checkpoint.pickles.unpickle import load
 from torchshard.checkpoint.text import printable
@@ -19,18 +19,29 @@ from torchshard.layout import whole
 
 
 class Storage(NamedTuple):
-    """What a persistent id stands for: a record of the archive, seen as elements of a type (None: as bytes)."""
+    """What a persistent id stands for: bytes that tensors are views of.
 
-    archive: Archive
-    member: str
+    Args:
+        name: of the record that holds them.
+        dtype: type of its elements; None for untyped bytes.
+        nbytes: how many; None where there is no such record.
+        find: gives the stretch of file; may read a little.
+        where: file, for errors.
+    """
+
+    name: str
     dtype: str | None
+    nbytes: int | None
+    find: Callable[[], Extent]
+    where: object
 
 
-def read_values(archive: Archive) -> object:
-    """The object that was saved, with TensorEntries in the places of tensors."""
+def read_values(archive: Archive, allowed: Mapping[str, Global] | None = None) -> object:
+    """The object that was saved, with TensorEntries in the places of tensors; reads what is ALLOWED by default."""
     _check_byteorder(archive)
     persistent = partial(_storage, archive)
-    return load(archive.read("data.pkl"), ALLOWED, archive, persistent=persistent, advice=_advice)
+    data = archive.read("data.pkl")
+    return load(data, ALLOWED if allowed is None else allowed, archive, persistent=persistent, advice=advice)
 
 
 def _check_byteorder(archive: Archive) -> None:
@@ -39,12 +50,24 @@ def _check_byteorder(archive: Archive) -> None:
 
 
 def _storage(archive: Archive, pid: object) -> Storage:
+    name, dtype = storage_named(pid, archive)
+    member = archive.members.get(f"data/{name}")
+    nbytes = None if member is None else member.nbytes
+    return Storage(f"data/{name}", dtype, nbytes, partial(archive.extent, f"data/{name}"), archive)
+
+
+def storage_named(pid: object, where: object) -> tuple[str, str | None]:
+    """The number of a storage and the type of its elements (None: bytes) from a persistent id.
+
+    Raises:
+        CheckpointError: not what torch writes.
+    """
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], Global):
-        raise CheckpointError("A tensor's storage is not described as torch does.", got=printable(pid), where=archive)
+        raise CheckpointError("A tensor's storage is not described as torch does.", got=printable(pid), where=where)
     kind = pid[1].name.rpartition(".")[2]
     if not isinstance(pid[2], str) or kind not in (*FROM_STORAGE, "UntypedStorage"):
-        raise CheckpointError("A tensor has a storage of an unknown kind.", got=printable(kind), where=archive)
-    return Storage(archive, f"data/{pid[2]}", FROM_STORAGE.get(kind))
+        raise CheckpointError("A tensor has a storage of an unknown kind.", got=printable(kind), where=where)
+    return pid[2], FROM_STORAGE.get(kind)
 
 
 def sizes(value: object, what: str, where: object) -> tuple[int, ...]:
@@ -63,29 +86,27 @@ def sizes(value: object, what: str, where: object) -> tuple[int, ...]:
 def _tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, stride: Any) -> TensorEntry:
     if not isinstance(storage, Storage) or dtype is None:
         raise TypeError("a tensor without a storage or a type")
-    archive = storage.archive
-    shape, stride = sizes(shape, "shape", archive), sizes(stride, "stride", archive)
-    (offset,) = sizes((offset,), "offset", archive)
+    where = storage.where
+    shape, stride = sizes(shape, "shape", where), sizes(stride, "stride", where)
+    (offset,) = sizes((offset,), "offset", where)
     if len(shape) != len(stride):
-        raise CheckpointError("Shape and stride have different lengths.", got=f"{shape} and {stride}", where=archive)
+        raise CheckpointError("Shape and stride have different lengths.", got=f"{shape} and {stride}", where=where)
     empty = 0 in shape
     reach = 0 if empty else offset + 1 + sum([(n - 1) * s for n, s in zip(shape, stride, strict=True)])
-    member = archive.members.get(storage.member)
-    nbytes = member.nbytes if member else 0
     itemsize = DTYPES[dtype].itemsize
-    if (member is None and not empty) or reach * itemsize > nbytes:
+    if (storage.nbytes is None and not empty) or reach * itemsize > (storage.nbytes or 0):
         raise CheckpointError(
-            f"A tensor reaches beyond its storage, the member {printable(storage.member)}.",
+            f"A tensor reaches beyond its storage, the record {printable(storage.name)}.",
             expected=f"{printable(reach * itemsize)} bytes",
-            got=f"{nbytes} bytes",
-            where=archive,
+            got=f"{storage.nbytes or 0} bytes",
+            where=where,
         )
 
     def find() -> Place:
-        extent = archive.extent(storage.member)
+        extent = storage.find()
         return Place(extent, extent.offset + offset * itemsize, stride)
 
-    return TensorEntry(dtype, shape, () if empty else (Piece(whole(shape), find),), archive.files)
+    return TensorEntry(dtype, shape, () if empty else (Piece(whole(shape), find),))
 
 
 def _rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> TensorEntry:
@@ -167,6 +188,7 @@ def _table() -> dict[str, Global]:
         "torch._utils._rebuild_tensor_v2": _rebuild_v2,
         "torch._utils._rebuild_tensor_v3": _rebuild_v3,
         "torch._utils._rebuild_parameter": _rebuild_parameter,
+        "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
         "torch.serialization._get_layout": _layout,
         "torch.Size": _size,
         "collections.OrderedDict": _ordered,
@@ -185,14 +207,26 @@ def _table() -> dict[str, Global]:
 
 ALLOWED: Mapping[str, Global] = MappingProxyType(_table())
 
-_SHARDED = (
-    "Each rank's file holds a part only: save with torch.distributed.checkpoint, or call full_tensor() before saving."
-)
+
+def attribute(readable: Mapping[str, Sequence[str]]) -> Global:
+    """`getattr` as pickles use it for nested classes and, before Python 3.11.4, for members of an enumeration.
+
+    Args:
+        readable: dotted name of a class to the names that may be taken from it; no names means all, as bare names.
+    """
+
+    def taken(outer: Any, name: Any) -> Global:
+        allowed = readable.get(outer.name) if isinstance(outer, Global) else None
+        if allowed is None or not isinstance(name, str) or (allowed and name not in allowed):
+            raise CheckpointError("The pickle takes an attribute of something.", got=printable(name))
+        full = f"{outer.name}.{printable(name)}"
+        return record(full) if allowed else Global(full)
+
+    return Global("builtins.getattr", taken)
 
 
-def _advice(name: str) -> str | None:
-    if name.startswith(("torch.distributed.", "torchshard.")) or name == "torch._tensor._rebuild_from_type_v2":
-        return _SHARDED
-    if name.startswith("torch."):
+def advice(name: str) -> str | None:
+    """What to do about a name that is not read."""
+    if name.startswith(("torch.", "torchshard.")):
         return None
     return "Save plain data beside the tensors: numbers, text, bytes, lists, tuples, dicts and sets."

@@ -40,9 +40,28 @@ def load(
         RefusedGlobal: a name that is not allowed.
         CheckpointError: damaged, cut off, or with an opcode that is not read.
     """
+    return load_next(data, 0, allowed, where, persistent=persistent, advice=advice)[0]
+
+
+def load_next(
+    data: bytes,
+    start: int,
+    allowed: Mapping[str, Global],
+    where: object,
+    *,
+    persistent: Callable[[object], object] | None = None,
+    advice: Callable[[str], str | None] = lambda name: None,
+) -> tuple[object, int]:
+    """The value of the pickle that begins at `start`, and where it ends; for files of several pickles.
+
+    Raises:
+        CutOff: the data end before the pickle.
+        CheckpointError: as `load` does.
+    """
     machine = Machine(data, allowed, where, persistent, advice)
+    machine.at = start
     try:
-        return machine.run()
+        return machine.run(), machine.at
     except CheckpointError as error:
         if error.where is not None:
             raise
@@ -50,15 +69,23 @@ def load(
         raise CheckpointError(error.what, **parts, where=where) from error
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         # The machine leaves it to Python to notice a stack that is empty or a value of the wrong type.
-        raise _damaged(machine, f"{type(error).__name__}: {printable(str(error))}") from error
+        cut_off = isinstance(error, _TooShort) or machine.at >= len(machine.data)
+        raise _damaged(machine, f"{type(error).__name__}: {printable(str(error))}", cut_off) from error
     except struct.error as error:
-        raise _damaged(machine, "it ends too early") from error
+        raise _damaged(machine, "it ends too early", True) from error
 
 
-def _damaged(machine: "Machine", why: str) -> CheckpointError:
-    return CheckpointError(
-        "The pickle is damaged.", got=why, where=f"{machine.where}, byte {machine.at} of {len(machine.data)}"
-    )
+class CutOff(CheckpointError):
+    """The data end before the pickle does."""
+
+
+class _TooShort(ValueError):
+    """More bytes are wanted than there are."""
+
+
+def _damaged(machine: "Machine", why: str, cut_off: bool) -> CheckpointError:
+    where = f"{machine.where}, byte {machine.at} of {len(machine.data)}"
+    return (CutOff if cut_off else CheckpointError)("The pickle is damaged.", got=why.lstrip("_"), where=where)
 
 
 class Machine:
@@ -97,12 +124,14 @@ class Machine:
         start, self.at = self.at, self.at + length
         if length < 0 or self.at > len(self.data):
             self.at = start
-            raise ValueError(f"{length} bytes are wanted where {len(self.data) - start} are left")
+            raise _TooShort(f"{length} bytes are wanted where {len(self.data) - start} are left")
         return self.data[start : self.at]
 
     def line(self) -> bytes:
         """The bytes up to the next newline."""
-        end = self.data.index(b"\n", self.at)
+        end = self.data.find(b"\n", self.at)
+        if end < 0:
+            raise _TooShort("a line does not end")
         start, self.at = self.at, end + 1
         return self.data[start:end]
 

@@ -1,36 +1,49 @@
 """Writing pickles that torch.load(weights_only=True) reads, without torch: protocol 2, plain data and tensors."""
 
+import math
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES
-from torchshard.checkpoint.entries import NESTING, ObjectEntry, TensorEntry
+from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
 from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
 from torchshard.layout import contiguous_stride
 
+Numbering = Callable[[TensorEntry], tuple[int, tuple[int, ...]]]
 
-def dump(tree: object, number: Callable[[TensorEntry], int]) -> bytes:
+
+def dump(tree: object, number: Numbering, records: Collection[str] = ()) -> bytes:
     """The pickle of a state dict.
 
     Args:
         tree: plain data, with TensorEntries and ObjectEntries anywhere inside.
-        number: gives a tensor the number of the record that will hold its elements, the last dim fastest.
+        number: gives a tensor the number of the record that will hold its elements, the last dim fastest, and their
+            shape.
+        records: names of classes whose Records are written too.
 
     Raises:
         CheckpointError: something that is not plain data, or containers nested too deep.
     """
-    writer = _Writer(number)
+    writer = _Writer(number, records)
     writer.put(tree)
     return b"\x80\x02" + bytes(writer.out) + b"."
 
 
+class Call(NamedTuple):
+    """A call of a global name, to be written."""
+
+    name: str
+    args: tuple[object, ...]
+
+
 class _Writer:
-    def __init__(self, number: Callable[[TensorEntry], int]) -> None:
+    def __init__(self, number: Numbering, records: Collection[str]) -> None:
         self.out = bytearray()
-        self.number = number
+        self.number, self.records = number, records
         self.texts: dict[str, int] = {}
         self.globals: dict[tuple[str, str], int] = {}
         self.objects: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that the id stays its own
@@ -54,6 +67,7 @@ class _Writer:
             OrderedDict: self._ordered,
             Global: lambda value: self._global(*value.name.rsplit(".", 1)),
             Record: self._record,
+            Call: self._written_call,
             TensorEntry: self._tensor,
         }
 
@@ -135,6 +149,10 @@ class _Writer:
         self._items(args)
         self.out += b"R"
 
+    def _written_call(self, value: Call) -> None:
+        module, _, name = value.name.rpartition(".")
+        self._call(module, name, value.args)
+
     def _items(self, items: tuple[object, ...]) -> None:
         self.out += b"("
         for item in items:
@@ -171,22 +189,32 @@ class _Writer:
             self.out += b"b"
 
     def _record(self, value: Record) -> None:
-        if value.name != "torch.device" or value.state is not None:
+        module, _, name = value.name.rpartition(".")
+        if value.name == "torch.device" and value.state is None:
+            self._call(module, name, value.args)
+        elif value.name in self.records:
+            self._global(module, name)
+            self.put(value.args)
+            self.out += b"\x81"  # NEWOBJ
+            if value.state is not None:
+                self.put(value.state)
+                self.out += b"b"  # BUILD
+        else:
             raise CheckpointError("This is not plain data, and cannot be written.", got=value.name, where=self.at)
-        self._call("torch", "device", value.args)
 
     def _tensor(self, entry: TensorEntry) -> None:
         dtype = DTYPES[entry.dtype]
-        count = entry.nbytes // dtype.itemsize
-        stride = contiguous_stride(entry.shape)
+        number, shape = self.number(entry)
+        count = math.prod(shape)
+        stride = contiguous_stride(shape)
         self._global("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
         self.out += b"(("
         self.put("storage")
         self._global(*(("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage")))
-        for item in (str(self.number(entry)), "cpu", count if dtype.storage else entry.nbytes):
+        for item in (str(number), "cpu", count if dtype.storage else count * dtype.itemsize):
             self.put(item)
         self.out += b"tQ"
-        for value in (0, entry.shape, stride, False):
+        for value in (0, shape, stride, False):
             self.put(value)
         self._call("collections", "OrderedDict", ())
         if not dtype.storage:

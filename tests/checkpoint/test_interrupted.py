@@ -1,0 +1,244 @@
+"""Conversions that are killed, fail or meet one another: the source stays, and nothing looks complete that is not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchshard import checkpoint
+from torchshard.checkpoint.moving import runner
+from torchshard.errors import CheckpointError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Kills itself before the call of this number among all that change something on the disk.
+KILLED = """
+import json, os, signal, sys
+src, dst, to, at, options = sys.argv[1:]
+from torchshard import checkpoint
+from torchshard.checkpoint.moving import destination
+destination.NOTE_SECONDS = -1  # into the journal at once
+count = 0
+
+def counted(name, real):
+    def call(*args, **kwargs):
+        global count
+        count += 1
+        if count == int(at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return call
+
+for name in ("mkdir", "write", "pwrite", "copy_file_range", "ftruncate", "fsync", "rename", "replace", "unlink", "rmdir"):
+    # The disk need not be waited for: the system outlives the process.
+    setattr(os, name, counted(name, getattr(os, name) if name != "fsync" else lambda fd: None))
+checkpoint.convert(src, dst, to=to, max_memory=2**21, **json.loads(options))
+print(count)
+"""
+
+OPTIONS = {
+    "torch": "{}",
+    "safetensors": '{"shard_size": 1300000, "verify": true}',
+    "dcp": '{"mesh": [2], "placements": {"*": "S(0)"}, "overwrite": true}',
+}
+
+
+def run(code, *args):
+    """Run code in a fresh interpreter."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """3 MiB in three tensors and an object."""
+    path = tmp_path_factory.mktemp("small") / "a.pt"
+    state = {f"w{i}": torch.arange(2**18, dtype=torch.int32).reshape(512, 512) + i for i in range(3)}
+    torch.save({**state, "lr": 0.5}, path)
+    return path
+
+
+def contents(path):
+    """Every byte below a path."""
+    if path.is_file():
+        return path.read_bytes()
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+
+
+def convert(src, dst, to, **kwargs):
+    options = json.loads(OPTIONS[to])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return checkpoint.convert(src, dst, to=to, max_memory=2**21, **(options | kwargs))
+
+
+def check_after_a_kill(small, dst, to, expected, before):
+    """The source is as it was; the destination is missing or complete; going on ends with the same bytes."""
+    assert small.read_bytes() == before
+    assert set(os.listdir(dst.parent)) <= {dst.name, f".{dst.name}.partial"}
+    ready = dst.exists()
+    assert not ready or contents(dst) == expected
+    if ready and not (dst.parent / f".{dst.name}.partial" / "journal").exists():
+        return  # killed after all was done
+    convert(small, dst, to, resume=True, fsync=False)
+    assert contents(dst) == expected
+    assert os.listdir(dst.parent) == [dst.name]
+
+
+def sweep(small, tmp_path, to, every):
+    before = small.read_bytes()
+    convert(small, tmp_path / "expected", to, fsync=False)
+    expected = contents(tmp_path / "expected")
+    done = run(KILLED, small, tmp_path / "whole", to, -1, OPTIONS[to])
+    assert done.returncode == 0, done.stderr
+    calls = int(done.stdout)
+    assert calls > 15
+    for at in range(1, calls + 1, every):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        done = run(KILLED, small, folder / "out", to, at, OPTIONS[to])
+        assert done.returncode == -signal.SIGKILL, (at, done.stderr)
+        check_after_a_kill(small, folder / "out", to, expected, before)
+
+
+@pytest.mark.parametrize("to", OPTIONS)
+def test_killed_at_some_transitions(small, tmp_path, to):
+    sweep(small, tmp_path, to, 9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("to", OPTIONS)
+def test_killed_at_every_transition(small, tmp_path, to):
+    sweep(small, tmp_path, to, 1)
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_killed_at_random_moments(small, tmp_path, count):
+    before = small.read_bytes()
+    convert(small, tmp_path / "expected", "torch", fsync=False)
+    expected = (tmp_path / "expected").read_bytes()
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    code = (
+        "import sys, time\nfrom torchshard import checkpoint\nprint('ready', flush=True)\n"
+        "checkpoint.convert(sys.argv[1], sys.argv[2], to='torch', progress=lambda *_: time.sleep(0.03))"
+    )
+    chance = random.Random(0)
+    for i in range(count):
+        folder = tmp_path / f"kill{i}"
+        folder.mkdir()
+        with subprocess.Popen(
+            [sys.executable, "-c", code, small, folder / "out"], env=env, stdout=subprocess.PIPE
+        ) as process:
+            process.stdout.readline()
+            time.sleep(chance.random() * 0.2)
+            process.kill()
+        check_after_a_kill(small, folder / "out", "torch", expected, before)
+
+
+def test_without_resume_a_killed_one_is_begun_anew(small, tmp_path):
+    run(KILLED, small, tmp_path / "out", "torch", 8, "{}")
+    assert os.listdir(tmp_path) == [".out.partial"]
+    convert(small, tmp_path / "out", "torch")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_resume_moves_only_what_is_missing(small, tmp_path, monkeypatch):
+    options = '{"exclude": ["lr"]}'
+    calls = int(run(KILLED, small, tmp_path / "other", "safetensors", -1, options).stdout)
+    run(KILLED, small, tmp_path / "out", "safetensors", calls - 8, options)
+    moved = []
+    real = runner._copied
+    monkeypatch.setattr(runner, "_copied", lambda job, fd: moved.append(job.nbytes) or real(job, fd))
+    checkpoint.convert(small, tmp_path / "out", to="safetensors", max_memory=2**21, resume=True, exclude=["lr"])
+    assert sum(moved) < 3 * 2**20
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
+
+
+def test_resume_refuses_another_source_or_other_options(small, tmp_path):
+    run(KILLED, small, tmp_path / "out", "torch", 12, "{}")
+    for kwargs in ({"dtype": "bfloat16", "select": ["w0"]}, {"exclude": ["lr"]}):
+        with pytest.raises(CheckpointError, match="of another source or other options"):
+            checkpoint.convert(small, tmp_path / "out", to="torch", max_memory=2**21, resume=True, **kwargs)
+    assert os.listdir(tmp_path) == [".out.partial"]
+
+
+def test_two_conversions_to_one_destination(small, tmp_path):
+    said = []
+
+    def start_another(done, total):
+        if not said:
+            with pytest.raises(CheckpointError, match="Another conversion writes to this destination") as caught:
+                checkpoint.convert(small, tmp_path / "out", to="torch")
+            said.append(caught)
+
+    checkpoint.convert(small, tmp_path / "out", to="torch", progress=start_another)
+    assert said
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_failure_cleans_up_unless_it_is_to_be_resumed(small, tmp_path):
+    def fail(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.convert(small, tmp_path / "out", to="torch", progress=fail)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.convert(small, tmp_path / "out", to="torch", progress=fail, resume=True)
+    assert os.listdir(tmp_path) == [".out.partial"]
+    checkpoint.convert(small, tmp_path / "out", to="torch", resume=True)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("call", ["pwrite", "copy_file_range", "replace", "fsync", "open", "mkdir"])
+def test_a_full_disk_is_a_sentence(small, tmp_path, monkeypatch, call):
+    def full(*args, **kwargs):
+        if call == "open" and args[1] == os.O_RDONLY | os.O_CLOEXEC:
+            return real(*args, **kwargs)
+        raise OSError(28, "No space left on device")
+
+    real = getattr(os, call)
+    before = small.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            checkpoint.convert(small, tmp_path / "out", to="torch", verify=True)
+    assert os.listdir(tmp_path) == []
+    assert small.read_bytes() == before
+
+
+def test_overwriting_a_folder(small, tmp_path):
+    out = tmp_path / "out"
+    convert(small, out, "dcp")
+    with pytest.raises(CheckpointError, match="destination exists"):
+        checkpoint.convert(small, out, to="dcp")
+    checkpoint.convert(small, out, to="dcp", overwrite=True, select=["w1"])
+    assert list(checkpoint.open(out)) == ["w1"]
+    (out / "thesis.txt").write_text("precious")
+    with pytest.raises(CheckpointError, match="holds more than a checkpoint"):
+        checkpoint.convert(small, out, to="dcp", overwrite=True)
+    assert (out / "thesis.txt").exists()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_is_written_wrong_is_found_by_verify(small, tmp_path, monkeypatch):
+    real = os.pwrite
+
+    def flipped(fd, data, offset):
+        if len(data) > 2**16:
+            data = bytes([data[0] ^ 1]) + bytes(data[1:])
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", flipped)
+    torch.save({"w": torch.ones(2**17)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="not what was read"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "out", to="torch", dtype="float64", verify=True)
+    assert os.listdir(tmp_path) == ["a.pt"]

@@ -1,0 +1,194 @@
+"""Another state dict from that of a checkpoint: merged, chosen, renamed, cast. Only names and boxes change."""
+
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, TensorEntry, narrowed
+from torchshard.checkpoint.moving import casting
+from torchshard.checkpoint.pickles.inert import OrderedDict
+from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.trees import DROPPED, edit, place
+from torchshard.errors import CheckpointError
+from torchshard.layout import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What is to be changed.
+
+    Args:
+        select: globs of keys, one of which a key must match; none means all.
+        exclude: globs of keys that are left out.
+        dtypes: glob of keys to the type that floating-point tensors are cast to, the first that matches.
+        rename: new name of a key; None keeps all names.
+    """
+
+    select: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    rename: Callable[[str], str] | None = None
+
+    def wants(self, key: str) -> bool:
+        """Whether a key is kept."""
+        return (not self.select or _matches(key, self.select)) and not _matches(key, self.exclude)
+
+
+def _matches(key: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def edited(index: Index, edits: Edits) -> Index:
+    """The index with the edits made: first chosen, then cast, then renamed; all patterns are of the original names.
+
+    Raises:
+        CheckpointError: a pattern that no key matches, a type that is not cast to, or two keys with one new name.
+    """
+    if edits == Edits():
+        return index
+    _check_used(edits, index)
+    entries: dict[str, Entry] = {}
+    moved: dict[str, Entry] = {}
+    for key, entry in index.entries.items():
+        if not edits.wants(key):
+            continue
+        if isinstance(entry, TensorEntry):
+            entry = _cast(key, entry, edits.dtypes)
+        new = edits.rename(key) if edits.rename else key
+        if new in entries:
+            raise CheckpointError("Two keys have the same new name.", got=printable(new), where=printable(key))
+        entries[new] = entry
+        if new != key:
+            moved[new] = replace(entry, key=new)
+            entries[new] = moved[new]
+    stay = {key: entry for key, entry in entries.items() if key not in moved}
+    where = f"the state dict of {index.opened[0].root}" if index.opened else "the state dict"
+
+    def leaf(key: str, value: object) -> object:
+        entry = stay.get(key, DROPPED)
+        # An object of a torch.save file lies in the nested state dict itself.
+        return value if isinstance(entry, ObjectEntry) and not isinstance(value, ObjectEntry) else entry
+
+    def tree() -> object:
+        return place(edit(index.tree(), leaf, where), moved, where)
+
+    return replace(index, entries=entries, tree=tree)
+
+
+def _check_used(edits: Edits, index: Index) -> None:
+    for pattern in (*edits.select, *edits.exclude, *edits.dtypes):
+        if not any(fnmatch.fnmatchcase(key, pattern) for key in index.entries):
+            raise CheckpointError(
+                "No key matches this pattern.", got=printable(pattern), fix="Look at the keys with inspect."
+            )
+
+
+def _cast(key: str, entry: TensorEntry, dtypes: Mapping[str, str]) -> TensorEntry:
+    target = next((dtype for pattern, dtype in dtypes.items() if fnmatch.fnmatchcase(key, pattern)), entry.dtype)
+    if target == entry.dtype or entry.dtype not in casting.FLOATING:
+        return entry
+    casting.check(entry.stored_dtype, target, printable(key))
+    return replace(entry, dtype=target, stored=entry.stored_dtype)
+
+
+def merged(indices: Sequence[Index]) -> Index:
+    """One index of several checkpoints, which may not have a key in common.
+
+    Raises:
+        CheckpointError: names a key that two of them have.
+    """
+    if len(indices) == 1:
+        return indices[0]
+    entries: dict[str, Entry] = {}
+    files: dict[str, int] = {}
+    for index in indices:
+        root = index.opened[0].root if index.opened else ""
+        for key, entry in index.entries.items():
+            if key in entries:
+                raise CheckpointError(
+                    "Two of the checkpoints have the same key.",
+                    got=printable(key),
+                    where=root,
+                    fix="Leave it out of one of them, or convert them one by one.",
+                )
+            entries[key] = entry
+        files |= {f"{root}/{name}": size for name, size in index.files.items()}
+
+    def tree() -> object:
+        whole: dict[Any, Any] = {}
+        for index in indices:
+            _merge(whole, index.tree())
+        return whole
+
+    opened = tuple([files for index in indices for files in index.opened])
+    metadata = {key: value for index in indices for key, value in index.metadata.items()}
+    formats = " and ".join(dict.fromkeys(index.format for index in indices))
+    return Index(formats, entries, tree, files, metadata, opened)
+
+
+def _merge(into: dict[Any, Any], tree: Any) -> None:
+    for key, value in tree.items():
+        here = into.get(key)
+        if isinstance(here, dict) and isinstance(value, dict):
+            _merge(here, value)
+        elif key in into:
+            raise CheckpointError("Two of the checkpoints have the same key.", got=printable(key))
+        else:
+            # A copy of the dicts: what is merged into them must not reach the other checkpoint.
+            into[key] = value
+            if isinstance(value, dict):
+                into[key] = OrderedDict() if isinstance(value, OrderedDict) else {}
+                if isinstance(value, OrderedDict):
+                    into[key].attributes = value.attributes
+                _merge(into[key], value)
+
+
+# --- tensors made of others, without reading them ----------------------------------------------------------------
+
+
+def concatenated(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
+    """The tensors one after another along a dim."""
+    first, at, pieces = entries[0], 0, list[Piece]()
+    for entry in entries:
+        rest = [(a, b) for d, (a, b) in enumerate(zip(entry.shape, first.shape, strict=True)) if d != dim]
+        if entry.dtype != first.dtype or entry.stored_dtype != first.stored_dtype or any(a != b for a, b in rest):
+            raise CheckpointError(
+                "Tensors that are joined differ in type or shape.",
+                expected=f"{first.dtype} {first.shape}",
+                got=f"{entry.dtype} {entry.shape}",
+                where=printable(entry.key),
+            )
+        for piece in entry.pieces:
+            offset = tuple([o + at * (d == dim) for d, o in enumerate(piece.box.offset)])
+            pieces.append(Piece(Box(offset, piece.box.size), piece.place))
+        at += entry.shape[dim]
+    shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
+    return replace(first, shape=shape, pieces=tuple(pieces), sharding=None)
+
+
+def part(entry: TensorEntry, box: Box) -> TensorEntry:
+    """The tensor that a box of another is."""
+    itemsize = entry.itemsize_stored
+    pieces = []
+    for piece in entry.pieces:
+        if (common := piece.box.meet(box)) is not None:
+            at = tuple([a - b for a, b in zip(common.offset, box.offset, strict=True)])
+            pieces.append(narrowed(piece, common, at, itemsize))
+    return replace(entry, shape=box.size, pieces=tuple(pieces), sharding=None)
+
+
+def permuted(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
+    """The tensor with its dims in another order."""
+
+    def turned(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([values[d] for d in dims])
+
+    def find(piece: Piece) -> Place:
+        place = piece.place()
+        return place._replace(stride=turned(place.stride))
+
+    pieces = tuple(
+        [Piece(Box(turned(p.box.offset), turned(p.box.size)), lambda p=p: find(p)) for p in entry.pieces]  # type: ignore[misc]
+    )
+    return replace(entry, shape=turned(entry.shape), pieces=pieces, sharding=None)

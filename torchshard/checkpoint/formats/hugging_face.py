@@ -1,0 +1,163 @@
+"""Reading folders of safetensors (or torch.save) files, as Hugging Face lays them out.
+
+With an index: `model.safetensors.index.json` or `pytorch_model.bin.index.json` says which file holds which key.
+Without: all `*.safetensors` of the folder. Files that torch.distributed.checkpoint wrote in this format say in their
+metadata where each tensor lies in the full one (DCP_SHARDING_INFO); their pieces are put together.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchshard.checkpoint.entries import Entry, Index, TensorEntry, check_pieces, narrowed
+from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.formats import safetensors, torch_file
+from torchshard.checkpoint.formats.json_text import parse
+from torchshard.checkpoint.pickles.torch_values import sizes
+from torchshard.checkpoint.text import printable
+from torchshard.errors import CheckpointError
+
+_SUFFIX = ".index.json"
+_SHARDING = "DCP_SHARDING_INFO"
+_INDEX_LIMIT = 2**28  # bytes of an index
+_PART = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors\Z", re.DOTALL)
+
+
+def find_index(folder: Path) -> Path | None:
+    """The index of a folder; that of safetensors where there are two.
+
+    Raises:
+        CheckpointError: several of one kind.
+    """
+    found = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIX))
+    best = [path for path in found if path.name.endswith(f".safetensors{_SUFFIX}")] or found
+    if len(best) > 1:
+        names = ", ".join(path.name for path in best)
+        raise CheckpointError("The folder holds several indices.", got=names, where=folder, fix="Open one of them.")
+    return best[0] if best else None
+
+
+def find_parts(folder: Path) -> list[Path]:
+    """The safetensors files of a folder without an index."""
+    return sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+
+
+def read_indexed(path: Path) -> Index:
+    """The index of the files that an index file names.
+
+    Raises:
+        CheckpointError: a damaged index, a file missing or lacking a key, or damaged itself.
+    """
+    files = Files(path.parent)
+    if files.size(path.name) > _INDEX_LIMIT:
+        raise CheckpointError("The index is out of all proportion.", got=f"{files.size(path.name)} bytes", where=path)
+    index = parse(files.read(path.name, 0, files.size(path.name)), "index", path)
+    wanted = index.get("weight_map")
+    if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
+        raise CheckpointError("The index has no weight_map from keys to files.", where=path)
+    parts = {name: _part(files.path(name)) for name in sorted(set(wanted.values()))}
+    entries: dict[str, Entry] = {}
+    for key, name in wanted.items():
+        entry = parts[name].entries.get(key)
+        if entry is None:
+            raise CheckpointError(
+                "A file lacks a key that the index says it holds.", got=printable(key), where=files.root / name
+            )
+        entries[key] = entry
+    metadata = index.get("metadata")
+    facts = {key: str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
+    return _index(entries, parts, {path.name: files.size(path.name)}, facts)
+
+
+def _part(path: Path) -> Index:
+    return safetensors.read(path) if path.suffix == ".safetensors" else torch_file.read(path)
+
+
+def read_folder(paths: list[Path]) -> Index:
+    """The index of all safetensors files of a folder.
+
+    Raises:
+        CheckpointError: a part missing, a key in two files, or pieces that do not make up their tensor.
+    """
+    _check_all_there(paths)
+    parts = {path.name: safetensors.read(path) for path in paths}
+    cut = [name for name, part in parts.items() if _SHARDING in part.metadata]
+    if cut and len(cut) < len(parts):
+        raise CheckpointError(
+            "Some files hold pieces of tensors, and some do not.", got=f"{_SHARDING} in {cut[0]}", where=paths[0].parent
+        )
+    entries = _of_pieces(parts, paths[0].parent) if cut else _of_whole(parts, paths[0].parent)
+    return _index(entries, parts, {}, {})
+
+
+def _check_all_there(paths: list[Path]) -> None:
+    """Names such as model-00001-of-00003 say how many files there are."""
+    sets: dict[tuple[str, str], set[int]] = {}
+    for path in paths:
+        if match := _PART.match(path.name):
+            sets.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (head, count), numbers in sets.items():
+        if len(numbers) != int(count):
+            raise CheckpointError(
+                "A part is missing.", expected=f"{int(count)} files {head}-*", got=len(numbers), where=paths[0].parent
+            )
+
+
+def _of_whole(parts: Mapping[str, Index], folder: Path) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for name, part in parts.items():
+        for key, entry in part.entries.items():
+            if key in entries:
+                raise CheckpointError("Two files hold the same key.", got=printable(key), where=folder / name)
+            entries[key] = entry
+    return entries
+
+
+def _of_pieces(parts: Mapping[str, Index], folder: Path) -> dict[str, Entry]:
+    """Tensors put together; the full shape is as far as their pieces reach."""
+    found: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = {}
+    for name, part in parts.items():
+        offsets = parse(part.metadata[_SHARDING].encode(), f"field {_SHARDING}", folder / name)
+        for key, entry in part.entries.items():
+            assert isinstance(entry, TensorEntry), "safetensors holds tensors only"
+            found.setdefault(key, []).append(
+                (_offset(offsets.get(key), entry, f"{folder / name}: {printable(key)}"), entry)
+            )
+    entries: dict[str, Entry] = {}
+    for key, pieces in found.items():
+        entries[key] = _assembled(key, pieces, f"{folder}: {printable(key)}")
+    return entries
+
+
+def _offset(fields: Any, entry: TensorEntry, where: str) -> tuple[int, ...]:
+    offset = sizes(fields.get("saved_offsets") if isinstance(fields, dict) else None, "saved_offsets", where)
+    if len(offset) != len(entry.shape):
+        raise CheckpointError("The offset of a piece has another number of dims.", got=offset, where=where)
+    return offset
+
+
+def _assembled(key: str, parts: list[tuple[tuple[int, ...], TensorEntry]], where: str) -> TensorEntry:
+    first = parts[0][1]
+    if any(entry.dtype != first.dtype or len(entry.shape) != len(first.shape) for _, entry in parts):
+        raise CheckpointError("The pieces of a tensor differ in type or number of dims.", where=where)
+    shape = tuple([max(o[d] + entry.shape[d] for o, entry in parts) for d in range(len(first.shape))])
+    pieces = {
+        offset: narrowed(piece, piece.box, offset, first.itemsize) for offset, entry in parts for piece in entry.pieces
+    }
+    made = replace(first, shape=shape, pieces=tuple(pieces.values()))
+    check_pieces(shape, made.pieces, where)
+    return made
+
+
+def _index(
+    entries: dict[str, Entry], parts: Mapping[str, Index], more: dict[str, int], metadata: dict[str, str]
+) -> Index:
+    for key, entry in entries.items():
+        entry.key = key
+    tree: dict[str, Entry] = dict(entries)
+    sized = {**more, **{f"{name}": size for name, part in parts.items() for size in part.files.values()}}
+    opened = tuple([files for part in parts.values() for files in part.opened])
+    kinds = {part.format for part in parts.values()} or {"safetensors"}
+    return Index(f"{' and '.join(sorted(kinds))}, in parts", entries, lambda: tree, sized, metadata, opened)

@@ -1,0 +1,187 @@
+"""Loading a checkpoint of any format into live tensors: each rank reads only the boxes that it holds.
+
+torch is imported when this is called, by a process that has it anyway. There is no communication.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchshard.checkpoint import opening
+from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
+from torchshard.checkpoint.moving import casting
+from torchshard.checkpoint.moving.plan import blocks
+from torchshard.checkpoint.moving.reading import read_box_into
+from torchshard.checkpoint.text import printable
+from torchshard.errors import CheckpointError
+from torchshard.layout import Box, whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STAGE = 16 * 2**20  # bytes that pass through memory at a time on their way to a device
+
+
+class _Part(NamedTuple):
+    """A box of a tensor of the checkpoint, and the memory that is to hold it."""
+
+    entry: TensorEntry
+    box: Box
+    local: "Tensor"
+
+
+def load_into(
+    path: str | os.PathLike[str],
+    state_dict: dict[str, Any],
+    *,
+    rename: Callable[[str], str] | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> None:
+    """Fill the tensors of a state dict from a checkpoint of any format, in place.
+
+    Plain tensors are filled whole; of DTensors (torchshard's and torch's) and ShardedTensors each rank reads the boxes
+    that it holds, whatever the boxes of the checkpoint are. Other values of the state dict are replaced by those of the
+    checkpoint. Floating-point values are cast where the types differ. What the checkpoint holds beyond the keys of the
+    state dict is not read.
+
+    Args:
+        path: anything that `open` opens.
+        state_dict: nested dicts and lists, with tensors as leaves.
+        rename: gives, for a dotted key of the state dict, the key in the checkpoint.
+        progress: called with the bytes read and the bytes in all, on this rank.
+
+    Raises:
+        CheckpointError: a key that the checkpoint lacks, another shape, a type that is not cast; nothing is loaded
+            then. Or the files are damaged; some tensors are filled then.
+
+    Example:
+        >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
+    """
+    with opening.open(path) as checkpoint:
+        parts: list[_Part] = []
+        objects: list[tuple[Any, Any, ObjectEntry]] = []
+        for container, step, key, value in _leaves(state_dict, ""):
+            name = rename(key) if rename else key
+            entry = checkpoint.get(name)
+            if entry is None:
+                raise CheckpointError(
+                    "The checkpoint lacks a key of the state dict.",
+                    got=printable(name),
+                    where=checkpoint.path,
+                    fix="Give rename=, or leave the key out of the state dict; inspect shows the keys.",
+                )
+            if isinstance(entry, ObjectEntry) and not _is_tensor(value):
+                objects.append((container, step, entry))
+            elif isinstance(entry, TensorEntry) and _is_tensor(value):
+                parts += _parts(key, _fitting(entry, value, f"{checkpoint.path}: {printable(name)}"), value)
+            else:
+                held = "a tensor" if isinstance(entry, TensorEntry) else "no tensor"
+                raise CheckpointError(
+                    f"The checkpoint holds {held} here, unlike the state dict.", where=printable(name)
+                )
+        for container, step, entry in objects:
+            container[step] = entry.value()
+        total, done = sum([part.box.numel * part.entry.itemsize for part in parts]), 0
+        for part in parts:
+            for nbytes in _load(part):
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
+
+
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[Any, Any, str, Any]]:
+    """Container, place in it, dotted name and value of each leaf."""
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    for step, value in list(items):
+        key = f"{prefix}{step}"
+        holds_more = isinstance(value, list) and any(isinstance(v, Mapping) or _is_tensor(v) for v in value)
+        if holds_more or (isinstance(value, Mapping) and value):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield tree, step, key, value
+
+
+def _is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+
+
+def _fitting(entry: TensorEntry, tensor: Any, where: str) -> TensorEntry:
+    """The entry, cast to the type of the tensor."""
+    if entry.shape != tuple(tensor.shape):
+        raise CheckpointError(
+            "A tensor of the checkpoint has another shape.", expected=tuple(tensor.shape), got=entry.shape, where=where
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype == entry.dtype:
+        return entry
+    if not {dtype, entry.dtype} <= set(casting.FLOATING):
+        raise CheckpointError(
+            "A tensor of the checkpoint has another type.", expected=dtype, got=entry.dtype, where=where
+        )
+    casting.check(entry.stored_dtype, dtype, where)
+    return replace(entry, dtype=dtype, stored=entry.stored_dtype)
+
+
+def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[_Part]:
+    """What this rank holds of a tensor."""
+    import torch
+    import torch.distributed.tensor
+
+    if hasattr(tensor, "local_shards"):  # a ShardedTensor of either library
+        shards = [(shard.tensor, shard.metadata) for shard in tensor.local_shards()]
+        held = [(Box(tuple(m.shard_offsets), tuple(m.shard_sizes)), local) for local, m in shards]
+    elif isinstance(tensor, torch.distributed.tensor.DTensor):
+        held = _of_torch(tensor)
+    elif hasattr(tensor, "__create_chunk_list__"):  # torchshard's DTensor: says no to a Partial one
+        held = [(Box(tuple(c.offsets), tuple(c.sizes)), tensor.to_local()) for c in tensor.__create_chunk_list__()]
+    else:
+        held = [(whole(entry.shape), tensor)]
+    for box, local in held:
+        assert tuple(local.shape) == box.size, f"the local tensor of {key} is not the box that it says it is"
+    return [_Part(entry, box, local.detach()) for box, local in held if box.numel]
+
+
+def _of_torch(tensor: Any) -> "list[tuple[Box, Tensor]]":
+    """The box that this rank holds of a DTensor of torch."""
+    from torchshard.tensor.layout import from_torch
+    from torchshard.tensor.mesh import bind
+
+    mesh = bind(tensor.device_mesh)
+    sharding = from_torch(tensor.placements, mesh, tensor.shape)
+    if sharding.partial:
+        raise CheckpointError("A Partial tensor cannot be loaded into: no rank holds its values.", got=sharding)
+    if mesh.coordinate is None:
+        return []
+    return [(sharding.box(tuple(tensor.shape), mesh.coordinate), tensor.to_local())]
+
+
+def _load(part: _Part) -> Iterator[int]:
+    """Read a part into its memory; yields the bytes of each step."""
+    import torch
+
+    entry, box, local = part
+    if local.device.type == "cpu" and local.is_contiguous():
+        flat = local.reshape(-1).view(torch.uint8).numpy().data
+        for block, start in _stages(box, entry.itemsize):
+            nbytes = block.numel * entry.itemsize
+            read_box_into(entry, block, flat[start : start + nbytes])
+            yield nbytes
+        return
+    for block, _ in _stages(box, entry.itemsize):
+        nbytes = block.numel * entry.itemsize
+        stage = bytearray(nbytes)
+        read_box_into(entry, block, memoryview(stage))
+        values = torch.frombuffer(stage, dtype=local.dtype).view(block.size)
+        local[block.within(box)].copy_(values)
+        yield nbytes
+
+
+def _stages(box: Box, itemsize: int) -> Iterator[tuple[Box, int]]:
+    """The box in runs of some MiB, each with the bytes before it."""
+    at = 0
+    for block in blocks(box, _STAGE // itemsize):
+        yield block, at
+        at += block.numel * itemsize

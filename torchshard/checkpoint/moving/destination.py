@@ -1,0 +1,285 @@
+"""The destination while it is written: in a hidden folder beside it, then renamed in one step.
+
+    .NAME.partial/journal    what is done; locked as long as a conversion is at work
+    .NAME.partial/data       the file or folder to be
+
+A process that is killed leaves this folder behind, never a destination. The next conversion to the same place goes on
+from there if it is asked to (`resume`), else it begins anew.
+"""
+
+import errno
+import fcntl
+import functools
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from torchshard.checkpoint.files import OPEN_FILES, Handle
+from torchshard.checkpoint.moving import journal
+from torchshard.checkpoint.text import format_size
+from torchshard.errors import CheckpointError
+
+SUFFIX = ".partial"
+_REPLACED = "replaced"
+NOTE_SECONDS = 2.0  # between two entries into the journal
+
+
+class Destination:
+    """Use as a context; unless `commit` was reached, leaving it removes what was written (with `resume`, keeps it).
+
+    Args:
+        path: the file or folder to be.
+        names: of the files in the folder; [""] where `path` is the one file.
+        fingerprint: one line that says all that the result follows from.
+        overwrite: whether an existing destination is replaced.
+        fsync: whether the data must be on the disk before the destination gets its name.
+        resume: whether to go on where another left off, and to keep what there is if this one fails.
+
+    Attributes:
+        done: blocks that are written already, with their crc32.
+        finished: the one before was killed after it had finished, and nothing is left to do.
+
+    Raises:
+        CheckpointError: another conversion is at work there, what is left is of something else, or the system refuses.
+    """
+
+    def __init__(
+        self, path: Path, names: Sequence[str], fingerprint: str, *, overwrite: bool, fsync: bool, resume: bool
+    ) -> None:
+        self.path, self.names, self.overwrite, self.fsync, self.resume = path, names, overwrite, fsync, resume
+        self.partial = _partial(path)
+        self.data = self.partial / "data"
+        self.done: Mapping[journal.Block, int] = {}
+        self.finished = self.committed = False
+        self.notes: list[str] = []
+        self.noted = time.monotonic()
+        self._opened = functools.lru_cache(maxsize=OPEN_FILES)(self._open)
+        try:
+            self.journal = _locked(self.partial / "journal", path)
+        except OSError as error:
+            with suppress(OSError):
+                self.partial.rmdir()
+            raise refused(path, error) from error
+        try:
+            self._begin(fingerprint)
+        except OSError as error:
+            self._leave()
+            raise refused(path, error) from error
+        except BaseException:
+            os.close(self.journal)
+            raise
+
+    def _begin(self, fingerprint: str) -> None:
+        if (replaced := self.partial / _REPLACED).exists() and not os.path.lexists(self.path):
+            os.rename(replaced, self.path)  # killed while this stepped aside
+        state = journal.read(self.journal, fingerprint) if self.resume else None
+        if state is None:
+            if self.resume and (self.data.exists() or os.fstat(self.journal).st_size):
+                raise CheckpointError(
+                    "What is left of an earlier conversion is of another source or other options.",
+                    where=self.partial,
+                    fix="Convert without resume to begin anew.",
+                )
+            _remove(self.data)
+            os.ftruncate(self.journal, 0)
+            journal.write(self.journal, [fingerprint])
+        elif state.complete and not self.data.exists():
+            self.finished = os.path.lexists(self.path)
+        elif self.data.exists():
+            self.done = state.blocks
+        if not self.finished and self.names != [""]:
+            self.data.mkdir(exist_ok=True)
+
+    def __enter__(self) -> "Destination":
+        return self
+
+    def fd(self, name: str) -> Handle:
+        """The open file of this name; keep it as long as its `fd` is used."""
+        return self._opened(name)
+
+    def _open(self, name: str) -> Handle:
+        try:
+            return Handle(self.data / name if name else self.data, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise refused(self.path, error) from error
+
+    def note(self, block: journal.Block, crc: int) -> None:
+        """Say that a block is written; goes to the journal every few seconds."""
+        self.notes.append(f"{' '.join(map(str, block))} {crc}")
+        if time.monotonic() - self.noted > NOTE_SECONDS:
+            self.write_notes()
+
+    def write_notes(self) -> None:
+        """Bring the data to the disk, if that was asked for, and then the notes into the journal."""
+        try:
+            if self.fsync:
+                self._sync()
+            journal.write(self.journal, self.notes)
+            if self.fsync:
+                os.fsync(self.journal)
+        except OSError as error:
+            raise refused(self.path, error) from error
+        self.notes, self.noted = [], time.monotonic()
+
+    def _sync(self) -> None:
+        for name in self.names:
+            os.fsync(self.fd(name).fd)
+        if self.data.is_dir():
+            _sync_folder(self.data)
+
+    def commit(self) -> None:
+        """Give the destination its name."""
+        check_free(self.path, self.overwrite, folder=self.names != [""])
+        self._opened.cache_clear()
+        try:
+            journal.write(self.journal, [*self.notes, journal.COMMIT])
+            if self.fsync:
+                os.fsync(self.journal)
+                _sync_folder(self.partial)
+            _take_name(self.data, self.path)
+            self.committed = True
+            if self.fsync:
+                _sync_folder(self.path.parent)
+        except OSError as error:
+            raise refused(self.path, error) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.cache_clear()
+        if kind is not None and self.resume and not self.committed:
+            with suppress(CheckpointError, OSError):
+                self.write_notes()
+            os.close(self.journal)
+            return
+        self._leave()
+
+    def _leave(self) -> None:
+        """Remove the hidden folder; the lock goes last."""
+        _remove(self.data)
+        _remove(self.partial / _REPLACED)
+        with suppress(OSError):
+            (self.partial / "journal").unlink()
+            self.partial.rmdir()
+        os.close(self.journal)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}{SUFFIX}")
+
+
+def _locked(path: Path, destination: Path) -> int:
+    """The journal, open, which no other process has.
+
+    Raises:
+        CheckpointError: another has.
+    """
+    while True:
+        path.parent.mkdir(exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            continue  # its folder was removed just now, by one that was ready
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except BlockingIOError as error:
+            os.close(fd)
+            raise CheckpointError(
+                "Another conversion writes to this destination.", where=destination, fix="Wait for it, or stop it."
+            ) from error
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                return fd  # a file system without locks
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _take_name(data: Path, path: Path) -> None:
+    """Rename; a folder that is replaced steps aside first, as the system replaces files only."""
+    if not path.is_dir():
+        os.replace(data, path)
+        return
+    old = data.with_name(_REPLACED)
+    os.rename(path, old)
+    try:
+        os.rename(data, path)
+    except OSError:
+        os.rename(old, path)
+        raise
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def check(path: Path, nbytes: int, *, overwrite: bool, folder: bool) -> None:
+    """Raise CheckpointError if a file or folder of this size cannot come to be here."""
+    check_free(path, overwrite, folder=folder)
+    if not path.parent.is_dir():
+        raise CheckpointError("The folder of the destination does not exist.", where=path.parent)
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise refused(path, error) from error
+    free += _size(_partial(path) / "data")  # goes, or is part of it
+    if nbytes > free:
+        raise CheckpointError(
+            "There is not enough room for the destination.",
+            expected=f"{format_size(nbytes)} free",
+            got=format_size(free),
+            where=path.parent,
+        )
+
+
+def _size(path: Path) -> int:
+    """Bytes on the disk of a file, or of the files of a folder; 0 where there is nothing."""
+    with suppress(OSError):
+        files = list(path.iterdir()) if path.is_dir() else [path]
+        return sum([file.stat().st_blocks * 512 for file in files])
+    return 0
+
+
+# What a folder of ours or of torch's holds; one with anything else in it is never replaced.
+_OURS = (".metadata", ".distcp", ".safetensors", ".bin", ".index.json")
+
+
+def check_free(path: Path, overwrite: bool, *, folder: bool) -> None:
+    """Raise CheckpointError if the destination is there, unless it may be replaced."""
+    if path.is_dir() and not folder:
+        raise CheckpointError("The destination is a folder; name a file.", where=path)
+    if not overwrite and os.path.lexists(path):
+        raise CheckpointError(
+            "The destination exists.", where=path, fix="Remove it, or overwrite it (overwrite=True, --overwrite)."
+        )
+    if folder and os.path.lexists(path):
+        if not path.is_dir() or path.is_symlink():
+            raise CheckpointError("The destination is a file or a link, and is to be a folder.", where=path)
+        other = [entry.name for entry in os.scandir(path) if entry.is_dir() or not entry.name.endswith(_OURS)]
+        if other:
+            raise CheckpointError(
+                "The folder holds more than a checkpoint, and is not replaced.", got=sorted(other)[0], where=path
+            )
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def refused(path: Path, error: OSError) -> CheckpointError:
+    """What the system said, as a CheckpointError."""
+    return CheckpointError(f"The destination cannot be written: {error.strerror or error}.", where=path)

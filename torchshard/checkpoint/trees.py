@@ -1,0 +1,223 @@
+"""Nested state dicts: their leaves under flat names, and flat names back to nested containers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torchshard.checkpoint.entries import Entry, ObjectEntry, TensorEntry
+from torchshard.checkpoint.pickles.inert import OrderedDict
+from torchshard.checkpoint.text import printable
+from torchshard.errors import CheckpointError
+
+NESTING = 100  # how deep containers may be nested; far more than any state dict, far less than Python's stack
+_SPARE = 100_000  # places of lists that may stay empty, as an empty dict among dicts leaves one
+
+Steps = tuple[str | int, ...]
+
+
+def leaves(tree: object, where: object, *, into_tuples: bool = True) -> Iterator[tuple[Steps, object]]:
+    """Steps and value of each leaf of nested containers.
+
+    Dicts are gone into; lists and tuples where they hold a tensor or a dict, however deep. An empty dict is a leaf.
+    Steps into dicts are text, as torch.distributed.checkpoint has them, whatever their keys are.
+
+    Raises:
+        CheckpointError: nested too deep, or the same containers refer to each other so often that there is no end.
+    """
+    yield from _Walk(where, into_tuples).leaves(tree, ())
+
+
+class _Walk:
+    """Goes through containers that may refer to each other in any way, in time that goes with their number."""
+
+    def __init__(self, where: object, into_tuples: bool = True) -> None:
+        self.where, self.inside = where, (list, tuple) if into_tuples else (list,)
+        self.inner: dict[int, bool] = {}  # by id: does it hold a tensor or a dict?
+        self.seen: set[int] = set()
+        self.again = 10_000  # visits to containers that were visited before
+
+    def leaves(self, value: object, path: Steps) -> Iterator[tuple[Steps, object]]:
+        self.check_depth(len(path))
+        if isinstance(value, dict) and value:
+            self.visit(value)
+            for key, item in value.items():
+                yield from self.leaves(item, (*path, _step(key)))
+        elif isinstance(value, self.inside) and self.holds_more(value, len(path)):
+            self.visit(value)
+            for i, item in enumerate(value):
+                yield from self.leaves(item, (*path, i))
+        else:
+            yield path, value
+
+    def visit(self, container: object) -> None:
+        self.again -= id(container) in self.seen
+        self.seen.add(id(container))
+        if self.again < 0:
+            raise CheckpointError("Containers refer to each other over and over.", where=self.where)
+
+    def holds_more(self, value: object, depth: int) -> bool:
+        if isinstance(value, (dict, TensorEntry)):
+            return True
+        if not isinstance(value, (list, tuple)):
+            return False
+        self.check_depth(depth)
+        if id(value) not in self.inner:
+            self.inner[id(value)] = False  # what holds nothing but itself holds nothing more
+            self.inner[id(value)] = any(self.holds_more(item, depth + 1) for item in value)
+        return self.inner[id(value)]
+
+    def check_depth(self, depth: int) -> None:
+        if depth > NESTING:
+            raise CheckpointError("Containers are nested too deep.", expected=f"at most {NESTING}", where=self.where)
+
+
+def _step(key: object) -> str:
+    return key if isinstance(key, str) else printable(key)
+
+
+def _itself(value: object) -> object:
+    return value
+
+
+def flatten(tree: object, where: object) -> dict[str, Entry]:
+    """Entries by dotted name, as torch.distributed.checkpoint names them.
+
+    Raises:
+        CheckpointError: two leaves have the same dotted name, or the tree is not a dict.
+    """
+    if not isinstance(tree, dict):
+        raise CheckpointError("The file holds no state dict.", expected="a dict", got=printable(tree), where=where)
+    entries: dict[str, Entry] = {}
+    for path, value in leaves(tree, where) if tree else ():
+        key = ".".join(map(str, path))
+        if key in entries:
+            raise CheckpointError("Two entries have the same dotted name.", got=printable(key), where=where)
+        entry = value if isinstance(value, TensorEntry) else ObjectEntry(partial(_itself, value))
+        entry.key = entry.key or key
+        entries[key] = entry
+    return entries
+
+
+class _Dropped:
+    """Stands for a leaf that is taken out."""
+
+
+DROPPED = _Dropped()
+
+
+def edit(tree: object, change: Callable[[str, object], object], where: object) -> dict[Any, Any]:
+    """A copy of a state dict with other leaves.
+
+    Args:
+        tree: nested as `leaves` goes through it.
+        change: takes the dotted name and the leaf, gives the new leaf, or DROPPED. A dict that loses all it held goes
+            too; in a list or tuple None takes the place.
+        where: file, for errors.
+    """
+    if not isinstance(tree, dict):
+        raise CheckpointError("The file holds no state dict.", expected="a dict", got=printable(tree), where=where)
+    walk = _Walk(where)
+
+    def edited(value: Any, path: Steps) -> Any:
+        walk.check_depth(len(path))
+        if isinstance(value, dict) and value:
+            walk.visit(value)
+            made = OrderedDict() if type(value) is OrderedDict else {}
+            if isinstance(value, OrderedDict) and isinstance(made, OrderedDict):
+                made.attributes = value.attributes
+            for key, item in value.items():
+                if (new := edited(item, (*path, _step(key)))) is not DROPPED:
+                    made[key] = new
+            return made if made or not path else DROPPED
+        if isinstance(value, (list, tuple)) and walk.holds_more(value, len(path)):
+            walk.visit(value)
+            items = [edited(item, (*path, i)) for i, item in enumerate(value)]
+            if all(item is DROPPED for item in items):
+                return DROPPED
+            kept = [None if item is DROPPED else item for item in items]
+            return kept if isinstance(value, list) else tuple(kept)
+        return change(".".join(map(str, path)), value)
+
+    result = edited(tree, ()) if tree else {}
+    return {} if result is DROPPED else result
+
+
+def place(tree: dict[Any, Any], entries: Mapping[str, Entry], where: object) -> dict[Any, Any]:
+    """Put entries into a state dict, each into the innermost dict whose name its own begins with.
+
+    Raises:
+        CheckpointError: the place is taken.
+    """
+    for key, entry in entries.items():
+        inner, rest = tree, key
+        while (inside := _container(inner, rest)) is not None:
+            inner, rest = inside
+        if rest in inner:
+            raise CheckpointError("Two entries have the same name.", got=printable(key), where=where)
+        inner[rest] = entry
+    return tree
+
+
+def _container(tree: dict[Any, Any], key: str) -> tuple[dict[Any, Any], str] | None:
+    """A dict in `tree` whose key is the longest beginning of `key` up to a dot, and what is left of `key`."""
+    at = key.rfind(".")
+    while at > 0:
+        if isinstance(found := tree.get(key[:at]), dict):
+            return found, key[at + 1 :]
+        at = key.rfind(".", 0, at)
+    return None
+
+
+def nest(entries: Mapping[str, Entry], paths: Mapping[str, Steps], where: object) -> dict[str, object]:
+    """The nested dicts and lists, entries as leaves.
+
+    Args:
+        entries: by flat key.
+        paths: for each key its steps: text is a key of a dict, an integer a place in a list. Places that no key fills
+            are None, as torch fills them.
+        where: file, for errors.
+
+    Raises:
+        CheckpointError: two paths contradict each other, or a place in a list is out of all proportion.
+    """
+    root: dict[str, object] = {}
+    spare = _SPARE + 2 * len(entries)
+    for key, entry in entries.items():
+        path = paths[key]
+        added = _put(root, path, entry, spare)
+        if added is None:
+            raise contradiction(key, path, where)
+        spare -= added
+    return root
+
+
+def contradiction(key: str, path: Steps, where: object) -> CheckpointError:
+    """An error about a key that cannot be at its place."""
+    return CheckpointError(
+        "The places of the keys in the state dict (planner_data) contradict each other.",
+        got=f"{printable(key)} at {printable(path)}",
+        where=where,
+    )
+
+
+def _put(container: Any, path: Steps, entry: Entry, spare: int) -> int | None:
+    """Put the entry in its place. Returns how many places of lists were added on the way; None if it does not fit."""
+    added = 0
+    kinds: list[type | None] = [dict if isinstance(step, str) else list for step in path[1:]]
+    if not 0 < len(path) <= NESTING:
+        return None
+    step: Any
+    for step, kind in zip(path, [*kinds, None], strict=True):
+        if type(container) is list and type(step) is int and 0 <= step <= len(container) + spare - added:
+            missing = max(0, step + 1 - len(container))
+            container += [None] * missing
+            added += missing
+        elif type(container) is not dict or type(step) is not str:
+            return None
+        here = container[step] if type(container) is list else container.get(step)
+        if here is None:
+            here = container[step] = entry if kind is None else kind()
+        elif type(here) is not kind:
+            return None
+        container = here
+    return added
