@@ -49,8 +49,6 @@ CALLS = {
     "_set_static_graph": (),
     "_set_sparse_metadata": (None,),
     "_update_process_group": (None,),
-    "_get_ddp_logging_data": (),
-    "_set_ddp_runtime_logging_sample_rate": (1,),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
-from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.observed import ObservedReducer
 
 
 def _later(what: str, instead: str) -> NoReturn:
@@ -19,7 +19,7 @@ class Compatibility:
     Not one of them may reach torch's implementation, which would find another reducer than it expects.
     """
 
-    reducer: Reducer
+    reducer: ObservedReducer
     module: torch.nn.Module
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
@@ -36,10 +36,6 @@ class Compatibility:
             raise RuntimeError(
                 "DDP pickling, unpickling and copying are only supported when using DDP with the default process group"
             )
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise RuntimeError if the last backward has left gradients of some parameters out."""
-        self.reducer.before_forward(sync=True)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """In torch, whether outputs are cloned; here they never are: backward is watched without touching outputs."""
@@ -86,9 +82,3 @@ class Compatibility:
 
     def _update_process_group(self, new_process_group: object) -> NoReturn:
         _later("_update_process_group()", "wrap the module anew, on the new process group")
-
-    def _get_ddp_logging_data(self) -> NoReturn:
-        _later("_get_ddp_logging_data()", "print(ddp.reducer) shows the buckets, ddp.reducer.counters what was done")
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> NoReturn:
-        _later("_set_ddp_runtime_logging_sample_rate()", "ddp.reducer.counters counts every backward")

@@ -13,12 +13,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torchshard import _torch
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
+from torchshard.ddp.explaining import Explaining
 from torchshard.ddp.joining import Joining
-from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
 
 
-class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParallel):
+class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistributedDataParallel):
     """Averages the gradients of a module over the ranks of a process group, while backward runs.
 
     A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks
@@ -40,7 +41,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         >>> print(model.reducer)                        # the buckets       # doctest: +SKIP
     """
 
-    reducer: Reducer  # type: ignore[assignment]
+    reducer: ObservedReducer  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -91,7 +92,6 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
 
     def _set_what_others_read(self) -> None:
         """Attributes of torch's class that frameworks and torch's own tools look at."""
-        self.logger = None
         self._use_python_reducer = False
         self.mixed_precision = None
         self.batched_grad_copy = self.lazy_bucket_allocation = self.skip_all_reduce_unused_params = False
@@ -128,7 +128,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
             for name, p in self.module.named_parameters()
             if p.requires_grad and name not in self.parameters_to_ignore
         ]
-        self.reducer = Reducer(
+        self.reducer = ObservedReducer(
             named,
             self.process_group,
             self._policy,
@@ -136,6 +136,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
             find_unused=self.find_unused_parameters,
             verified=verified,
         )
+        self._build_logger()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
         self._on_end = weakref.finalize(self, self.reducer.remove_hooks)
         self._on_end.atexit = False
@@ -164,7 +165,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         self.reducer.exchange.agreement.raise_failure()
         if torch.is_grad_enabled():
             self._refuse_optimizers_in_backward()
-            self.reducer.before_forward(self.require_backward_grad_sync)
+            self._begin_step()
         self._begin_round()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers(self._whose_buffers)
@@ -175,6 +176,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
 
     @_torch.untraced
     def _after(self, output: Any) -> None:
+        self._end_forward()
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers(self._whose_buffers)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -197,7 +199,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         """All but the process group, the reducer and the hooks; only a wrapper on the default group can be pickled."""
         self._check_default_group()
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "_on_end"):
+        for name in ("process_group", "reducer", "logger", "_on_end"):
             del state[name]
         return state
 
