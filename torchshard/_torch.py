@@ -186,6 +186,21 @@ def will_run(node: Any) -> bool:
         return False
 
 
+def in_distributed_autograd() -> bool:
+    """Whether this thread is in a context of torch.distributed.autograd (_current_context, 2.11-2.15).
+
+    There are such contexts only where an RPC agent runs, which costs less to ask.
+    """
+    is_running = _find("distributed.rpc._is_current_rpc_agent_set")
+    if is_running is None or not is_running():
+        return False
+    try:
+        cast(Any, torch.distributed.autograd)._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
 def has_other_hooks(param: Tensor) -> bool:
     """Whether anybody but its reducer has put a hook on this parameter's gradient.
 

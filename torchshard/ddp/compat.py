@@ -21,6 +21,8 @@ class Compatibility:
 
     reducer: ObservedReducer
     module: torch.nn.Module
+    _on_end: Any
+    _build_reducer: Any
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
 
@@ -29,6 +31,16 @@ class Compatibility:
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters: gradients are no longer reduced."""
         self.reducer.remove_hooks()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over another group from now on, with buckets laid out anew; nothing for a rank outside of it.
+
+        Its ranks are taken to hold equal models. Hooks that have a group of their own keep it.
+        """
+        if isinstance(new_process_group, dist.ProcessGroup):  # new_group gives ranks outside of it a number
+            self._on_end()
+            self.process_group = new_process_group
+            self._build_reducer(verified=False)
 
     def _check_default_group(self) -> None:
         """Raise RuntimeError unless the process group is the default one, which pickles and copies come back to."""
@@ -79,6 +91,3 @@ class Compatibility:
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
         _later("_set_sparse_metadata()", "make embeddings with sparse=False")
-
-    def _update_process_group(self, new_process_group: object) -> NoReturn:
-        _later("_update_process_group()", "wrap the module anew, on the new process group")

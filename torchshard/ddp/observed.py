@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchshard import _torch
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.recording import Step
@@ -73,6 +74,11 @@ class ObservedReducer(Reducer):
     def before_forward(self, sync: bool) -> None:
         """As for Reducer."""
         self._await_futures()
+        if _torch.in_distributed_autograd():  # an error in its backward would lose its text
+            raise NotImplementedError(
+                "DistributedDataParallel: torch.distributed.autograd collects gradients in a context of its own, where "
+                "torchshard does not reduce them yet; run the wrapper's forward outside of that context"
+            )
         super().before_forward(sync)
 
     def _end(self) -> None:

@@ -73,6 +73,7 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
         self.process_group = options.choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
+        options.make_local(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         options.check_parameters(self._module_parameters)
