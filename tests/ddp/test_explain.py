@@ -147,3 +147,25 @@ def test_on_a_fake_group(fake_group):
     model(torch.ones(1, 8)).sum().backward()
     assert model.explain().step.number == 1
     assert model._get_ddp_logging_data()["world_size"] == dist.get_world_size()
+
+
+def _chosen(rank, world):
+    from torchshard.comm.probing import link_of
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(mlp(64, 3), bucket_cap_mb="auto")
+    link = model.reducer.link
+    assert link_of(dist.group.WORLD, torch.device("cpu")) is link  # measured once
+    for _ in range(3):
+        model(torch.ones(8, 64)).sum().backward()
+    told = model.explain()
+    assert "were chosen for a link of" in str(told)
+    assert DistributedDataParallel(mlp(8), bucket_cap_mb="auto").reducer.link is link
+    return link, [bucket.params for bucket in model.reducer.plan]
+
+
+def test_bucket_sizes_are_chosen_by_the_link():
+    first, second = run_ranks(2, _chosen)
+    assert first == second
+    assert 0 < first[0].latency < 1
+    assert first[0].bandwidth > 1e5

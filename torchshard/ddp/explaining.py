@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchshard.buckets import PlannedBucket, names_text, plan_table, size_text
+from torchshard.buckets import BucketPolicy, LinkSpeed, PlannedBucket, names_text, plan_table, size_text
 from torchshard.ddp.logging import Logger, facts_of
 from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.recording import Recorder, Step
@@ -19,10 +19,14 @@ class Explanation:
     Attributes:
         plan: the buckets as they are laid out now.
         step: the step that is shown; None if none has been recorded.
+        policy: sizes of buckets.
+        link: between the ranks, if the sizes were chosen by it.
     """
 
     plan: tuple[PlannedBucket, ...]
     step: Step | None
+    policy: BucketPolicy
+    link: LinkSpeed | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -71,7 +75,11 @@ class Explanation:
             "communication": end - begin,
         }
         times = ", ".join(f"{name} {ns / 1e6:.2f} ms" for name, ns in parts.items())
-        return f"step {step.number}: {times}, of which {self.exposed * 1e3:.2f} ms were exposed"
+        said = f"step {step.number}: {times}, of which {self.exposed * 1e3:.2f} ms were exposed"
+        if self.link is None:
+            return said
+        link = f"{self.link.latency * 1e3:.2f} ms and {size_text(int(self.link.bandwidth))}/s"
+        return f"{said}\nbuckets of {size_text(self.policy.cap)} were chosen for a link of {link}"
 
 
 class Explaining:
@@ -92,7 +100,7 @@ class Explaining:
             >>> ddp.explain().picture("step.png")                           # doctest: +SKIP
         """
         self._recorder.want()
-        return Explanation(self.reducer.plan, self._recorder.last)
+        return Explanation(self.reducer.plan, self._recorder.last, self.reducer.policy, self.reducer.link)
 
     def _build_logger(self) -> None:
         self._recorder = Recorder()

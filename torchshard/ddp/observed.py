@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchshard import _torch
+from torchshard.buckets import LinkSpeed, best_policy
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.recording import Step
@@ -18,11 +19,15 @@ class ObservedReducer(Reducer):
     Attributes:
         step: that is being recorded, if one is.
         has_learned: whether the buckets are those of a backward that was seen.
+        link: between the ranks, if sizes of buckets are to be chosen by it.
+        last_backward: seconds that the last recorded backward has taken before the last buckets were waited for.
         unused_bytes: of parameters that had no gradient in the last backward that was recorded.
     """
 
     step: Step | None = None
     has_learned = False
+    link: LinkSpeed | None = None
+    last_backward = 0.0
     unused_bytes = 0
     _uneven = False
 
@@ -56,10 +61,14 @@ class ObservedReducer(Reducer):
         if self.step is not None and self.step.times:
             self.unused_bytes = sum(self._gradients[i].nbytes for b in self._buckets for i in b.absent)
             self.step.finish()
+            self.last_backward = (self.step.backward_end - self.step.backward) * 1e-9
             self.step = None
         super()._reset()
 
     def _learn(self) -> None:
+        if self.link is not None and self.last_backward:
+            ready = [self._gradients[i] for i in reversed(range(len(self.params)))]
+            self.policy = best_policy(ready, self.last_backward, self.link)
         super()._learn()
         self.has_learned = True
 

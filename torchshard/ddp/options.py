@@ -138,12 +138,14 @@ def check_devices(parameters: Sequence[torch.nn.Parameter], device_ids: Any, out
 
 
 def choose_buckets(bucket_cap_mb: Any, bucket_cap_mb_list: Sequence[float] | None) -> BucketPolicy:
-    """Sizes of buckets; ValueError for a negative one."""
+    """Sizes of buckets, with "auto" those until the link has been measured; ValueError for what is no size."""
     if isinstance(bucket_cap_mb, str):
-        raise NotImplementedError(
-            f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb!r} is not supported by torchshard yet; give a "
-            "number of MiB, or None for 25"
-        )
+        if bucket_cap_mb != "auto" or bucket_cap_mb_list:
+            raise ValueError(
+                f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb!r} is not possible; give a number of MiB, None "
+                'for 25, or "auto", which goes without bucket_cap_mb_list'
+            )
+        return BucketPolicy()
     return BucketPolicy.from_mb(bucket_cap_mb, caps=bucket_cap_mb_list)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from torchshard import _torch
+from torchshard.comm.probing import link_of
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
 from torchshard.ddp.explaining import Explaining
@@ -52,7 +53,7 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -81,6 +82,7 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
         options.check_modules(module, on_cpu=self.device_type == "cpu")
         options.warn_check_reduction(check_reduction)
         self._policy = options.choose_buckets(bucket_cap_mb, bucket_cap_mb_list)
+        self._chooses_buckets = bucket_cap_mb == "auto"
         self.forward_sync_buffers, sync_buffers = options.choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self.module, self.dim, self.static_graph = module, dim, False
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
@@ -112,7 +114,7 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
         params = [(n, p) for n, p in self.module.named_parameters() if n not in ignored]
         buffers = [(n, b) for n, b in self.module.named_buffers() if n not in ignored] if sync_buffers else []
         settings = {
-            "bucket sizes": self._policy,
+            "bucket sizes": "auto" if self._chooses_buckets else self._policy,
             "find_unused_parameters": self.find_unused_parameters,
             "forward_sync_buffers": self.forward_sync_buffers,
         }
@@ -137,6 +139,8 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
             find_unused=self.find_unused_parameters,
             verified=verified,
         )
+        if self._chooses_buckets:
+            self.reducer.link = link_of(self.process_group, self.device)
         self._build_logger()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
         self._on_end = weakref.finalize(self, self.reducer.remove_hooks)

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from torchshard.parallel.context import context_parallel
     from torchshard.parallel.loss import loss_parallel
     from torchshard.parallel.mapping import local_map
-    from torchshard.tensor.parts import local_parameters, placed_parameters
     from torchshard.parallel.plan import parallelize_module
     from torchshard.parallel.preparing import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
     from torchshard.parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+    from torchshard.tensor.parts import local_parameters, placed_parameters
 
 __all__ = [
     "ColwiseParallel",
