@@ -67,6 +67,20 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
         return dist.default_pg_timeout
 
 
+def debug_level() -> str:
+    """What TORCH_DISTRIBUTED_DEBUG says: OFF, INFO or DETAIL (torch.distributed.get_debug_level, 2.11-2.15)."""
+    return str(cast(Any, dist).get_debug_level().name)
+
+
+def gloo_threads(group: dist.ProcessGroup) -> int:
+    """Threads of a gloo group (ProcessGroupGloo.Options._threads, 2.11-2.15); torch's default of 2 if unknown."""
+    try:
+        options: Any = group._get_backend(torch.device("cpu")).options
+        return int(options._threads)
+    except (AttributeError, RuntimeError):
+        return 2
+
+
 def group_of_members(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
     """A process group made by its members alone; all of them call this, the others do not.
 
@@ -171,6 +185,21 @@ def will_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+def in_distributed_autograd() -> bool:
+    """Whether this thread is in a context of torch.distributed.autograd (_current_context, 2.11-2.15).
+
+    There are such contexts only where an RPC agent runs, which costs less to ask.
+    """
+    is_running = _find("distributed.rpc._is_current_rpc_agent_set")
+    if is_running is None or not is_running():
+        return False
+    try:
+        cast(Any, torch.distributed.autograd)._current_context()
+    except RuntimeError:
+        return False
+    return True
 
 
 def has_other_hooks(param: Tensor) -> bool:

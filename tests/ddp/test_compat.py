@@ -48,9 +48,6 @@ CALLS = {
     "_register_fused_optim": (torch.optim.SGD,),
     "_set_static_graph": (),
     "_set_sparse_metadata": (None,),
-    "_update_process_group": (None,),
-    "_get_ddp_logging_data": (),
-    "_set_ddp_runtime_logging_sample_rate": (1,),
 }
 
 
@@ -111,3 +108,64 @@ def _ignored(rank, world):
 
 def test_ignored_parameters_are_left_alone():
     assert run_ranks(2, _ignored) == [["2.weight"]] * 2
+
+
+def _other_groups(rank, world):
+    torch.manual_seed(0)
+    reference = mlp(8)
+    model = DistributedDataParallel(copy.deepcopy(reference), bucket_cap_mb=0)
+    ranks = [(0, 1, 2), (0, 1), (1, 2), (0, 1, 2)]
+    groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([1, 2]), dist.group.WORLD]
+    for members, group in zip(ranks, groups, strict=True):
+        model._update_process_group(group)
+        if rank in members:
+            for _ in range(2):
+                grads = _step(model, rank)
+            reference.zero_grad()
+            for r in members:
+                (reference(torch.full((2, 8), 1.0 + r)).square().mean() / len(members)).backward()
+            for p, g in zip(reference.parameters(), grads, strict=True):
+                torch.testing.assert_close(g, p.grad)
+    assert len(model.reducer._handles) == len(model.reducer.params)
+
+
+def test_the_process_group_can_be_changed():
+    run_ranks(3, _other_groups)
+
+
+def _distributed_autograd(rank, world, folder):
+    from torch.distributed import autograd, rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    model = DistributedDataParallel(mlp(8))
+    with autograd.context():
+        with pytest.raises(NotImplementedError, match=r"torch\.distributed\.autograd collects gradients"):
+            model(torch.ones(1, 8))
+        with torch.no_grad():
+            model(torch.ones(1, 8))
+    model(torch.ones(1, 8)).sum().backward()
+    assert model.reducer.counters.backwards == 1
+    rpc.shutdown()
+
+
+def test_distributed_autograd_is_refused(tmp_path):
+    run_ranks(1, _distributed_autograd, str(tmp_path))
+
+
+def test_what_torchs_tools_ask(fake_group):
+    model = DistributedDataParallel(mlp(8))
+    params = [p for p in model.parameters() if p.requires_grad]
+    names = model._build_debug_param_to_name_mapping(params)
+    assert names == dict(enumerate(n for n, _ in model.module.named_parameters()))
+    assert list(model._get_data_parallel_params(model.module)) == params
+    args, kwargs = model.to_kwargs((torch.ones(2), [torch.ones(3)]), {"x": torch.ones(1)}, 0)
+    assert [args[0][0].shape, args[0][1][0].shape, kwargs[0]["x"].shape] == [(2,), (3,), (1,)]
+    model._set_ddp_sink_clone(False)
+    out = model(torch.ones(1, 8))
+    assert model.train() is model
+    seen = []
+    model.register_forward_hook(lambda m, args, result: seen.append(result.shape))
+    model.register_full_backward_hook(lambda m, gave, got: seen.append("backward"))
+    model(torch.ones(1, 8, requires_grad=True)).sum().backward()
+    assert seen == [out.shape, "backward"]

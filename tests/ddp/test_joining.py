@@ -134,10 +134,16 @@ def _early(rank, world):
     model = DistributedDataParallel(mlp(8))
     steps = 0
     text = "Rank 1 exhausted all inputs" if rank == 1 else "Detected at least one rank that exhausted inputs"
-    with pytest.raises(RuntimeError, match=text), model.join(throw_on_early_termination=True):
-        for x in _batches(world, (5, 2, 3))[rank]:
-            model(x).sum().backward()
-            steps += 1
+
+    def train():
+        nonlocal steps
+        with model.join(throw_on_early_termination=True):
+            for x in _batches(world, (5, 2, 3))[rank]:
+                model(x).sum().backward()
+                steps += 1
+
+    with pytest.raises(RuntimeError, match=text):
+        train()
     with model.join(enable=False):
         model(torch.ones(4, 8)).sum().backward()
     return steps
@@ -175,9 +181,14 @@ def _raises(rank, world):
     from torchshard.ddp import DistributedDataParallel
 
     model = DistributedDataParallel(mlp(8))
-    with pytest.raises(ValueError, match="of the user"), model.join():
-        model(torch.ones(4, 8)).sum().backward()
-        raise ValueError("of the user")
+
+    def train():
+        with model.join():
+            model(torch.ones(4, 8)).sum().backward()
+            raise ValueError("of the user")
+
+    with pytest.raises(ValueError, match="of the user"):
+        train()
     assert model.join_device == torch.device("cpu")
     assert model.join_process_group is dist.group.WORLD
 

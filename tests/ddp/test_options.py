@@ -81,7 +81,8 @@ def test_bad_input_gets_torchs_exception(fake_group, case):
 OURS = {
     "negative cap": ({"bucket_cap_mb": -1}, ValueError, "cannot hold less than nothing"),
     "negative cap in the list": ({"bucket_cap_mb_list": [1, -2]}, ValueError, "cap of -2 MiB"),
-    "auto": ({"bucket_cap_mb": "auto"}, NotImplementedError, "bucket_cap_mb='auto' is not supported"),
+    "a word": ({"bucket_cap_mb": "large"}, ValueError, "bucket_cap_mb='large' is not possible"),
+    "auto and more": ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, ValueError, "without bucket_cap_mb_list"),
 }
 
 

@@ -8,7 +8,32 @@ import pytest
 
 from tests.peer import lists
 
-QUICK = ["test_DistributedDataParallel_requires_grad", "test_accumulate_gradients_no_sync", "test_accumulate_gradients_no_sync_grad_is_view", "test_ddp_broadcast_buffer", "test_ddp_broadcast_buffer_via_hook", "test_ddp_buffer_hook_allreduce", "test_ddp_buffer_hook_allreduce_return_future", "test_ddp_create_graph", "test_ddp_device_mesh_initialization", "test_ddp_forward_backward_hook", "test_ddp_grad_div_uneven_inputs", "test_ddp_hook_parity_allreduce", "test_ddp_join_model_equivalence", "test_ddp_join_respects_forward_sync_buffers_false", "test_ddp_logging_data_cpu", "test_ddp_multiple_nested_unused_params_error", "test_ddp_namedtuple", "test_ddp_remove_autograd_hooks", "test_ddp_returns_tensor_with_no_grad", "test_ddp_sink_noclone", "test_ddp_uneven_input_exception", "test_ddp_uneven_input_join_disable", "test_ddp_unused_params_rebuild_buckets_exception", "test_static_graph_api_cpu"]
+QUICK = [
+    "test_DistributedDataParallel_requires_grad",
+    "test_accumulate_gradients_no_sync",
+    "test_accumulate_gradients_no_sync_grad_is_view",
+    "test_ddp_broadcast_buffer",
+    "test_ddp_broadcast_buffer_via_hook",
+    "test_ddp_buffer_hook_allreduce",
+    "test_ddp_buffer_hook_allreduce_return_future",
+    "test_ddp_create_graph",
+    "test_ddp_device_mesh_initialization",
+    "test_ddp_forward_backward_hook",
+    "test_ddp_grad_div_uneven_inputs",
+    "test_ddp_hook_parity_allreduce",
+    "test_ddp_join_model_equivalence",
+    "test_ddp_join_respects_forward_sync_buffers_false",
+    "test_ddp_logging_data_cpu",
+    "test_ddp_multiple_nested_unused_params_error",
+    "test_ddp_namedtuple",
+    "test_ddp_remove_autograd_hooks",
+    "test_ddp_returns_tensor_with_no_grad",
+    "test_ddp_sink_noclone",
+    "test_ddp_uneven_input_exception",
+    "test_ddp_uneven_input_join_disable",
+    "test_ddp_unused_params_rebuild_buckets_exception",
+    "test_static_graph_api_cpu",
+]
 
 
 def verdicts(names: list[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
-from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.sync import broadcast_coalesced
 
 
@@ -18,7 +18,7 @@ class Buffers:
     A hook that returns futures has them waited for at the end of the backward that follows.
     """
 
-    reducer: Reducer
+    reducer: ObservedReducer
     module: torch.nn.Module
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
-from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.observed import ObservedReducer
 
 
 def _later(what: str, instead: str) -> NoReturn:
@@ -19,8 +19,10 @@ class Compatibility:
     Not one of them may reach torch's implementation, which would find another reducer than it expects.
     """
 
-    reducer: Reducer
+    reducer: ObservedReducer
     module: torch.nn.Module
+    _on_end: Any
+    _build_reducer: Any
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
 
@@ -30,16 +32,22 @@ class Compatibility:
         """Take the hooks off the parameters: gradients are no longer reduced."""
         self.reducer.remove_hooks()
 
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over another group from now on, with buckets laid out anew; nothing for a rank outside of it.
+
+        Its ranks are taken to hold equal models. Hooks that have a group of their own keep it.
+        """
+        if isinstance(new_process_group, dist.ProcessGroup):  # new_group gives ranks outside of it a number
+            self._on_end()
+            self.process_group = new_process_group
+            self._build_reducer(verified=False)
+
     def _check_default_group(self) -> None:
         """Raise RuntimeError unless the process group is the default one, which pickles and copies come back to."""
         if self.process_group != _torch.default_group():
             raise RuntimeError(
                 "DDP pickling, unpickling and copying are only supported when using DDP with the default process group"
             )
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise RuntimeError if the last backward has left gradients of some parameters out."""
-        self.reducer.before_forward(sync=True)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """In torch, whether outputs are cloned; here they never are: backward is watched without touching outputs."""
@@ -83,12 +91,3 @@ class Compatibility:
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
         _later("_set_sparse_metadata()", "make embeddings with sparse=False")
-
-    def _update_process_group(self, new_process_group: object) -> NoReturn:
-        _later("_update_process_group()", "wrap the module anew, on the new process group")
-
-    def _get_ddp_logging_data(self) -> NoReturn:
-        _later("_get_ddp_logging_data()", "print(ddp.reducer) shows the buckets, ddp.reducer.counters what was done")
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> NoReturn:
-        _later("_set_ddp_runtime_logging_sample_rate()", "ddp.reducer.counters counts every backward")

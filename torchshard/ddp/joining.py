@@ -40,6 +40,7 @@ class Joining(Buffers, Joinable):
     """The part of the wrapper that knows of ranks that run out of inputs."""
 
     device: torch.device
+    logger: Any
     require_backward_grad_sync: bool
     _divide_by_initial_world_size = True
 
@@ -129,6 +130,7 @@ class _Shadow(JoinHook):
     def __init__(self, wrapper: Joining, divide_by_initial_world_size: bool) -> None:
         self._wrapper = wrapper
         wrapper._divide_by_initial_world_size = divide_by_initial_world_size
+        wrapper.logger._set_uneven_input_join()
 
     def main_hook(self) -> None:
         """One iteration of the others."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from torchshard import _torch
 from torchshard.buckets import PlannedBucket
 
 
@@ -17,15 +18,21 @@ def plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter
 
 
 def unfinished_text(rank: int, missing: Sequence[int], names: Sequence[str]) -> str:
-    """A backward has left gradients out, and the next forward begins; starts as torch's message does."""
-    return (
+    """A backward has left gradients out, and the next forward begins; in the sentences known from torch."""
+    text = (
         "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
-        "that your module has parameters that were not used in producing loss. If they are unused on purpose, pass "
-        "find_unused_parameters=True to DistributedDataParallel; if all should be used, make sure that the loss "
-        "depends on every output of forward.\n"
-        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
-        f"Their names: {', '.join(names[i] for i in missing)}"
+        "that your module has parameters that were not used in producing loss. If they are unused on purpose, say so "
+        "by passing the keyword argument `find_unused_parameters=True` to DistributedDataParallel; if all should be "
+        "used, see that all `forward` function outputs participate in calculating loss.\n"
+        f"Parameters which did not receive grad for rank {rank}: {', '.join(names[i] for i in missing)}\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
     )
+    if _torch.debug_level() == "OFF":
+        text += (
+            "\nFor torch's own checks of collectives, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+            "INFO or DETAIL."
+        )
+    return text
 
 
 def twice_text(index: int, name: str) -> str:

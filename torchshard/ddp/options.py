@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
+from torchshard.tensor.parts import local_parameters
 
 UNFINISHED: Mapping[str, tuple[object, str]] = {
     "static_graph": (False, "leave it out; find_unused_parameters=True covers parameters that are never used"),
@@ -35,7 +36,7 @@ def refuse_unfinished(given: Mapping[str, object]) -> None:
 
 
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """The group that process_group or a one-dimensional device_mesh stands for, or the default group."""
+    """The group that process_group or device_mesh stands for: a line, maybe of a larger mesh; or the default group."""
     if process_group and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is None:
@@ -43,11 +44,6 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
     else:
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        if _torch.is_submesh(device_mesh):
-            raise NotImplementedError(
-                "DistributedDataParallel: device_mesh cut out of a larger mesh (data times tensor parallel) is not "
-                "supported by torchshard yet; give a mesh of its own, or process_group"
-            )
         group = device_mesh.get_group(mesh_dim=0)
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:  # new_group gives others a number
         raise ValueError("DistributedDataParallel: this rank is not a member of the process group that it was given")
@@ -76,12 +72,32 @@ def check_parameters(parameters: Sequence[torch.nn.Parameter]) -> None:
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
             "Run a dummy forward pass to correctly initialize the modules"
         )
-    for p in parameters:
-        if hasattr(type(p), "__tensor_flatten__"):  # made of other tensors: torch's DTensor, ours, ...
-            raise NotImplementedError(
-                f"DistributedDataParallel: {type(p).__name__} parameters (data times tensor parallel) are not "
-                "supported by torchshard yet; call torchshard.parallel.local_parameters(module) first"
+
+
+def make_local(module: torch.nn.Module, device_mesh: Any) -> None:
+    """Replace DTensor parameters by this rank's parts: data parallel over one axis of a mesh, tensor over others.
+
+    Raises:
+        ValueError: device_mesh is missing, or a parameter is split along it.
+    """
+    for name, p in module.named_parameters():
+        if not hasattr(type(p), "__tensor_flatten__"):  # not made of other tensors, as DTensors are
+            continue
+        mesh: Any = getattr(p, "device_mesh", None)
+        if device_mesh is None or mesh is None:
+            raise ValueError(
+                f"DistributedDataParallel: the parameter {name} is a {type(p).__name__}; say over which axis of its "
+                'mesh gradients are to be averaged, as in device_mesh=mesh["dp"], or call '
+                "torchshard.parallel.local_parameters(module) first"
             )
+        axes = dict(zip(mesh.mesh_dim_names or (), p.placements, strict=False))  # type: ignore[attr-defined]
+        along = axes.get(next(iter(device_mesh.mesh_dim_names or ()), None))
+        if along is not None and not along.is_replicate():
+            raise ValueError(
+                f"DistributedDataParallel: the parameter {name} is {along} along the axis over which gradients are to "
+                "be averaged; ranks of that axis need equal parameters"
+            )
+    local_parameters(module)
 
 
 def check_modules(module: torch.nn.Module, on_cpu: bool) -> None:
@@ -122,12 +138,14 @@ def check_devices(parameters: Sequence[torch.nn.Parameter], device_ids: Any, out
 
 
 def choose_buckets(bucket_cap_mb: Any, bucket_cap_mb_list: Sequence[float] | None) -> BucketPolicy:
-    """Sizes of buckets; ValueError for a negative one."""
+    """Sizes of buckets, with "auto" those until the link has been measured; ValueError for what is no size."""
     if isinstance(bucket_cap_mb, str):
-        raise NotImplementedError(
-            f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb!r} is not supported by torchshard yet; give a "
-            "number of MiB, or None for 25"
-        )
+        if bucket_cap_mb != "auto" or bucket_cap_mb_list:
+            raise ValueError(
+                f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb!r} is not possible; give a number of MiB, None "
+                'for 25, or "auto", which goes without bucket_cap_mb_list'
+            )
+        return BucketPolicy()
     return BucketPolicy.from_mb(bucket_cap_mb, caps=bucket_cap_mb_list)
 
 

@@ -13,7 +13,7 @@ whose graph is another, or that has none, fills the same buckets through its hoo
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
@@ -89,8 +89,6 @@ class Reducer:
         self._shared: set[int] = set()  # parameters with gradients from a graph and from elsewhere
         self._late: dict[int, torch.Tensor] = {}
         self._wish = False  # for another layout
-        self._uneven = False  # some ranks may have no inputs
-        self._futures: list[torch.futures.Future[object]] = []  # to be waited for when the backward ends
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._adopt(lay_out((), self._gradients, (), _ONE_BUCKET))
 
@@ -99,7 +97,6 @@ class Reducer:
     def before_forward(self, sync: bool) -> None:
         """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
         self._forget_failed()
-        self._await_futures()
         if not self._forwards:
             for bucket in self._buckets:
                 bucket.heard.clear()  # by a backward that was none of ours
@@ -242,16 +239,6 @@ class Reducer:
                 bucket.heard.clear()
                 bucket.heard.extend(before)
         self._mode = _Mode.IDLE
-        self._await_futures()
-
-    def _install_post_backward_futures(self, futures: Iterable["torch.futures.Future[object]"]) -> None:
-        """Have these waited for at the end of the next backward, or before the next forward."""
-        self._futures += futures
-
-    def _await_futures(self) -> None:
-        for future in self._futures:
-            future.wait()
-        self._futures.clear()
 
     def _end_of_sync(self) -> None:
         for bucket in self._buckets:
@@ -332,31 +319,6 @@ class Reducer:
         if self._arrived:
             self._arrived.clear()
 
-    # ---------------------------------------------------------------------------------------------- uneven inputs
-
-    def rescale(self, ranks: int, uneven: bool) -> None:
-        """Divide by this number of ranks from now on; uneven: others may only shadow the next backward."""
-        self._uneven, scale = uneven, 1.0 / ranks
-        if scale != self.scale:
-            self.scale = scale
-            for bucket in self._buckets:
-                bucket.scale = scale
-
-    def shadow_backward(self) -> None:
-        """Play the collectives of a backward that other ranks run, with nothing to give; take over their average."""
-        self._forget_failed()
-        self.exchange.agreement.restart()
-        self.exchange.confirm(self._plan_text)
-        flats = [bucket.nothing() for bucket in self._buckets]
-        works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in flats]
-        self.exchange.issued += len(works)
-        flags = self.exchange.largest([0] * len(self.params)) if self.find_unused else [1] * len(self.params)
-        self.exchange.wait(works, "the buckets of ranks that still have inputs")
-        for bucket, flat in zip(self._buckets, flats, strict=True):
-            bucket.adopt(flat, {i for i, flag in enumerate(flags) if flag})
-        self.counters.backwards += 1
-        self._rearrange()
-
     # ---------------------------------------------------------------------------------------------- graphs
 
     def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
@@ -367,13 +329,7 @@ class Reducer:
         Args:
             slots: numbers of the parameters, in the order of the graph's bucket.
         """
-        if (
-            self._uneven
-            or not self._handles
-            or torch.is_grad_enabled()
-            or len(self._forwards) > 1
-            or not self._is_reducing()
-        ):
+        if not self._handles or torch.is_grad_enabled() or len(self._forwards) > 1 or not self._is_reducing():
             return None
         bucket = self._by_slots.get(slots)
         if bucket is None or not bucket.ready_for_graph():

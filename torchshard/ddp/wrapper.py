@@ -11,14 +11,16 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from torchshard import _torch
+from torchshard.comm.probing import link_of
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
+from torchshard.ddp.explaining import Explaining
 from torchshard.ddp.joining import Joining
-from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
 
 
-class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParallel):
+class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistributedDataParallel):
     """Averages the gradients of a module over the ranks of a process group, while backward runs.
 
     A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks
@@ -40,7 +42,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         >>> print(model.reducer)                        # the buckets       # doctest: +SKIP
     """
 
-    reducer: Reducer  # type: ignore[assignment]
+    reducer: ObservedReducer  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -72,6 +74,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         self.process_group = options.choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
+        options.make_local(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         options.check_parameters(self._module_parameters)
@@ -79,6 +82,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         options.check_modules(module, on_cpu=self.device_type == "cpu")
         options.warn_check_reduction(check_reduction)
         self._policy = options.choose_buckets(bucket_cap_mb, bucket_cap_mb_list)
+        self._chooses_buckets = bucket_cap_mb == "auto"
         self.forward_sync_buffers, sync_buffers = options.choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self.module, self.dim, self.static_graph = module, dim, False
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
@@ -91,7 +95,6 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
 
     def _set_what_others_read(self) -> None:
         """Attributes of torch's class that frameworks and torch's own tools look at."""
-        self.logger = None
         self._use_python_reducer = False
         self.mixed_precision = None
         self.batched_grad_copy = self.lazy_bucket_allocation = self.skip_all_reduce_unused_params = False
@@ -111,7 +114,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         params = [(n, p) for n, p in self.module.named_parameters() if n not in ignored]
         buffers = [(n, b) for n, b in self.module.named_buffers() if n not in ignored] if sync_buffers else []
         settings = {
-            "bucket sizes": self._policy,
+            "bucket sizes": "auto" if self._chooses_buckets else self._policy,
             "find_unused_parameters": self.find_unused_parameters,
             "forward_sync_buffers": self.forward_sync_buffers,
         }
@@ -128,7 +131,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
             for name, p in self.module.named_parameters()
             if p.requires_grad and name not in self.parameters_to_ignore
         ]
-        self.reducer = Reducer(
+        self.reducer = ObservedReducer(
             named,
             self.process_group,
             self._policy,
@@ -136,6 +139,9 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
             find_unused=self.find_unused_parameters,
             verified=verified,
         )
+        if self._chooses_buckets:
+            self.reducer.link = link_of(self.process_group, self.device)
+        self._build_logger()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
         self._on_end = weakref.finalize(self, self.reducer.remove_hooks)
         self._on_end.atexit = False
@@ -164,7 +170,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         self.reducer.exchange.agreement.raise_failure()
         if torch.is_grad_enabled():
             self._refuse_optimizers_in_backward()
-            self.reducer.before_forward(self.require_backward_grad_sync)
+            self._begin_step()
         self._begin_round()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers(self._whose_buffers)
@@ -175,6 +181,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
 
     @_torch.untraced
     def _after(self, output: Any) -> None:
+        self._end_forward()
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers(self._whose_buffers)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -197,7 +204,7 @@ class DistributedDataParallel(Compatibility, Joining, TorchDistributedDataParall
         """All but the process group, the reducer and the hooks; only a wrapper on the default group can be pickled."""
         self._check_default_group()
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "_on_end"):
+        for name in ("process_group", "reducer", "logger", "_on_end"):
             del state[name]
         return state
 

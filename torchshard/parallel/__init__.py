@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from torchshard.parallel.context import context_parallel
     from torchshard.parallel.loss import loss_parallel
     from torchshard.parallel.mapping import local_map
-    from torchshard.parallel.parts import local_parameters, placed_parameters
     from torchshard.parallel.plan import parallelize_module
     from torchshard.parallel.preparing import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
     from torchshard.parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+    from torchshard.tensor.parts import local_parameters, placed_parameters
 
 __all__ = [
     "ColwiseParallel",
@@ -33,7 +33,7 @@ _HOMES = {
     "torchshard.parallel.context": "context_parallel",
     "torchshard.parallel.mapping": "local_map",
     "torchshard.parallel.loss": "loss_parallel",
-    "torchshard.parallel.parts": "local_parameters placed_parameters",
+    "torchshard.tensor.parts": "local_parameters placed_parameters",
     "torchshard.parallel.plan": "parallelize_module",
     "torchshard.parallel.preparing": "PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput",
     "torchshard.parallel.styles": "ColwiseParallel ParallelStyle RowwiseParallel SequenceParallel",

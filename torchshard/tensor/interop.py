@@ -1,10 +1,14 @@
 """torch's own DTensor and ours, around the same local tensor; gradients go through."""
 
+import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor
 
+from torchshard._torch import waited
+from torchshard.tensor.autograd import over as ours_over
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.layout import ASSUMED
+from torchshard.tensor.layout import ASSUMED, TensorLayout
+from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import check_assumed
 
 
@@ -32,3 +36,16 @@ def from_torch(x: Tensor) -> DTensor:
     """
     assert isinstance(x, upstream.DTensor), "one of torch's DTensors"
     return DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+
+
+def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:
+    """A DTensor of a class, ours or torch's, whose part on this rank is `part`; differentiable."""
+    if kind is DTensor:
+        return ours_over(part, layout)
+    if part.requires_grad:
+        part.register_hook(waited)
+    mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
+    shape = torch.Size(layout.shape)
+    return upstream.DTensor.from_local(
+        part, mesh.device_mesh, layout.torch_placements, run_check=False, shape=shape, stride=layout.stride
+    )

@@ -7,7 +7,6 @@ all of the larger mesh, as torch's extension has it: FSDP splits rows (dim 0), a
 from collections.abc import Collection
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.tensor as upstream
 from torch import Tensor
@@ -19,7 +18,6 @@ from torchshard.layout.boxes import Box
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Placement, R, Shard
-from torchshard.tensor.autograd import over as ours_over
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.interop import from_torch, to_torch
 from torchshard.tensor.layout import TensorLayout, layout_for
@@ -32,19 +30,6 @@ def as_ours(x: Any) -> DTensor | None:
     if isinstance(x, DTensor):
         return x
     return from_torch(x.detach()) if isinstance(x, upstream.DTensor) else None
-
-
-def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:
-    """A DTensor of a class, ours or torch's, whose part on this rank is `part`; differentiable."""
-    if kind is DTensor:
-        return ours_over(part, layout)
-    if part.requires_grad:
-        part.register_hook(_torch.waited)
-    mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
-    shape = torch.Size(layout.shape)
-    return upstream.DTensor.from_local(
-        part, mesh.device_mesh, layout.torch_placements, run_check=False, shape=shape, stride=layout.stride
-    )
 
 
 def on_larger_mesh(sharding: Sharding, larger: BoundMesh) -> Sharding:

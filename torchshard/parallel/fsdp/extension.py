@@ -6,7 +6,6 @@ them in sharded state dicts.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +17,12 @@ from torchshard._torch import fsdp_extension_base, mark_flattened, untraced
 from torchshard.errors import ShardingError
 from torchshard.parallel.fsdp import chunks
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.layout import TensorLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What was taken off a parameter when it was flattened.
-
-    Attributes:
-        layout: of the DTensor.
-        kind: its class, ours or torch's.
-    """
-
-    layout: TensorLayout
-    kind: type[Tensor]
+from torchshard.tensor.parts import Placed
 
 
 def is_ours(x: Any) -> bool:
     """Whether a parameter was a DTensor of this package, by what was taken off it."""
-    return isinstance(x, Taken) and x.kind is DTensor
+    return isinstance(x, Placed) and x.kind is DTensor
 
 
 class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
@@ -57,7 +43,7 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
         self._seen: set[int] = set()
         self._axes: set[str] = set()
 
-    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Taken | None]:
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Placed | None]:
         """This rank's part of a DTensor, and what to make the DTensor of again; other tensors as they are.
 
         Raises:
@@ -85,10 +71,10 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
         self._seen.add(id(tensor))
         self._axes |= set(layout.mesh.names)
         part = x._local_tensor.detach().requires_grad_(tensor.requires_grad)
-        return part, Taken(layout, type(tensor))
+        return part, Placed(layout, type(tensor))
 
     @untraced
-    def post_unflatten_transform(self, tensor: Tensor, param_extension: Taken) -> Tensor:
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Placed) -> Tensor:
         """The DTensor over a view of the flat parameter; differentiable.
 
         Raises:
@@ -96,7 +82,7 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
         """
         layout = param_extension.layout
         with self._on_compute_stream():
-            made = chunks.over(chunks.part_of(tensor, layout), layout, param_extension.kind)
+            made = param_extension.lent(chunks.part_of(tensor, layout))
             mark_flattened(made)
             return made
 

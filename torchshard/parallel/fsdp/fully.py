@@ -16,11 +16,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from torchshard.errors import ShardingError
 from torchshard.layout.strided import factors_from_order
-from torchshard.parallel.parts import Owner, replace_parameters
-from torchshard.tensor.autograd import over
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
-from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.layout import TensorLayout
+from torchshard.tensor.parts import Owner, Placed, replace_parameters
 
 
 def fully_shard(module: Any, **options: Any) -> Any:
@@ -93,14 +92,13 @@ class _TorchOwner(Owner):
     def outside(self, x: DTensor) -> Tensor:
         return to_torch(x.detach())  # type: ignore[arg-type]
 
-    def inside(self, parameter: Tensor, layout: TensorLayout) -> DTensor | None:
-        mesh = layout.mesh.device_mesh  # type: ignore[attr-defined]
-        if not isinstance(parameter, upstream.DTensor) or parameter.device_mesh != mesh:
+    def inside(self, parameter: Tensor, placed: Placed) -> Tensor | None:
+        mesh: Any = placed.layout.mesh
+        if not isinstance(parameter, upstream.DTensor) or parameter.device_mesh != mesh.device_mesh:
             return None  # still cut by FSDP: a module below will have it gathered
-        part = parameter.to_local()
-        return over(part, layout_for(layout.sharding, layout.shape, layout.stride, part.dtype))
+        return placed.lent(parameter.to_local())
 
     def _loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in self.layouts:
+        for name in self.placed:
             if isinstance(x := state.get(prefix + name), DTensor):
                 state[prefix + name] = to_torch(x)

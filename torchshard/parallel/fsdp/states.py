@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchshard.parallel.fsdp.chunks import as_ours, over, part_of
-from torchshard.parallel.fsdp.extension import Taken
+from torchshard.parallel.fsdp.chunks import as_ours, part_of
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
+from torchshard.tensor.parts import Placed
 
 Parameters = Sequence[tuple[nn.Module, str, Any]]
 
 
 def hook_up(parameters: Parameters) -> None:
     """Hooks on the owners of the parameters that a flat one consists of: (owner, name, what was taken off)."""
-    owners: dict[nn.Module, dict[str, Taken]] = {}
+    owners: dict[nn.Module, dict[str, Placed]] = {}
     for module, name, taken in parameters:
         if taken is not None:
             owners.setdefault(module, {})[name] = taken
@@ -36,14 +36,14 @@ def _saved(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> No
             state[prefix + name] = to_torch(value)
 
 
-def _loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, held: dict[str, Taken]) -> None:
+def _loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, held: dict[str, Placed]) -> None:
     for name, taken in held.items():
         if prefix + name in state:
             part = part_of(state[prefix + name], taken.layout, f"state dict, {prefix + name}")
-            state[prefix + name] = over(part.detach(), taken.layout, taken.kind)
+            state[prefix + name] = taken.lent(part.detach())
 
 
-def part(value: Any, taken: Taken | None, where: str) -> Any:
+def part(value: Any, taken: Placed | None, where: str) -> Any:
     """What FSDP1 flattens of a value of an optimizer state: this rank's part, plain; scalars and others as they are."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value

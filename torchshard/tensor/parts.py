@@ -1,16 +1,19 @@
 """Parameters that are plain tensors outside of forward and DTensors inside: for what takes plain parameters only.
 
 DistributedDataParallel is such a thing. With it over one axis of a mesh and a plan over another, data and tensor
-parallelism go together.
+parallelism go together. torch's own DTensors are treated alike.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.redistribute import redistribute_local
 
@@ -29,7 +32,7 @@ def local_parameters(module: nn.Module) -> nn.Module:
         NotImplementedError: a buffer is a DTensor.
     """
     for name, submodule in module.named_modules():
-        if any(isinstance(b, DTensor) for b in submodule.buffers(recurse=False)):
+        if any(isinstance(b, DTensor | upstream.DTensor) for b in submodule.buffers(recurse=False)):
             raise NotImplementedError(
                 f"local_parameters: {name or 'the module'} has a buffer that is a DTensor; leave it out of the plan"
             )
@@ -49,48 +52,95 @@ def placed_parameters(module: nn.Module) -> list[Tensor]:
         for submodule in module.modules()
         for name, parameter in submodule.named_parameters(recurse=False)
     ]
-    mesh = next((layout.mesh for _, layout in layouts if layout is not None), None)
+    first = next((layout for _, layout in layouts if layout is not None), None)
     for parameter, layout in layouts:
-        if layout is None and mesh is not None:
-            layout = layout_for(mesh.replicated(), parameter.shape, parameter.stride(), parameter.dtype)
+        if layout is None and first is not None:
+            layout = first.replicated(parameter)
         if id(parameter) not in found:
             found[id(parameter)] = parameter if layout is None else _placed(parameter, layout)
     return list(found.values())
 
 
-def _layouts(module: nn.Module) -> dict[str, TensorLayout]:
+def _layouts(module: nn.Module) -> "dict[str, Placed]":
     """The layouts of a module's own parameters, as `local_parameters` has noted them."""
     return getattr(module, "_placed_parts", {})
 
 
-def _placed(parameter: nn.Parameter, layout: TensorLayout) -> DTensor:
-    x = wrap(parameter.detach(), layout)
+def _placed(parameter: nn.Parameter, layout: "Placed") -> Tensor:
+    x = layout.saved(parameter.detach())
     if parameter.grad is not None:
-        x.grad = wrap(parameter.grad, layout)
-    return x.requires_grad_(parameter.requires_grad)  # type: ignore[return-value]
+        x.grad = layout.saved(parameter.grad)
+    return x.requires_grad_(parameter.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How a parameter lies on its mesh.
+
+    Attributes:
+        layout: of the DTensor.
+        kind: its class, ours or torch's.
+    """
+
+    layout: TensorLayout
+    kind: type[Tensor]
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Placed":
+        """Of a DTensor of either class."""
+        return cls(_ours(x)._spec, type(x))
+
+    def replicated(self, x: Tensor) -> "Placed":
+        """For a plain tensor that is the same on all ranks of this mesh."""
+        return Placed(layout_for(self.layout.mesh.replicated(), x.shape, x.stride(), x.dtype), self.kind)
+
+    def lent(self, part: Tensor) -> Tensor:
+        """The DTensor of a part, through which gradients come back to it."""
+        layout = self.layout
+        return over(part, layout_for(layout.sharding, layout.shape, layout.stride, part.dtype), self.kind)
+
+    def saved(self, part: Tensor) -> Tensor:
+        """The DTensor of a part, with its memory and no history."""
+        return wrap(part.detach(), self.layout) if self.kind is DTensor else self.lent(part.detach())
+
+    def loaded(self, x: Tensor) -> Tensor:
+        """The part of what a state dict holds."""
+        if isinstance(x, DTensor | upstream.DTensor):
+            x = _ours(x)
+            return redistribute_local(x._local_tensor, x._spec, self.layout)
+        if tuple(x.shape) == self.layout.shape:
+            return redistribute_local(x, self.layout.to(self.layout.mesh.replicated()), self.layout)
+        return x
+
+
+def _ours(x: Tensor) -> DTensor:
+    return x if isinstance(x, DTensor) else from_torch(x.detach())
 
 
 class Owner:
-    """A module with parameters that are DTensors of this package while it runs, and something else outside.
+    """A module with parameters that are DTensors while it runs, and something else outside.
 
     Attributes:
-        layouts: of the DTensors, by name.
+        takes: the classes of DTensors that are replaced.
+        placed: how each lies on its mesh, by name.
     """
+
+    takes: tuple[type[Tensor], ...] = (DTensor,)
 
     def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
         self.module = module
-        self.layouts: dict[str, TensorLayout] = {name: p._spec for name, p in held.items()}
+        self.placed = {name: Placed.of(p) for name, p in held.items()}
         self._lent: list[list[str]] = []
         for name, p in held.items():
             if id(p) not in made:
                 made[id(p)] = nn.Parameter(self.outside(p), requires_grad=p.requires_grad)
             module.register_parameter(name, made[id(p)])
 
-    def outside(self, x: DTensor) -> Tensor:
+    def outside(self, x: Any) -> Tensor:
         """What a parameter is outside of forward."""
         raise NotImplementedError
 
-    def inside(self, parameter: Tensor, layout: TensorLayout) -> DTensor | None:
+    def inside(self, parameter: Tensor, placed: Placed) -> Tensor | None:
         """What it is inside, differentiable; None where that cannot be told here."""
         raise NotImplementedError
 
@@ -101,8 +151,8 @@ class Owner:
 
     def _lend(self, *_: Any) -> None:
         own, lent = vars(self.module), []
-        for name, layout in self.layouts.items():
-            if name not in own and (x := self.inside(getattr(self.module, name), layout)) is not None:
+        for name, placed in self.placed.items():
+            if name not in own and (x := self.inside(getattr(self.module, name), placed)) is not None:
                 own[name] = x  # comes before the parameter, which stays what the module owns
                 lent.append(name)
         self._lent.append(lent)
@@ -118,7 +168,7 @@ def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
     owners = []
     for submodule in module.modules():
         named: Any = submodule.named_parameters(recurse=False, remove_duplicate=False)
-        held = {name: p for name, p in named if type(p) is DTensor}
+        held = {name: p for name, p in named if isinstance(p, kind.takes)}
         if held:
             owners.append(kind(submodule, held, made))
     for owner in owners:
@@ -130,35 +180,27 @@ def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
 class _LocalOwner(Owner):
     """Outside of forward, parameters are this rank's parts."""
 
+    takes = (DTensor, upstream.DTensor)
+
     def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
         super().__init__(module, held, made)
-        module._placed_parts = self.layouts  # type: ignore[assignment]
+        module._placed_parts = self.placed  # type: ignore[assignment]
         module.register_state_dict_post_hook(partial(self._saved))  # torch sets an attribute on the hook
         module.register_load_state_dict_pre_hook(self._loaded)
 
-    def outside(self, x: DTensor) -> Tensor:
-        return x._local_tensor.detach()
+    def outside(self, x: Any) -> Tensor:
+        return x.to_local().detach()  # type: ignore[no-any-return]
 
-    def inside(self, parameter: Tensor, layout: TensorLayout) -> DTensor:
-        return DTensor.from_local(
-            parameter,
-            layout.mesh.device_mesh,  # type: ignore[attr-defined]
-            layout.torch_placements,
-            shape=layout.shape,
-            stride=layout.stride,
-        )
+    def inside(self, parameter: Tensor, placed: Placed) -> Tensor:
+        return placed.lent(parameter)
 
-    def _keys(self, state: dict[str, Any], prefix: str) -> Iterator[tuple[str, TensorLayout]]:
-        return ((prefix + name, layout) for name, layout in self.layouts.items() if prefix + name in state)
+    def _keys(self, state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Placed]]:
+        return ((prefix + name, placed) for name, placed in self.placed.items() if prefix + name in state)
 
     def _saved(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for key, layout in self._keys(state, prefix):
-            state[key] = wrap(state[key].detach(), layout)
+        for key, placed in self._keys(state, prefix):
+            state[key] = placed.saved(state[key])
 
     def _loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for key, layout in self._keys(state, prefix):
-            x = state[key]
-            if isinstance(x, DTensor):
-                state[key] = redistribute_local(x._local_tensor, x._spec, layout)
-            elif tuple(x.shape) == layout.shape:
-                state[key] = redistribute_local(x, layout.to(layout.mesh.replicated()), layout)
+        for key, placed in self._keys(state, prefix):
+            state[key] = placed.loaded(state[key])

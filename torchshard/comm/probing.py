@@ -1,0 +1,42 @@
+"""What connects the ranks of a group: measured once on the live group, the same answer on all ranks."""
+
+import time
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from torchshard.buckets import LinkSpeed
+
+_FEW, _MANY = 64, 1 << 20  # elements of 4 bytes
+_measured: "WeakKeyDictionary[dist.ProcessGroup, LinkSpeed]" = WeakKeyDictionary()
+"""A fact about each group, asked for by all its ranks in the same order."""
+
+
+def link_of(group: dist.ProcessGroup, device: torch.device) -> LinkSpeed | None:
+    """How fast this group sums over its ranks; None where nothing is sent: one rank, or a fake group.
+
+    The first call takes nine all-reduces and all ranks have to join it; later ones nothing. Of several tries the best
+    counts, and of the ranks the slowest.
+    """
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return None
+    if group not in _measured:
+        few = _seconds(torch.zeros(_FEW, device=device), group, tries=6)
+        many = _seconds(torch.zeros(_MANY, device=device), group, tries=3)
+        found = torch.tensor([few, many], dtype=torch.float64, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        latency, whole = found.tolist()
+        _measured[group] = LinkSpeed(latency, 4 * (_MANY - _FEW) / max(whole - latency, 1e-9))
+    return _measured[group]
+
+
+def _seconds(x: torch.Tensor, group: dist.ProcessGroup, tries: int) -> float:
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        dist.all_reduce(x, group=group)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        times.append(time.perf_counter() - start)
+    return min(times)
