@@ -13,12 +13,8 @@ from torchshard import _torch
 from torchshard.buckets import BucketPolicy
 
 UNFINISHED: Mapping[str, tuple[object, str]] = {
-    "static_graph": (False, "leave it out; find_unused_parameters=True covers parameters that are never used"),
     "delay_all_reduce_named_params": (None, "leave it out: all gradients are reduced as soon as they are ready"),
     "mixed_precision": (None, "use torch.autocast"),
-    "skip_all_reduce_unused_params": (False, "use find_unused_parameters=True, which reduces them"),
-    "batched_grad_copy": (False, "leave it out: small gradients are copied in together anyway"),
-    "lazy_bucket_allocation": (False, "leave it out"),
 }
 """Keywords that are refused unless they have this value, and what to do instead."""
 
@@ -86,12 +82,7 @@ def check_parameters(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 def check_modules(module: torch.nn.Module, on_cpu: bool) -> None:
     """Refuse modules whose gradients or buffers would come out wrong."""
-    for name, child in module.named_modules():
-        if getattr(child, "sparse", False) and isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise NotImplementedError(
-                f"DistributedDataParallel: {name or 'the module'} makes sparse gradients, which are not reduced yet; "
-                "make the embedding with sparse=False"
-            )
+    for child in module.modules():
         if on_cpu and isinstance(child, torch.nn.SyncBatchNorm):
             raise ValueError("SyncBatchNorm layers only work with GPU modules")
 

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torchshard import _torch
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
+from torchshard.ddp.engine import Engine
 from torchshard.ddp.reducer import Reducer
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
 
 
-class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
+class DistributedDataParallel(Engine, Compatibility, TorchDistributedDataParallel):
     """Averages the gradients of a module over the ranks of a process group, while backward runs.
 
     A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks
@@ -80,7 +81,9 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
         options.warn_check_reduction(check_reduction)
         self._policy = options.choose_buckets(bucket_cap_mb, bucket_cap_mb_list)
         self.forward_sync_buffers, sync_buffers = options.choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
-        self.module, self.dim, self.static_graph = module, dim, False
+        self.module, self.dim, self.static_graph = module, dim, static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy, self.lazy_bucket_allocation = batched_grad_copy, lazy_bucket_allocation
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._set_what_others_read()
@@ -88,13 +91,13 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
         if init_sync:
             self._make_ranks_equal(sync_buffers)
         self._build_reducer(verified=init_sync)
+        self._warn_static_graph()
 
     def _set_what_others_read(self) -> None:
         """Attributes of torch's class that frameworks and torch's own tools look at."""
         self.logger = None
         self._use_python_reducer = False
         self.mixed_precision = None
-        self.batched_grad_copy = self.lazy_bucket_allocation = self.skip_all_reduce_unused_params = False
         self.broadcast_bucket_size = 250 << 20
         self.bucket_bytes_cap = max(self._policy.caps, default=self._policy.cap)
         self.bucket_bytes_cap_list = list(self._policy.caps)
@@ -113,6 +116,8 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
         settings = {
             "bucket sizes": self._policy,
             "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "forward_sync_buffers": self.forward_sync_buffers,
         }
         lines = [f"argument {name}: {value}" for name, value in settings.items()]
@@ -133,7 +138,8 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
             self.process_group,
             self._policy,
             views_stay=self.gradient_as_bucket_view,
-            find_unused=self.find_unused_parameters,
+            usage=self._choose_usage(len(named)),
+            sparse=self._sparse_parameters(named),
             verified=verified,
         )
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
@@ -163,7 +169,7 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.reducer.exchange.agreement.raise_failure()
         if torch.is_grad_enabled():
-            self._refuse_optimizers_in_backward()
+            self._look_for_optimizers()
             self.reducer.before_forward(self.require_backward_grad_sync)
         if self.will_sync_module_buffers():
             self._sync_buffers()
@@ -189,10 +195,9 @@ class DistributedDataParallel(Compatibility, TorchDistributedDataParallel):
         with _torch.preserve_versions(self.modules_buffers):
             broadcast_coalesced(self.modules_buffers, self.process_group, self.broadcast_bucket_size, wait)
 
-    def _refuse_optimizers_in_backward(self) -> None:
+    def _look_for_optimizers(self) -> None:
         if not self._looked_for_optimizers:
-            if any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
-                self._setup_in_backward_optimizers()
+            self._setup_in_backward_optimizers()
             self._looked_for_optimizers = True
 
     # ---------------------------------------------------------------------------------------------- pickle, copy
