@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchshard
 from tests.models import mlp
-from torchshard.ddp import DistributedDataParallel, options
+from torchshard.ddp import DistributedDataParallel
 
 
 def test_signature_is_torchs():
@@ -22,13 +22,6 @@ def test_signature_is_torchs():
     assert list(ours)[: len(theirs)] == list(theirs)
     assert {n: p.default for n, p in theirs.items()} == {n: ours[n].default for n in theirs}
     assert list(ours)[len(theirs) :] in (["lazy_bucket_allocation"], [])
-
-
-@pytest.mark.parametrize("keyword", options.UNFINISHED)
-def test_a_keyword_without_effect_is_refused_by_name(fake_group, keyword):
-    more = {"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))} if keyword.startswith("delay") else {}
-    with pytest.raises(NotImplementedError, match=f"{keyword}=.* is not supported by torchshard yet"):
-        DistributedDataParallel(mlp(), **{keyword: True}, **more)
 
 
 def _device_mesh(axes):

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from torchshard.ddp.delayed import Delayed
 from torchshard.ddp.gradbucket import GradBucket
+from torchshard.ddp.mixed import MixedPrecision
 from torchshard.ddp.optimizers import SteppingHook, has_own_optimizer
 from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.sync import broadcast_coalesced
 from torchshard.ddp.usage import ChangingUsage, StaticUsage, Usage
 
 
@@ -24,6 +28,11 @@ class Engine:
     static_graph: bool
     find_unused_parameters: bool
     skip_all_reduce_unused_params: bool
+    mixed_precision: Any
+    parameters_to_ignore: set[str]
+    _precision: MixedPrecision | None
+    _delayed: Delayed | None
+    _delay_all_reduce_params: list[torch.nn.Parameter]
     _module_parameters: list[torch.nn.Parameter]
     _comm_hooks: list[tuple[Callable[..., Any], object]]
 
@@ -92,13 +101,50 @@ class Engine:
         if signature.return_annotation not in (empty, torch.futures.Future[torch.Tensor]):
             raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
 
+    # ------------------------------------------------------------------------------------------ precision
+
+    def _choose_precision(self) -> MixedPrecision | None:
+        if self.mixed_precision is None:
+            return None
+        return MixedPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
+
+    def _connect_precision(self) -> None:
+        """Full precision comes back when a backward is over; graphs with buckets of their own do not know dtypes."""
+        if self._precision:
+            self.reducer.at_end.append(self._precision.restore)
+            self.reducer.lending.refused = True
+
+    def _lower_precision(self, *inputs: Any) -> Any:
+        """Cast parameters and inputs for a forward."""
+        assert self._precision, "asked before"
+        self._precision.lower()
+        self.reducer.renew_leaves()
+        return self._precision.cast(inputs)
+
+    def _raise_precision(self) -> None:
+        if self._precision:
+            self._precision.restore()
+
+    # ------------------------------------------------------------------------------------------ delay
+
+    def _delay(self, trigger: torch.Tensor | None) -> None:
+        """See delay_all_reduce_named_params."""
+        delayed = self._delay_all_reduce_params
+        self._delayed = None
+        self._delay_all_reduce_all_params = bool(delayed) and not self.reducer.params
+        if delayed:
+            assert trigger is not None, "both or none, as was checked"
+            broadcast_coalesced([p.detach() for p in delayed], self.process_group)
+            self._delayed = Delayed(delayed, trigger, self.reducer.exchange)
+            weakref.finalize(self, self._delayed.remove).atexit = False
+
     # ------------------------------------------------------------------------------------------ who steps
 
     def _setup_in_backward_optimizers(self) -> None:
         """If parameters have optimizers of their own, step these as soon as their bucket is reduced."""
         if any(map(has_own_optimizer, self._module_parameters)):
             stepping = SteppingHook(self.process_group, self._module_parameters)
-            self.register_comm_hook(None, stepping)
+            self.reducer.use_hook(stepping, None)
             self.reducer.at_end.append(stepping.after_backward)
             self.reducer.lending.refused = True  # a step needs the whole gradient
 

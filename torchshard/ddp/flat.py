@@ -146,6 +146,10 @@ class FlatBucket:
         """Parameters that had no gradient to give in this backward, once the bucket is closed."""
         return self._absent.keys()
 
+    def is_empty(self) -> bool:
+        """Whether no member had a gradient to give, once the bucket is closed."""
+        return len(self._absent) == len(self.members)
+
     def has_begun(self) -> bool:
         """Whether a gradient has arrived."""
         return len(self.pending) < len(self._expected)

@@ -9,6 +9,7 @@ from torchshard.buckets import Gradient
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.layouts import LaidBucket
+from torchshard.ddp.mixed import MixedBucket
 from torchshard.ddp.sparse import SparseBucket
 
 
@@ -20,12 +21,14 @@ class Recipe:
         params: all parameters of the reducer.
         views_stay, existing: as for FlatBucket.
         sparse: numbers of the parameters whose gradients are sparse.
+        reduce_dtype: of the reduction of dense gradients, if it is another than the parameters'.
     """
 
     params: Sequence[torch.nn.Parameter]
     views_stay: bool
     existing: set[int]
     sparse: frozenset[int] = frozenset()
+    reduce_dtype: torch.dtype | None = None
 
     def gradient(self, index: int, name: str) -> Gradient:
         """The gradient of one parameter, for the planner: what can share a bucket has equal kinds."""
@@ -51,6 +54,8 @@ class Recipe:
                 made.append(GraphBucket(laid.slots, laid.members, self.params, *common))
             elif self.sparse and not self.sparse.isdisjoint(members):
                 made.append(SparseBucket(members, *common))
+            elif self.reduce_dtype is not None:
+                made.append(MixedBucket(members, scale, self.existing, never, self.reduce_dtype))
             else:
                 made.append(FlatBucket(members, *common))
         return made

@@ -1,8 +1,8 @@
-"""The constructor's arguments: what they must be, what torch says when they are not, and what is not built yet."""
+"""The constructor's arguments: what they must be, and what torch says when they are not."""
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,22 +12,11 @@ from torch.nn.parameter import UninitializedParameter
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
 
-UNFINISHED: Mapping[str, tuple[object, str]] = {
-    "delay_all_reduce_named_params": (None, "leave it out: all gradients are reduced as soon as they are ready"),
-    "mixed_precision": (None, "use torch.autocast"),
-}
-"""Keywords that are refused unless they have this value, and what to do instead."""
 
-
-def refuse_unfinished(given: Mapping[str, object]) -> None:
-    """Raise NotImplementedError for a keyword that has no effect yet and was given another value than its default."""
-    if (given["delay_all_reduce_named_params"] is None) != (given["param_to_hook_all_reduce"] is None):
+def check_delayed(named: Any, trigger: Any) -> None:
+    """Raise torch's ValueError unless both of delay_all_reduce_named_params and param_to_hook_all_reduce are given."""
+    if (named is None) != (trigger is None):
         raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
-    for name, (default, instead) in UNFINISHED.items():
-        if given[name] is not default:
-            raise NotImplementedError(
-                f"DistributedDataParallel: {name}={given[name]!r} is not supported by torchshard yet; {instead}"
-            )
 
 
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
@@ -61,9 +50,9 @@ class Devices:
     device: torch.device
 
 
-def check_parameters(parameters: Sequence[torch.nn.Parameter]) -> None:
+def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:
     """Raise what torch raises for a module that cannot be trained in parallel."""
-    if not any(p.requires_grad for p in parameters):
+    if not delayed and not any(p.requires_grad for p in parameters):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )

@@ -12,7 +12,7 @@ whose graph is another, or that has none, fills the same buckets through its hoo
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -49,6 +49,8 @@ class Reducer(ReducerCompatibility):
         views_stay: make each `.grad` a view of its bucket for good.
         usage: which parameters get a gradient; by default each one in each backward.
         sparse: names of the parameters whose gradients are sparse.
+        reduce_dtype: of the reduction, if parameters are of lower precision in forward; see `MixedPrecision`.
+        device: where the parameters are; theirs by default.
         verified: the caller knows that parameters and settings are the same on all ranks.
     """
 
@@ -61,11 +63,13 @@ class Reducer(ReducerCompatibility):
         views_stay: bool = False,
         usage: Usage | None = None,
         sparse: Iterable[str] = (),
+        reduce_dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
         verified: bool = False,
     ) -> None:
         self.names, self.params = [n for n, _ in named], [p for _, p in named]
         self.group, self.policy = group, policy
-        self.device = self.params[0].device
+        self.device = device or self.params[0].device
         self.usage = Usage(len(self.params)) if usage is None else usage
         self.reduction: Sum | Hooked = Sum(group)
         self.counters = Counters()
@@ -80,7 +84,7 @@ class Reducer(ReducerCompatibility):
         self.waits_for_user = False  # a backward is finished by a call of `finish`, not by its end
         self.is_unfinished = False  # a backward is over whose results are not yet handed out
         self._views_stay, self._verified = views_stay, verified
-        self._leaves = [torch.autograd.graph.get_gradient_edge(p).node for p in self.params]
+        self.renew_leaves()
         self._end_of_backward: Callable[[], object] = lambda: None
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
         self._reached: list[ForwardPass] = []  # by the backward that runs
@@ -92,7 +96,7 @@ class Reducer(ReducerCompatibility):
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         chosen = set(sparse)
         numbers = frozenset(i for i, n in enumerate(self.names) if n in chosen)
-        self._recipe = Recipe(self.params, views_stay, self._existing, numbers)
+        self._recipe = Recipe(self.params, views_stay, self._existing, numbers, reduce_dtype)
         self._gradients = [self._recipe.gradient(i, n) for i, n in enumerate(self.names)]
         self._adopt(lay_out((), self._gradients, (), _ONE_BUCKET))
 
@@ -117,6 +121,10 @@ class Reducer(ReducerCompatibility):
         self.hook_up()
 
     # ---------------------------------------------------------------------------------------------- forward
+
+    def renew_leaves(self) -> None:
+        """Look up where gradients end, anew: other data in a parameter moves that."""
+        self._leaves = [torch.autograd.graph.get_gradient_edge(p).node for p in self.params]
 
     def before_forward(self, sync: bool) -> None:
         """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
@@ -263,25 +271,28 @@ class Reducer(ReducerCompatibility):
             for bucket in self.buckets:
                 bucket.install()
             return
-        used = self._decide() if self.usage.skips else self.usage.all
+        skipped = self._skipped() if self.usage.skips else ()
         for number, bucket in enumerate(self.buckets):
-            if bucket.work is None and any(i in used for i in bucket.members):
+            if bucket.work is None and number not in skipped:
                 self._launch(number, bucket)
         self.is_unfinished = True
         if not self.waits_for_user:
             self.finish()
 
-    def _decide(self) -> Collection[int]:
+    def _skipped(self) -> list[int]:
+        """Numbers of the buckets that have no gradient; RankMismatchError if they are others on another rank."""
         for bucket in self.buckets:
             bucket.close()
-        return self.usage.decide(self.buckets, self._touched, self.exchange)
+        skipped = [n for n, b in enumerate(self.buckets) if self._touched.isdisjoint(b.members) and b.is_empty()]
+        self.exchange.confirm(f"buckets without any gradient, not reduced: {skipped}")
+        return skipped
 
     def finish(self) -> None:
         """Wait for the reduction of the last backward, and hand its results out."""
         if not self.is_unfinished:
             raise RuntimeError(messages.NOTHING_TO_FINALIZE)
         self.mode = Mode.SYNC  # until all is done: what fails before is forgotten by the next forward
-        used = self.usage.anywhere if self.usage.skips else self._decide()
+        used = self.usage.decide(self.buckets, self._touched, self.exchange)
         self._wait()
         self.counters.count(self.buckets, self.lending.late)
         for bucket in self.buckets:
@@ -349,7 +360,7 @@ class Reducer(ReducerCompatibility):
 
     def graph_filled(self, slots: tuple[int, ...], bucket: GraphBucket | None) -> None:
         """The gradients of these parameters are there; in the bucket that was lent, or else on their way to hooks."""
-        if self.arrived is not None:
+        if self.arrived is not None and not self.lending.refused:
             self.arrived.append(slots)
         if bucket is not None:
             self.complete(bucket)

@@ -13,7 +13,7 @@ class Usage:
         tolerant: a backward may end without some gradients.
         attentive: no hook may be quiet.
         learning: this backward only counts; everything is reduced at its end.
-        skips: a bucket that no rank has anything for is not reduced.
+        skips: a bucket without any gradient is not reduced; the user vouches that all ranks have the same ones.
         uses: how often each gradient grew in the backward that counts.
         repeated: those that grow more than once, with how often.
         left: of these, in the backward that runs, how often they will still grow.
