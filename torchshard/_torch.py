@@ -211,6 +211,36 @@ def has_other_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks) or (after is not None and len(after) > 1)
 
 
+def register_after_grad(param: Tensor, hook: Callable[[Tensor], object]) -> torch.utils.hooks.RemovableHandle:
+    """Register a post-accumulate-grad hook, also on a parameter that is frozen just now, which torch refuses.
+
+    It stays on the tensor and is called again when the parameter is trained again; nothing private is needed.
+    """
+    frozen = not param.requires_grad
+    if frozen:
+        param.requires_grad_(True)
+    try:
+        register: Any = param.register_post_accumulate_grad_hook
+        handle: torch.utils.hooks.RemovableHandle = register(hook)
+        return handle
+    finally:
+        if frozen:
+            param.requires_grad_(False)
+
+
+def remove_optimizer_hooks(params: Iterable[Tensor]) -> None:
+    """Take off the hooks by which torch.distributed.optim steps optimizers in backward, before any reduction.
+
+    torch.distributed.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map (2.11-2.15); there are none
+    unless its `_apply_optimizer_in_backward` was called.
+    """
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    handles = getattr(module, "param_to_optim_hook_handle_map", {})
+    for param in params:
+        for handle in handles.get(param, []):
+            handle.remove()
+
+
 def preserve_versions(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Leave version counters as they are while buffers are overwritten with what they hold on rank 0.
 
@@ -259,6 +289,16 @@ def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torc
     if found:
         return cast(Sequence[torch.Tensor], found(flat, like))
     return [piece.view_as(t) for piece, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target in one call (torch._foreach_copy_, 2.11-2.15); without it one by one."""
+    found = _find("_foreach_copy_")
+    if found:
+        found(targets, sources)
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 def device_index(device: Any) -> int:

@@ -43,10 +43,6 @@ def test_nothing_of_torchs_reaches_for_its_reducer():
 
 
 CALLS = {
-    "register_comm_hook": (None, None),
-    "_register_builtin_comm_hook": (None,),
-    "_register_fused_optim": (torch.optim.SGD,),
-    "_set_static_graph": (),
     "_set_sparse_metadata": (None,),
 }
 
@@ -55,16 +51,6 @@ CALLS = {
 def test_methods_are_refused_by_name(fake_group, name):
     with pytest.raises(NotImplementedError, match=rf"{name}\(\).* is not supported by torchshard yet"):
         getattr(DistributedDataParallel(mlp(8)), name)(*CALLS[name])
-
-
-def test_manual_finalization(fake_group):
-    model = DistributedDataParallel(mlp(8))
-    model.require_manual_backward_finalization = False
-    assert not model.should_finalize_after_backward
-    with pytest.raises(NotImplementedError, match="require_manual_backward_finalization is not supported"):
-        model.require_manual_backward_finalization = True
-    with pytest.raises(RuntimeError, match="needs require_manual_backward_finalization"):
-        model.finalize_backward()
 
 
 def _step(model, rank):

@@ -52,42 +52,7 @@ class Compatibility:
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """In torch, whether outputs are cloned; here they never are: backward is watched without touching outputs."""
 
-    @property
-    def require_manual_backward_finalization(self) -> bool:
-        """Whether the caller has to finish each backward himself; never, so far."""
-        return False
-
-    @require_manual_backward_finalization.setter
-    def require_manual_backward_finalization(self, required: bool) -> None:
-        if required:
-            _later("require_manual_backward_finalization", "leave it False: backward returns when all is reduced")
-
-    @property
-    def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward` must wait until backward has returned; False, as it is never needed."""
-        return False
-
-    def finalize_backward(self) -> None:
-        """As in torch when the caller did not ask for manual finalization: a RuntimeError."""
-        raise RuntimeError("finalize_backward() needs require_manual_backward_finalization, which is False")
-
     # ------------------------------------------------------------------------------------------ refused
-
-    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
-        """Communication hooks: not yet."""
-        _later("register_comm_hook()", "leave it out: gradients are averaged in their own precision")
-
-    def _register_builtin_comm_hook(self, comm_hook_type: object) -> NoReturn:
-        _later("_register_builtin_comm_hook()", "leave it out: gradients are averaged in their own precision")
-
-    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _later("_register_fused_optim()", "call the optimizer's step() after backward")
-
-    def _setup_in_backward_optimizers(self) -> NoReturn:
-        _later("an optimizer that runs in backward", "call the optimizer's step() after backward")
-
-    def _set_static_graph(self) -> NoReturn:
-        _later("_set_static_graph()", "leave it out; find_unused_parameters=True covers unused parameters")
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
         _later("_set_sparse_metadata()", "make embeddings with sparse=False")

@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from itertools import repeat
 from operator import is_
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchshard import _torch
 
@@ -24,6 +24,7 @@ class FlatBucket:
         views_stay: whether each `.grad` is a view of the bucket for good (gradient_as_bucket_view=True).
         existing: numbers of the parameters that had a gradient when the running backward began; kept up to date by
             the owner, and empty if views stay.
+        never: members that are known to get no gradient.
         small: elements below which a contiguous gradient counts as small.
 
     Unless the views stay, `.grad` behaves as if there were no bucket. A gradient that was there before the backward
@@ -33,21 +34,25 @@ class FlatBucket:
 
     def __init__(
         self,
-        members: Mapping[int, torch.nn.Parameter],
+        members: Mapping[int, torch.Tensor],
         scale: float,
         views_stay: bool,
         existing: Collection[int],
+        never: Collection[int] = (),
         small: int = SMALL,
     ) -> None:
         apart = {i: p for i, p in members.items() if p.numel() < small and p.is_contiguous()}
         self.members = {**apart, **members}  # the small ones first
         self.large = members.keys() - apart.keys()
-        self.quiet = apart.keys() - {next(reversed(members))}  # need not be looked at on arrival
-        self.pending = set(members)  # those whose gradients have not arrived, or only been heard of
+        self.order = [*members]  # in which hooks see them
+        self._expected = [i for i in members if i not in never]
+        self.quiet = apart.keys() - {*self._expected[-1:]}  # need not be looked at on arrival
+        self.pending = set(self._expected)  # those whose gradients have not arrived, or only been heard of
         self.heard: deque[torch.Tensor] = deque(maxlen=len(members) + 1)  # of quiet ones, not yet taken off `pending`
-        self.work: dist.Work | None = None
+        self.work: Any = None  # what reduces this bucket now, with the methods of dist.Work
         self.graph_filled = 0  # gradients that a compiled graph has put in, in this backward
         self.scale = scale
+        self._never = members.keys() & set(never)
         self._small, self._views_stay, self._existing = apart, views_stay, existing
         self._number = {id(p): i for i, p in members.items()}
         self._offsets: dict[int, int] = {}
@@ -66,7 +71,7 @@ class FlatBucket:
     # ---------------------------------------------------------------------------------------------- in
 
     @_torch.untraced
-    def take(self, param: torch.nn.Parameter, index: int) -> None:
+    def take(self, param: torch.Tensor, index: int) -> None:
         """Move the gradient of one parameter in, scaled; none counts as unused."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
@@ -91,17 +96,22 @@ class FlatBucket:
         while self.heard:
             self.pending.remove(self._number[id(self.heard.popleft())])
 
+    def take_large(self) -> None:
+        """Move in the large gradients that have come, after a backward in which none was taken on arrival."""
+        for i in self.large - self.pending - self._never:
+            self.take(self.members[i], i)
+
     def close(self) -> None:
         """All gradients that will come have come: move in the small ones, and what stands for the missing ones."""
         if self._closed:
             return
         self._closed = True
-        if self.pending:
+        if missing := self.pending | self._never:
             with torch.no_grad():
-                for i in sorted(self.pending):
+                for i in sorted(missing):
                     self._take_absent(i)
                 for i, p in self._small.items():
-                    if i not in self.pending:
+                    if i not in missing:
                         self.take(p, i)
         elif self._small:
             self._take_small()
@@ -133,19 +143,39 @@ class FlatBucket:
 
     @property
     def absent(self) -> Collection[int]:
-        """Parameters that had no gradient to give in this backward."""
+        """Parameters that had no gradient to give in this backward, once the bucket is closed."""
         return self._absent.keys()
+
+    def is_empty(self) -> bool:
+        """Whether no member had a gradient to give, once the bucket is closed."""
+        return len(self._absent) == len(self.members)
+
+    def has_begun(self) -> bool:
+        """Whether a gradient has arrived."""
+        return len(self.pending) < len(self._expected)
 
     # ---------------------------------------------------------------------------------------------- across
 
-    def launch(self, group: dist.ProcessGroup) -> None:
-        """Start summing over the group."""
-        self.work = dist.all_reduce(self._open(), group=group, async_op=True)
+    def outgoing(self) -> torch.Tensor:
+        """What is to be reduced, in place."""
+        return self._open()
 
-    def nothing(self) -> torch.Tensor:
-        """What a rank without inputs gives in place of this bucket."""
+    def zeros(self) -> torch.Tensor:
+        """What a rank without gradients would contribute."""
         like = next(iter(self.members.values()))
         return torch.zeros(self._numel, dtype=like.dtype, device=like.device)
+
+    def views(self) -> list[torch.Tensor]:
+        """The members' parts of it, in their order."""
+        places = self._places()
+        return [places[i] for i in self.order]
+
+    def receive(self, result: torch.Tensor) -> None:
+        """Take another tensor for the result, of the same length; or the same, and nothing is to be done."""
+        flat = self._open()
+        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
+            with torch.no_grad():
+                flat.copy_(result.view(flat.shape))
 
     def adopt(self, flat: torch.Tensor, used: Collection[int]) -> None:
         """Make the average of the others, in memory that is of no other use, the gradients of a rank without inputs."""
@@ -164,8 +194,9 @@ class FlatBucket:
     def finish(self, used: Collection[int]) -> None:
         """The sum is there. Give it to whom it does not belong yet; `used`: parameters that some rank has used."""
         with torch.no_grad():
-            for i, kept in self._kept.items():
-                kept.copy_(self._places()[i])
+            if self._kept:
+                places = self._places()
+                _torch.copy_all([*self._kept.values()], [places[i] for i in self._kept])
             for i, (grad, before) in self._absent.items():
                 place = self._places()[i]
                 if i not in used:
@@ -178,7 +209,7 @@ class FlatBucket:
 
     def reset(self) -> None:
         """Get ready for the next backward."""
-        self.pending.update(self.members)
+        self.pending.update(self._expected)
         self.heard.clear()
         self._kept.clear()
         self._absent.clear()

@@ -6,15 +6,13 @@ bucket with just these parameters. It writes each gradient, scaled, into its slo
 is reduced by itself: averaging is linear.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import slices
 from torchshard.ddp.flat import FlatBucket, gradient_strides
-from torchshard.ddp.layouts import LaidBucket
 
 
 class GraphBucket(FlatBucket):
@@ -24,7 +22,7 @@ class GraphBucket(FlatBucket):
         slots: numbers of the parameters, in the graph's order.
         members: those whose gradients this bucket reduces; the slots of others are holes, with unused contents.
         params: all parameters of the reducer.
-        scale, views_stay, existing: as for FlatBucket.
+        scale, views_stay, existing, never: as for FlatBucket.
     """
 
     def __init__(
@@ -35,8 +33,10 @@ class GraphBucket(FlatBucket):
         scale: float,
         views_stay: bool,
         existing: Collection[int],
+        never: Collection[int] = (),
     ) -> None:
-        super().__init__({i: params[i] for i in slots if i in members}, scale, views_stay, existing, small=0)
+        chosen = {i: params[i] for i in slots if i in members}
+        super().__init__(chosen, scale, views_stay, existing, never, small=0)
         self.slots = tuple(slots)
         starts, self._numel = slices(params[i].numel() for i in slots)
         self._offsets = {i: start for i, start in zip(slots, starts, strict=True) if i in members}
@@ -117,43 +117,3 @@ class GraphBucket(FlatBucket):
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(self._numel, dtype=like.dtype, device=like.device)  # between the slots nobody writes
-
-
-def reduce_late(
-    late: Mapping[int, torch.Tensor],
-    params: Sequence[torch.nn.Parameter],
-    scale: float,
-    group: dist.ProcessGroup,
-    wait: Callable[[Iterable[dist.Work]], None],
-) -> None:
-    """Average contributions that came after their parameters' buckets had left, and add them to `.grad`."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i in sorted(late):
-        kinds.setdefault((late[i].dtype, late[i].device), []).append(i)
-    with torch.no_grad():
-        for members in kinds.values():
-            flat = torch.cat([late[i].reshape(-1) for i in members]).mul_(scale)
-            work = dist.all_reduce(flat, group=group, async_op=True)
-            assert work is not None, "asynchronous collectives return their work"
-            wait([work])
-            for i, piece in zip(members, flat.split([late[i].numel() for i in members]), strict=True):
-                grad = params[i].grad
-                assert grad is not None, "the graph's part is there"
-                grad.add_(piece.view(late[i].shape))
-
-
-def make_buckets(
-    layout: Iterable[LaidBucket],
-    params: Sequence[torch.nn.Parameter],
-    scale: float,
-    views_stay: bool,
-    existing: Collection[int],
-) -> list[FlatBucket]:
-    """The buckets of a layout, in its order; arguments as for GraphBucket."""
-    made: list[FlatBucket] = []
-    for laid in layout:
-        if laid.slots:
-            made.append(GraphBucket(laid.slots, laid.members, params, scale, views_stay, existing))
-        else:
-            made.append(FlatBucket({i: params[i] for i in laid.members}, scale, views_stay, existing))
-    return made

@@ -90,6 +90,12 @@ class Joining(Buffers, Joinable):
         if not _torch.is_joining(self):
             self.reducer.rescale(self.process_group.size(), uneven=False)
             return
+        for setting in ("skip_all_reduce_unused_params", "_delay_all_reduce_params"):
+            if getattr(self, setting):
+                raise NotImplementedError(
+                    f"DistributedDataParallel: with {setting.strip('_')} each rank decides what it reduces, and a rank "
+                    "without inputs could not follow; leave it out under join()"
+                )
         Join.notify_join_context(self)
         mine = _HERE
         if self.will_sync_module_buffers():

@@ -7,6 +7,12 @@ import torch
 from torchshard import _torch
 from torchshard.buckets import PlannedBucket
 
+UNFINALIZED = (
+    "Expected finalize_backward() of DistributedDataParallel after the last backward: "
+    "require_manual_backward_finalization is True"
+)
+NOTHING_TO_FINALIZE = "finalize_backward() has nothing to do: no backward of DistributedDataParallel waits for it"
+
 
 def plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter]) -> str:
     """The plan, a line for each bucket and each gradient, for comparison between ranks."""

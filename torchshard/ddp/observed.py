@@ -1,9 +1,6 @@
-"""The reducer with what a wrapper asks of it besides: steps recorded, futures awaited, backwards of others shadowed."""
+"""The reducer with what a wrapper asks of it besides: hooks, steps recorded, backwards of others shadowed."""
 
-from collections.abc import Iterable
 from typing import Any
-
-import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import LinkSpeed, best_policy
@@ -11,6 +8,8 @@ from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.recording import Step
 from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.reduction import CommHook, Hooked
+from torchshard.ddp.usage import StaticUsage
 
 
 class ObservedReducer(Reducer):
@@ -31,6 +30,26 @@ class ObservedReducer(Reducer):
     unused_bytes = 0
     _uneven = False
 
+    # ---------------------------------------------------------------------------------------------- settings
+
+    def use_hook(self, hook: CommHook, state: object) -> None:
+        """Have a communication hook reduce the buckets from now on; RuntimeError if there is one."""
+        if self.reduction.hooked:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self.reduction = Hooked(hook, state)
+        for bucket in self.buckets:
+            bucket.scale = self.reduction.scale
+
+    def use_static_graph(self) -> None:
+        """Take all backwards for alike; RuntimeError if one has been reduced already."""
+        if self.counters.backwards:
+            raise RuntimeError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed."
+            )
+        self.usage = StaticUsage(len(self.params))
+        self.hook_up()
+
     # ---------------------------------------------------------------------------------------------- recording
 
     def _enter(self, mode: Any) -> None:
@@ -41,15 +60,14 @@ class ObservedReducer(Reducer):
     def _settle(self, bucket: FlatBucket) -> None:
         super()._settle(bucket)
         if self.step is not None and not bucket.pending:
-            self.step.ready(self._buckets.index(bucket))
+            self.step.ready(self.buckets.index(bucket))
 
-    def _launch(self, bucket: FlatBucket) -> None:
+    def _launch(self, number: int, bucket: FlatBucket) -> None:
         if self.step is None:
-            super()._launch(bucket)
+            super()._launch(number, bucket)
             return
-        number = self._buckets.index(bucket)
         self.step.launch(number)
-        super()._launch(bucket)
+        super()._launch(number, bucket)
         self.step.launched(number, bucket.work)
 
     def _end_of_sync(self) -> None:
@@ -59,7 +77,7 @@ class ObservedReducer(Reducer):
 
     def _reset(self) -> None:
         if self.step is not None and self.step.times:
-            self.unused_bytes = sum(self._gradients[i].nbytes for b in self._buckets for i in b.absent)
+            self.unused_bytes = sum(self._gradients[i].nbytes for b in self.buckets for i in b.absent)
             self.step.finish()
             self.last_backward = (self.step.backward_end - self.step.backward) * 1e-9
             self.step = None
@@ -72,17 +90,10 @@ class ObservedReducer(Reducer):
         super()._learn()
         self.has_learned = True
 
-    # ---------------------------------------------------------------------------------------------- futures
-
-    def _install_post_backward_futures(self, futures: Iterable[Any]) -> None:
-        """Have these waited for at the end of the next backward, or before the next forward."""
-        self._futures = [*self._futures, *futures]
-
-    _futures: list[Any] = []  # noqa: RUF012
+    # ---------------------------------------------------------------------------------------------- forward
 
     def before_forward(self, sync: bool) -> None:
         """As for Reducer."""
-        self._await_futures()
         if _torch.in_distributed_autograd():  # an error in its backward would lose its text
             raise NotImplementedError(
                 "DistributedDataParallel: torch.distributed.autograd collects gradients in a context of its own, where "
@@ -90,23 +101,14 @@ class ObservedReducer(Reducer):
             )
         super().before_forward(sync)
 
-    def _end(self) -> None:
-        super()._end()
-        self._await_futures()
-
-    def _await_futures(self) -> None:
-        futures, self._futures = self._futures, []
-        for future in futures:
-            future.wait()
-
     # ---------------------------------------------------------------------------------------------- uneven inputs
 
     def rescale(self, ranks: int, uneven: bool) -> None:
-        """Divide by this number of ranks from now on; uneven: others may only shadow the next backward."""
+        """Divide by this number of ranks from now on, unless a hook does; uneven: others may only shadow backward."""
         self._uneven, scale = uneven, 1.0 / ranks
-        if scale != self.scale:
-            self.scale = scale
-            for bucket in self._buckets:
+        if not isinstance(self.reduction, Hooked) and scale != self.reduction.scale:
+            self.reduction.scale = scale
+            for bucket in self.buckets:
                 bucket.scale = scale
 
     def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
@@ -118,12 +120,12 @@ class ObservedReducer(Reducer):
         self._forget_failed()
         self.exchange.agreement.restart()
         self.exchange.confirm(self._plan_text)
-        flats = [bucket.nothing() for bucket in self._buckets]
-        works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in flats]
+        given = self._get_zeros_like_grad_buckets()
+        works = [self.reduction.send(bucket) for bucket in given]
         self.exchange.issued += len(works)
-        flags = self.exchange.largest([0] * len(self.params)) if self.find_unused else [1] * len(self.params)
+        used = self.usage.decide(range(len(self.params)), (), self.exchange)
         self.exchange.wait(works, "the buckets of ranks that still have inputs")
-        for bucket, flat in zip(self._buckets, flats, strict=True):
-            bucket.adopt(flat, {i for i, flag in enumerate(flags) if flag})
+        for bucket, zeros, work in zip(self.buckets, given, works, strict=True):
+            bucket.adopt(self.reduction.received(zeros, work), used)
         self.counters.backwards += 1
         self._rearrange()

@@ -1,8 +1,8 @@
-"""The constructor's arguments: what they must be, what torch says when they are not, and what is not built yet."""
+"""The constructor's arguments: what they must be, and what torch says when they are not."""
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,26 +13,11 @@ from torchshard import _torch
 from torchshard.buckets import BucketPolicy
 from torchshard.tensor.parts import local_parameters
 
-UNFINISHED: Mapping[str, tuple[object, str]] = {
-    "static_graph": (False, "leave it out; find_unused_parameters=True covers parameters that are never used"),
-    "delay_all_reduce_named_params": (None, "leave it out: all gradients are reduced as soon as they are ready"),
-    "mixed_precision": (None, "use torch.autocast"),
-    "skip_all_reduce_unused_params": (False, "use find_unused_parameters=True, which reduces them"),
-    "batched_grad_copy": (False, "leave it out: small gradients are copied in together anyway"),
-    "lazy_bucket_allocation": (False, "leave it out"),
-}
-"""Keywords that are refused unless they have this value, and what to do instead."""
 
-
-def refuse_unfinished(given: Mapping[str, object]) -> None:
-    """Raise NotImplementedError for a keyword that has no effect yet and was given another value than its default."""
-    if (given["delay_all_reduce_named_params"] is None) != (given["param_to_hook_all_reduce"] is None):
+def check_delayed(named: Any, trigger: Any) -> None:
+    """Raise torch's ValueError unless both of delay_all_reduce_named_params and param_to_hook_all_reduce are given."""
+    if (named is None) != (trigger is None):
         raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
-    for name, (default, instead) in UNFINISHED.items():
-        if given[name] is not default:
-            raise NotImplementedError(
-                f"DistributedDataParallel: {name}={given[name]!r} is not supported by torchshard yet; {instead}"
-            )
 
 
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
@@ -61,9 +46,9 @@ class Devices:
     device: torch.device
 
 
-def check_parameters(parameters: Sequence[torch.nn.Parameter]) -> None:
+def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:
     """Raise what torch raises for a module that cannot be trained in parallel."""
-    if not any(p.requires_grad for p in parameters):
+    if not delayed and not any(p.requires_grad for p in parameters):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )
@@ -102,12 +87,7 @@ def make_local(module: torch.nn.Module, device_mesh: Any) -> None:
 
 def check_modules(module: torch.nn.Module, on_cpu: bool) -> None:
     """Refuse modules whose gradients or buffers would come out wrong."""
-    for name, child in module.named_modules():
-        if getattr(child, "sparse", False) and isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise NotImplementedError(
-                f"DistributedDataParallel: {name or 'the module'} makes sparse gradients, which are not reduced yet; "
-                "make the embedding with sparse=False"
-            )
+    for child in module.modules():
         if on_cpu and isinstance(child, torch.nn.SyncBatchNorm):
             raise ValueError("SyncBatchNorm layers only work with GPU modules")
 

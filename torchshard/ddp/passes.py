@@ -1,6 +1,7 @@
 """Forward passes, as seen from the backward: which ones it belongs to, and when it begins."""
 
 import dataclasses
+import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,14 @@ import torch
 from torchshard import _torch
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
+
+
+class Mode(enum.Enum):
+    """What a reducer's hooks do now."""
+
+    IDLE = enum.auto()  # no backward of ours runs
+    LOCAL = enum.auto()  # a backward that belongs to no_sync runs
+    SYNC = enum.auto()  # a backward runs whose gradients are reduced
 
 
 class ForwardPass:

@@ -14,13 +14,14 @@ from torchshard import _torch
 from torchshard.comm.probing import link_of
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
+from torchshard.ddp.engine import Engine
 from torchshard.ddp.explaining import Explaining
 from torchshard.ddp.joining import Joining
 from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
 
 
-class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistributedDataParallel):
+class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, TorchDistributedDataParallel):
     """Averages the gradients of a module over the ranks of a process group, while backward runs.
 
     A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks
@@ -70,21 +71,26 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        options.refuse_unfinished(locals())
+        options.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = options.choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         options.make_local(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
+        self.parameters_to_ignore.update(n for n, _ in delay_all_reduce_named_params or ())
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        options.check_parameters(self._module_parameters)
-        vars(self).update(vars(options.check_devices(self._module_parameters, device_ids, output_device)))
+        options.check_parameters(self._module_parameters, self._delay_all_reduce_params)
+        somewhere = self._module_parameters or self._delay_all_reduce_params
+        vars(self).update(vars(options.check_devices(somewhere, device_ids, output_device)))
         options.check_modules(module, on_cpu=self.device_type == "cpu")
         options.warn_check_reduction(check_reduction)
         self._policy = options.choose_buckets(bucket_cap_mb, bucket_cap_mb_list)
         self._chooses_buckets = bucket_cap_mb == "auto"
         self.forward_sync_buffers, sync_buffers = options.choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
-        self.module, self.dim, self.static_graph = module, dim, False
+        self.module, self.dim, self.static_graph, self.mixed_precision = module, dim, static_graph, mixed_precision
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy, self.lazy_bucket_allocation = batched_grad_copy, lazy_bucket_allocation
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._set_what_others_read()
@@ -92,19 +98,17 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
         if init_sync:
             self._make_ranks_equal(sync_buffers)
         self._build_reducer(verified=init_sync)
+        self._delay(param_to_hook_all_reduce)
+        self._warn_static_graph()
 
     def _set_what_others_read(self) -> None:
         """Attributes of torch's class that frameworks and torch's own tools look at."""
         self._use_python_reducer = False
-        self.mixed_precision = None
-        self.batched_grad_copy = self.lazy_bucket_allocation = self.skip_all_reduce_unused_params = False
         self.broadcast_bucket_size = 250 << 20
         self.bucket_bytes_cap = max(self._policy.caps, default=self._policy.cap)
         self.bucket_bytes_cap_list = list(self._policy.caps)
         self.bucket_bytes_cap_default = self._policy.first < self._policy.cap
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self._delay_all_reduce_params: list[torch.nn.Parameter] = []
-        self._delay_all_reduce_all_params = False
         self._comm_hooks: list[Any] = []
         self._looked_for_optimizers = False
 
@@ -116,6 +120,9 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
         settings = {
             "bucket sizes": "auto" if self._chooses_buckets else self._policy,
             "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "mixed_precision": self.mixed_precision,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "forward_sync_buffers": self.forward_sync_buffers,
         }
         lines = [f"argument {name}: {value}" for name, value in settings.items()]
@@ -131,17 +138,22 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
             for name, p in self.module.named_parameters()
             if p.requires_grad and name not in self.parameters_to_ignore
         ]
+        self._precision = self._choose_precision()
         self.reducer = ObservedReducer(
             named,
             self.process_group,
             self._policy,
             views_stay=self.gradient_as_bucket_view,
-            find_unused=self.find_unused_parameters,
+            usage=self._choose_usage(len(named)),
+            sparse=self._sparse_parameters(named),
+            reduce_dtype=self._precision.reduce_dtype if self._precision else None,
+            device=self.device,
             verified=verified,
         )
         if self._chooses_buckets:
             self.reducer.link = link_of(self.process_group, self.device)
         self._build_logger()
+        self._connect_precision()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
         self._on_end = weakref.finalize(self, self.reducer.remove_hooks)
         self._on_end.atexit = False
@@ -160,6 +172,9 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
             outer = active.enter(self.reducer)
             try:
                 output = self._call_module(*inputs, **kwargs)
+            except BaseException:
+                self._raise_precision()
+                raise
             finally:
                 active.leave(outer)
             self._after(output)
@@ -169,11 +184,13 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.reducer.exchange.agreement.raise_failure()
         if torch.is_grad_enabled():
-            self._refuse_optimizers_in_backward()
+            self._look_for_optimizers()
             self._begin_step()
         self._begin_round()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers(self._whose_buffers)
+        if self._precision:
+            inputs, kwargs = self._lower_precision(inputs, kwargs)
         if self.device_ids:
             moved = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]
             return moved[0][0], moved[1][0]
@@ -187,15 +204,18 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self.reducer.after_forward(output, self.require_backward_grad_sync)
+            if self._delayed:
+                self._delayed.after_forward(self.require_backward_grad_sync)
+        else:
+            self._raise_precision()
 
     def _call_module(self, *inputs: Any, **kwargs: Any) -> Any:
         """A frame of its own, for torch.compile to start at."""
         return self.module(*inputs, **kwargs)
 
-    def _refuse_optimizers_in_backward(self) -> None:
+    def _look_for_optimizers(self) -> None:
         if not self._looked_for_optimizers:
-            if any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
-                self._setup_in_backward_optimizers()
+            self._setup_in_backward_optimizers()
             self._looked_for_optimizers = True
 
     # ---------------------------------------------------------------------------------------------- pickle, copy
@@ -203,6 +223,10 @@ class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistribut
     def __getstate__(self) -> dict[str, Any]:
         """All but the process group, the reducer and the hooks; only a wrapper on the default group can be pickled."""
         self._check_default_group()
+        if self._delayed:
+            raise RuntimeError(
+                "DDP with delay_all_reduce_named_params cannot be pickled or copied: wrap the module anew"
+            )
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_on_end"):
             del state[name]

@@ -1,0 +1,243 @@
+"""Communication hooks: torch's own, unchanged, give what they give under torch's wrapper; what a hook may do."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from tests.models import mlp
+from tests.ranks import run_ranks
+
+
+class Several(nn.Module):
+    """Parameters large and small, so that there are several buckets at small caps."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.wide, self.scale = mlp(16), nn.Linear(16, 300), nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x):
+        return self.wide(self.body(x)) * self.scale
+
+
+def _power(**settings):
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5, **settings
+    )
+
+
+def _local():
+    return post_localSGD_hook.PostLocalSGDState(None, dist.new_group([dist.get_rank()]), start_localSGD_iter=3)
+
+
+HOOKS = {  # a state and a hook, and how far results may be apart
+    "allreduce": lambda: (None, default_hooks.allreduce_hook, 0.0),
+    "fp16": lambda: (None, default_hooks.fp16_compress_hook, 0.0),
+    "fp16 around allreduce": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 0.0),
+    "noop": lambda: (None, debugging_hooks.noop_hook, 0.0),
+    "power": lambda: (_power(), powerSGD_hook.powerSGD_hook, 1e-4),
+    "power, cold, without feedback": lambda: (
+        _power(use_error_feedback=False, warm_start=False),
+        powerSGD_hook.powerSGD_hook,
+        1e-4,
+    ),
+    "power in fp16": lambda: (_power(), default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), 1e-2),
+    "post-localSGD": lambda: (_local(), post_localSGD_hook.post_localSGD_hook, 0.0),
+}
+
+
+def _hooks(rank, world):
+    for name, make in HOOKS.items():
+        _compare(name, make, "fp16" in name, rank)  # some with bucket views
+
+
+def _compare(name, make, views, rank):
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module, settings = Several(), {"gradient_as_bucket_view": views}
+    models = [TorchDDP(copy.deepcopy(module), **settings), DistributedDataParallel(module, **settings)]
+    for model in models:
+        state, hook, tolerance = make()
+        model.register_comm_hook(state, hook)
+    for step in range(4):
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(step * 10 + rank))
+        for model in models:
+            model(x).square().mean().backward()
+        for (n, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            if tolerance is not None:
+                where = f"{name}, step {step}, {n}: "
+                torch.testing.assert_close(
+                    q.grad, p.grad, rtol=tolerance, atol=tolerance, msg=lambda m, where=where: where + m
+                )
+        for model in models:
+            model.zero_grad(set_to_none=step % 2 == 0)
+    if tolerance is None:  # gradients side by side in another order: another matrix, another approximation
+        assert all(q.grad is None or q.grad.isfinite().all() for q in models[1].parameters())
+
+
+def test_torchs_hooks():
+    run_ranks(2, _hooks)
+
+
+def _more_buckets(rank, world):
+    """Hooks whose results do not depend on what shares a bucket."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module = Several()
+    reference = TorchDDP(copy.deepcopy(module))
+    x = torch.randn(5, 16) * (1 + rank)
+    reference(x).square().mean().backward()
+    seen = []
+
+    def chained(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        assert isinstance(bucket, dist.GradBucket)
+        assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+        assert all(g.shape == p.shape for g, p in zip(bucket.gradients(), bucket.parameters(), strict=True))
+        seen.append((bucket.index(), bucket.is_last()))
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda f: f.value()[0] * 2).then(lambda f: f.value() / (2 * state))
+
+    for hook, state, tolerance in [
+        (chained, world, 1e-6),
+        (default_hooks.bf16_compress_hook, None, 2e-2),
+        (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), None, 2e-2),
+    ]:
+        model = DistributedDataParallel(copy.deepcopy(module), bucket_cap_mb=0.001)
+        model.register_comm_hook(state, hook)
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(q.grad, p.grad, rtol=tolerance, atol=tolerance)
+    count = len(model.reducer.plan)
+    assert count > 3
+    assert seen == [(0, True)] + [(k, k == count - 1) for _ in range(2) for k in range(count)]
+
+
+def test_futures_in_several_buckets():
+    run_ranks(2, _more_buckets)
+
+
+def _builtin_and_enum(rank, world):
+    from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module, x, grads = mlp(16), torch.randn(3, 16) + rank, []
+    for kind in (None, dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS, "enum"):
+        model = DistributedDataParallel(copy.deepcopy(module))
+        if kind == "enum":
+            register_ddp_comm_hook(DDPCommHookType.ALLREDUCE, model, dist.group.WORLD)
+        elif kind:
+            model._register_builtin_comm_hook(kind)
+        model(x).square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for other, tolerance in zip(grads[1:], (0, 1e-3, 0), strict=True):
+        torch.testing.assert_close(other, grads[0], rtol=tolerance, atol=tolerance)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+
+
+def test_builtin_hooks():
+    run_ranks(2, _builtin_and_enum)
+
+
+def _unused_and_accumulated(rank, world):
+    """With a hook too: parameters without gradients, no_sync, and gradients that are there already."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+    module.forward = lambda x, k: module[k](module[0](x))
+    models = [wrap(copy.deepcopy(module), find_unused_parameters=True) for wrap in (TorchDDP, DistributedDataParallel)]
+    for model in models:
+        model.module.forward = lambda x, k, m=model.module: m[k](m[0](x))
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    for step, k in enumerate((1, 1 + rank, 2, 1, 1)):
+        x = torch.randn(4, 8)
+        for model in models:
+            if step == 3:
+                with model.no_sync():
+                    model(x, k).square().mean().backward()
+            model(x, k).square().mean().backward()
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            assert (p.grad is None) == (q.grad is None), step
+            if p.grad is not None:
+                torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4)
+        if step % 2:
+            for model in models:
+                model.zero_grad()
+
+
+def test_hooks_with_unused_parameters():
+    run_ranks(2, _unused_and_accumulated)
+
+
+def _failing(rank, world):
+    """What a hook raises is raised by backward, and the wrapper goes on."""
+    from torchshard.ddp import DistributedDataParallel
+
+    model, fail = DistributedDataParallel(mlp(16)), ["at once"]
+
+    def hook(state, bucket):
+        if fail == ["at once"]:
+            raise ValueError("no such luck")
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+        def then(f):
+            if fail == ["later"]:
+                raise ValueError("no luck later")
+            return [f.value()] if fail == ["list"] else f.value()[0] / world
+
+        return 3 if fail == ["number"] else future.then(then)
+
+    model.register_comm_hook(None, hook)
+    x = torch.randn(2, 16)
+    for case, kind, text in [
+        ("at once", ValueError, "no such luck"),
+        ("later", RuntimeError, "ValueError: no luck later"),
+        ("list", TypeError, "must hold one tensor"),
+        ("number", RuntimeError, "callback must return a torch.futures.Future .* but got builtins.int"),
+    ]:
+        fail[0] = case
+        with pytest.raises(kind, match=text):
+            model(x).square().mean().backward()
+        fail[0] = ""
+        model.zero_grad()
+        model(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        model.register_comm_hook(None, hook)
+
+
+def test_hooks_that_raise():
+    run_ranks(2, _failing)
+
+
+def _bad_bucket(state, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
+
+
+def _bad_return(state, bucket: dist.GradBucket) -> int: ...
+
+
+@pytest.mark.parametrize("hook", [3, _bad_bucket, _bad_return])
+def test_what_is_no_hook(fake_group, hook):
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(mlp(8))
+    with pytest.raises((TypeError, ValueError)) as ours:
+        model.register_comm_hook(None, hook)
+    with pytest.raises(type(ours.value), match=re.escape(str(ours.value))):
+        TorchDDP._check_comm_hook(model, hook)

@@ -1,0 +1,93 @@
+"""What autograd calls when the gradient of a parameter is complete: one function for each parameter of a bucket."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchshard import _torch
+from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.passes import Mode
+
+if TYPE_CHECKING:
+    from torchshard.ddp.reducer import Reducer
+
+Hook = Callable[[torch.Tensor], object]
+
+
+def hooks_of(reducer: "Reducer", bucket: FlatBucket) -> dict[int, Hook]:
+    """The hooks of a bucket's members, as they have to be now."""
+    usage = reducer.usage
+    if usage.learning:
+        return {i: _counting(reducer, bucket, i) for i in bucket.members}
+    quiet = set() if reducer.is_attentive else bucket.quiet - usage.repeated.keys()
+    hooks: dict[int, Hook] = {}
+    for i in bucket.members:
+        hooks[i] = bucket.heard.append if i in quiet else _arriving(reducer, bucket, i, len(quiet))
+        if i in usage.repeated:
+            hooks[i] = _repeating(reducer, i, hooks[i])
+    return hooks
+
+
+def _arriving(reducer: "Reducer", bucket: FlatBucket, index: int, quiet: int) -> Hook:
+    """For a parameter whose gradient comes once in a backward.
+
+    Args:
+        reducer: whose parameter it is.
+        bucket: of the parameter.
+        index: its number.
+        quiet: how many others of the bucket only append themselves to `heard`, which is three times cheaper.
+    """
+    pending, take = bucket.pending, bucket.take
+    large, arrived = index in bucket.large, reducer.arrived
+
+    @_torch.skip_frame
+    def gradient_arrived(param: torch.Tensor) -> None:
+        if reducer.mode is not Mode.SYNC and not reducer.outside(index):
+            return
+        try:
+            pending.remove(index)
+        except KeyError:
+            reducer.again(bucket, index)
+            return
+        if arrived is not None:
+            arrived.append(index)
+        if large:
+            take(param, index)
+        if len(pending) <= quiet:
+            reducer.complete(bucket)
+
+    return gradient_arrived
+
+
+def _repeating(reducer: "Reducer", index: int, act: Hook) -> Hook:
+    """For a parameter whose gradient grows several times in each backward of a static graph: act on the last."""
+    repeated, left = reducer.usage.repeated, reducer.usage.left
+
+    @_torch.skip_frame
+    def gradient_grew(param: torch.Tensor) -> None:
+        if reducer.mode is not Mode.SYNC and not reducer.outside(index):
+            return
+        left[index] = left.get(index, repeated[index]) - 1
+        if left[index] <= 0:
+            act(param)
+
+    return gradient_grew
+
+
+def _counting(reducer: "Reducer", bucket: FlatBucket, index: int) -> Hook:
+    """For the first backward of a static graph: everything is reduced at its end, and the last use counts."""
+    uses, arrived = reducer.usage.uses, reducer.arrived
+
+    @_torch.skip_frame
+    def gradient_grew(_param: torch.Tensor) -> None:
+        if reducer.mode is not Mode.SYNC and not reducer.outside(index):
+            return
+        uses[index] = uses.get(index, 0) + 1
+        bucket.pending.discard(index)
+        if arrived is not None:
+            if uses[index] > 1:
+                arrived.remove(index)
+            arrived.append(index)
+
+    return gradient_grew

@@ -1,0 +1,174 @@
+"""The wrapper's settings of its reducer: which gradients come, who reduces them, who steps, who finishes."""
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from torchshard.ddp.delayed import Delayed
+from torchshard.ddp.gradbucket import GradBucket
+from torchshard.ddp.mixed import MixedPrecision
+from torchshard.ddp.observed import ObservedReducer
+from torchshard.ddp.optimizers import SteppingHook, has_own_optimizer
+from torchshard.ddp.sync import broadcast_coalesced
+from torchshard.ddp.usage import ChangingUsage, StaticUsage, Usage
+
+
+class Engine:
+    """Methods of torch's DistributedDataParallel that decide how its reducer works."""
+
+    reducer: ObservedReducer
+    module: torch.nn.Module
+    process_group: dist.ProcessGroup
+    static_graph: bool
+    find_unused_parameters: bool
+    skip_all_reduce_unused_params: bool
+    mixed_precision: Any
+    parameters_to_ignore: set[str]
+    _precision: MixedPrecision | None
+    _delayed: Delayed | None
+    _delay_all_reduce_params: list[torch.nn.Parameter]
+    _module_parameters: list[torch.nn.Parameter]
+    _comm_hooks: list[tuple[Callable[..., Any], object]]
+
+    # ------------------------------------------------------------------------------------------ gradients that come
+
+    def _choose_usage(self, count: int) -> Usage:
+        """Which of `count` parameters get a gradient, by the constructor's arguments."""
+        if self.static_graph:
+            return StaticUsage(count)
+        if self.find_unused_parameters:
+            return ChangingUsage(count, self.skip_all_reduce_unused_params)
+        return Usage(count)
+
+    def _sparse_parameters(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> list[str]:
+        """Names of those whose gradients are sparse: weights of embeddings that say so."""
+        kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+        weights = {id(m.weight) for m in self.module.modules() if isinstance(m, kinds) and m.sparse}
+        return [name for name, p in named if id(p) in weights]
+
+    def _set_static_graph(self) -> None:
+        """Take all backwards for alike, as the constructor's static_graph does; before the first one."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        self.reducer.use_static_graph()
+        self.static_graph = True
+        self._warn_static_graph()
+
+    def _warn_static_graph(self) -> None:
+        if self.static_graph and self.find_unused_parameters:
+            warnings.warn(
+                "DistributedDataParallel: find_unused_parameters=True is not needed with static_graph=True, which "
+                "finds unused parameters in the first backward and takes them for unused ever after",
+                stacklevel=3,
+            )
+
+    # ------------------------------------------------------------------------------------------ who reduces
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have a hook reduce each bucket of gradients; torch's documentation says how one is written.
+
+        The hook gets the state and a bucket with the methods of dist.GradBucket, undivided gradients in it, and
+        returns a future of the tensor that replaces them. Dividing by the number of ranks is up to the hook.
+        """
+        self._check_comm_hook(hook)
+        self.reducer.use_hook(hook, state)
+        self._comm_hooks.append((hook, state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register one of torch's two hooks that are written in C++; here their equals in Python."""
+        kinds: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+        builtin: dict[Any, Callable[..., Any]] = {
+            kinds.ALLREDUCE: default_hooks.allreduce_hook,
+            kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.reducer.use_hook(builtin[comm_hook_type], self.process_group)
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        """Raise torch's exceptions for what cannot be a hook. Which dtypes it uses is between it and its backend."""
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
+        signature, empty = inspect.signature(hook), inspect.Parameter.empty
+        bucket = GradBucket.__base__  # torch's
+        if signature.parameters["bucket"].annotation not in (empty, bucket):
+            raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+        if signature.return_annotation not in (empty, torch.futures.Future[torch.Tensor]):
+            raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+
+    # ------------------------------------------------------------------------------------------ precision
+
+    def _choose_precision(self) -> MixedPrecision | None:
+        if self.mixed_precision is None:
+            return None
+        return MixedPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
+
+    def _connect_precision(self) -> None:
+        """Full precision comes back when a backward is over; graphs with buckets of their own do not know dtypes."""
+        if self._precision:
+            self.reducer.at_end.append(self._precision.restore)
+            self.reducer.lending.refused = True
+
+    def _lower_precision(self, *inputs: Any) -> Any:
+        """Cast parameters and inputs for a forward."""
+        assert self._precision, "asked before"
+        self._precision.lower()
+        self.reducer.renew_leaves()
+        return self._precision.cast(inputs)
+
+    def _raise_precision(self) -> None:
+        if self._precision:
+            self._precision.restore()
+
+    # ------------------------------------------------------------------------------------------ delay
+
+    def _delay(self, trigger: torch.Tensor | None) -> None:
+        """See delay_all_reduce_named_params."""
+        delayed = self._delay_all_reduce_params
+        self._delayed = None
+        self._delay_all_reduce_all_params = bool(delayed) and not self.reducer.params
+        if delayed:
+            assert trigger is not None, "both or none, as was checked"
+            broadcast_coalesced([p.detach() for p in delayed], self.process_group)
+            self._delayed = Delayed(delayed, trigger, self.reducer.exchange)
+            weakref.finalize(self, self._delayed.remove).atexit = False
+
+    # ------------------------------------------------------------------------------------------ who steps
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """If parameters have optimizers of their own, step these as soon as their bucket is reduced."""
+        if any(map(has_own_optimizer, self._module_parameters)):
+            stepping = SteppingHook(self.process_group, self._module_parameters)
+            self.reducer.use_hook(stepping, None)
+            self.reducer.at_end.append(stepping.after_backward)
+            self.reducer.lending.refused = True  # a step needs the whole gradient
+
+    # ------------------------------------------------------------------------------------------ who finishes
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether the caller finishes each backward, by `finalize_backward`, and backward itself does not wait."""
+        return self.reducer.waits_for_user
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self.reducer.waits_for_user = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether a backward is over whose reduction the caller has to finish."""
+        return self.reducer.is_unfinished
+
+    def finalize_backward(self) -> None:
+        """Wait for the reduction of the last backward and set the gradients.
+
+        RuntimeError if require_manual_backward_finalization is False, or no backward waits for it.
+        """
+        if not self.require_manual_backward_finalization:
+            raise RuntimeError("finalize_backward() needs require_manual_backward_finalization, which is False")
+        self.reducer.finish()

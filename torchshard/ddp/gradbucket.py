@@ -1,0 +1,73 @@
+"""The bucket as communication hooks see it: what dist.GradBucket is to torch's reducer."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
+    """One full bucket, with the methods of dist.GradBucket; made by `make`, as torch's class has no constructor.
+
+    A subclass, so that hooks that ask for torch's class find it; nothing of torch's is behind it.
+    """
+
+    _index: int
+    _buffer: torch.Tensor
+    _views: Sequence[torch.Tensor]
+    _own: torch.Tensor
+    _parameters: list[torch.Tensor]
+    _last: bool
+
+    @classmethod
+    def make(
+        cls,
+        index: int,
+        buffer: torch.Tensor,
+        views: Sequence[torch.Tensor],
+        parameters: list[torch.Tensor],
+        last: bool,
+    ) -> "GradBucket":
+        """A bucket for a hook.
+
+        Args:
+            index: which bucket it is, in the order in which they are reduced.
+            buffer: all gradients, flat; or one sparse gradient.
+            views: the gradients in the buffer, in the shapes of the parameters.
+            parameters: theirs.
+            last: whether it is the last one of this backward.
+        """
+        made: GradBucket = cls.__new__(cls)
+        made._index, made._buffer, made._own, made._views = index, buffer, buffer, views
+        made._parameters, made._last = parameters, last
+        return made
+
+    def index(self) -> int:
+        """Which bucket it is; buckets are reduced in this order."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients in one flat tensor."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Put another tensor in place of the flat one, of the same length and maybe of another dtype."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Each parameter's part of the buffer, in the parameter's shape."""
+        if self._buffer is self._own or self._own.is_sparse:
+            return [*self._views]
+        begin = self._own.storage_offset()
+        return [
+            self._buffer.as_strided(v.shape, v.stride(), self._buffer.storage_offset() + v.storage_offset() - begin)
+            for v in self._views
+        ]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `gradients`."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether no other bucket will follow in this backward."""
+        return self._last

@@ -1,0 +1,61 @@
+"""The buckets of a layout: of which kind each one is."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchshard.buckets import Gradient
+from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.graphs import GraphBucket
+from torchshard.ddp.layouts import LaidBucket
+from torchshard.ddp.mixed import MixedBucket
+from torchshard.ddp.sparse import SparseBucket
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all buckets of a reducer have in common.
+
+    Attributes:
+        params: all parameters of the reducer.
+        views_stay, existing: as for FlatBucket.
+        sparse: numbers of the parameters whose gradients are sparse.
+        reduce_dtype: of the reduction of dense gradients, if it is another than the parameters'.
+    """
+
+    params: Sequence[torch.nn.Parameter]
+    views_stay: bool
+    existing: set[int]
+    sparse: frozenset[int] = frozenset()
+    reduce_dtype: torch.dtype | None = None
+
+    def gradient(self, index: int, name: str) -> Gradient:
+        """The gradient of one parameter, for the planner: what can share a bucket has equal kinds."""
+        p = self.params[index]
+        kind: tuple[str, ...] = (str(p.dtype).removeprefix("torch."), str(p.device))
+        if index in self.sparse:
+            kind = (*kind, f"sparse, of {name}")
+        return Gradient(index, name, p.numel() * p.element_size(), kind)
+
+    def make(self, layout: Iterable[LaidBucket], scale: float, never: Collection[int]) -> list[FlatBucket]:
+        """The buckets of a layout, in its order.
+
+        Args:
+            layout: which gradients go where.
+            scale: what gradients are multiplied with on their way in.
+            never: numbers of the parameters that are known to get no gradient.
+        """
+        made: list[FlatBucket] = []
+        for laid in layout:
+            members = {i: self.params[i] for i in laid.members}
+            common = scale, self.views_stay, self.existing, never
+            if laid.slots:
+                made.append(GraphBucket(laid.slots, laid.members, self.params, *common))
+            elif self.sparse and not self.sparse.isdisjoint(members):
+                made.append(SparseBucket(members, *common))
+            elif self.reduce_dtype is not None:
+                made.append(MixedBucket(members, scale, self.existing, never, self.reduce_dtype))
+            else:
+                made.append(FlatBucket(members, *common))
+        return made

@@ -1,0 +1,126 @@
+"""Parameters of lower precision in forward and backward, gradients reduced in a dtype of its own."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from torchshard import _torch
+from torchshard.ddp.flat import FlatBucket
+
+
+class MixedPrecision:
+    """Swaps the data of a module's parameters: low precision from a forward to the end of its backward.
+
+    Each parameter has its full data as `_fp_param`, and while it is low, what forward uses as `_mp_param`; the names
+    are torch's. Buffers are cast once, for good.
+
+    Args:
+        config: torch's, with param_dtype, reduce_dtype and buffer_dtype; None leaves something as it is.
+        module: whose parameters and buffers are cast.
+        ignored: names of those that are not.
+    """
+
+    def __init__(self, config: Any, module: torch.nn.Module, ignored: Collection[str]) -> None:
+        self.param_dtype: torch.dtype | None = config.param_dtype
+        self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
+        self._params = [p for n, p in module.named_parameters() if n not in ignored and p.is_floating_point()]
+        for p in self._params:
+            p._fp_param = p.data  # type: ignore[attr-defined]
+        if config.buffer_dtype is not None:
+            for name, buffer in module.named_buffers():
+                if name not in ignored and buffer.is_floating_point():
+                    buffer.data = buffer.to(config.buffer_dtype)
+
+    def lower(self) -> None:
+        """A forward begins. Gradients that are there are cast as well, as backward adds to them."""
+        if self.param_dtype is None:
+            return
+        with torch.no_grad():
+            for p in self._params:
+                if not _is_low(p):
+                    full = p.data
+                    p._fp_param, p._mp_param = full, full.to(self.param_dtype, copy=True)  # type: ignore[attr-defined]
+                    p.data = p._mp_param  # type: ignore[attr-defined]
+                    if p.grad is not None:
+                        p.grad.data = p.grad.to(self.param_dtype)
+
+    def cast(self, inputs: Any) -> Any:
+        """Inputs of a forward with their floating point tensors in the parameters' dtype."""
+        if self.param_dtype is None:
+            return inputs
+        leaves, nesting = _torch.leaves_of(inputs)
+        cast = [x.to(self.param_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
+        return _torch.tree_of(cast, nesting)
+
+    def restore(self) -> None:
+        """The backward is over, or the forward failed: full precision again."""
+        for p in self._params:
+            raise_precision(p)
+
+
+class MixedBucket(FlatBucket):
+    """A bucket in the dtype of the reduction; gradients are copied in from theirs and out to the full parameter's.
+
+    Args:
+        members, scale, existing, never: as for FlatBucket.
+        dtype: of the reduction.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[int, torch.Tensor],
+        scale: float,
+        existing: Collection[int],
+        never: Collection[int],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(members, scale, True, existing, never, small=0)
+        self._dtype = dtype
+
+    def take(self, param: torch.Tensor, index: int) -> None:
+        """Move the gradient of one parameter in, scaled; none counts as unused."""
+        with torch.no_grad():
+            if param.grad is None:
+                self._take_absent(index)
+            else:
+                torch.mul(param.grad, self.scale, out=self._places()[index])
+
+    def finish(self, used: Collection[int]) -> None:
+        """The sum is there: give it out in full precision. A gradient that was there keeps its identity."""
+        places = self._places()
+        for i, p in self.members.items():
+            if i in self._absent and i not in used:
+                continue
+            raise_precision(p)
+            result = torch.empty_like(p).copy_(places[i].detach()).detach()
+            if p.grad is None:
+                p.grad = result
+            else:
+                p.grad.data = result
+
+    def zeros(self) -> torch.Tensor:
+        """What a rank without gradients would contribute."""
+        return super().zeros().to(self._dtype)
+
+    def _split(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
+        return [part.view(p.shape) for part, p in zip(flat.split(self._numels()), self.members.values(), strict=True)]
+
+    def _numels(self) -> list[int]:
+        return [p.numel() for p in self.members.values()]
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(self._numel, dtype=self._dtype, device=like.device)
+
+
+def raise_precision(param: torch.Tensor) -> None:
+    """Give a parameter its full data back, if it has not, and its gradient the same dtype."""
+    if _is_low(param):
+        param.data = param._fp_param  # type: ignore[attr-defined]
+        param._mp_param = None  # type: ignore[attr-defined]
+        if param.grad is not None:
+            param.grad.data = param.grad.to(param.dtype)
+
+
+def _is_low(param: Any) -> bool:
+    return getattr(param, "_mp_param", None) is not None

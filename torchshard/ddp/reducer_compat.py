@@ -1,0 +1,112 @@
+"""What torch's algorithms, pipelining and tests read of torch's own reducer: thin, for their sake only."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.gradbucket import GradBucket
+from torchshard.ddp.passes import Mode
+from torchshard.ddp.reduction import Hooked, Sum
+from torchshard.ddp.usage import Usage
+
+Future = torch.futures.Future
+
+
+class ReducerCompatibility:
+    """Methods of torch's dist.Reducer, said with ours."""
+
+    group: dist.ProcessGroup
+    params: list[torch.nn.Parameter]
+    buckets: list[FlatBucket]
+    usage: Usage
+    reduction: Sum | Hooked
+    mode: Mode
+    post_backward: list[Any]
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def before_forward(self, sync: bool) -> None:
+        """The reducer's own."""
+        raise NotImplementedError
+
+    def after_forward(self, output: object, sync: bool) -> None:
+        """The reducer's own."""
+        raise NotImplementedError
+
+    def remove_hooks(self) -> None:
+        """The reducer's own."""
+        raise NotImplementedError
+
+    def prepare_for_forward(self) -> None:
+        """A forward begins whose gradients are to be reduced."""
+        self.before_forward(sync=True)
+
+    def prepare_for_backward(self, outputs: Iterable[torch.Tensor] | torch.Tensor) -> None:
+        """The next backward from these outputs is to be reduced, even if their forward ran under no_sync."""
+        self.after_forward([outputs] if isinstance(outputs, torch.Tensor) else list(outputs), sync=True)
+
+    def _check_reducer_finalized(self) -> None:
+        self.before_forward(sync=True)
+
+    def _rebuild_buckets(self) -> bool:
+        """False: buckets are laid out anew at the end of a backward, not before a forward."""
+        return False
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Nothing: a rank that has joined takes part in laying out by other means."""
+
+    def _autograd_hook(self, index: int) -> None:
+        """Nothing: each parameter's own hook reports it, of whatever dtype it is in forward."""
+
+    def _remove_autograd_hooks(self) -> None:
+        self.remove_hooks()
+
+    def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
+        """Wait for these futures too at the end of the next backward."""
+        self.post_backward.extend(futures)
+
+    # ------------------------------------------------------------------------------------------ reduction
+
+    def _run_comm_hook(self, bucket: GradBucket) -> "Future[Any]":
+        """What the registered hook, or else the sum over ranks, makes of this bucket."""
+        if isinstance(self.reduction, Hooked):
+            return self.reduction.ask(bucket)
+        return self._run_allreduce_hook(bucket)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> "Future[Any]":
+        """The sum over ranks, not divided."""
+        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
+        assert work is not None, "asynchronous collectives return their work"
+        future: Future[Any] = work.get_future()
+        return future
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        """The buckets as they are laid out now, holding zeros."""
+        found = []
+        for index, bucket in enumerate(self.buckets):
+            params = [bucket.members[i] for i in bucket.order]
+            flat = bucket.zeros()
+            pieces = flat.split([p.numel() for p in params]) if flat.dim() == 1 else [flat]
+            views = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
+            found.append(GradBucket.make(index, flat, views, params, index == len(self.buckets) - 1))
+        return found
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """For each parameter, 1 if some rank used it in the last backward, else 0."""
+        used = self.usage.anywhere
+        return torch.tensor([int(i in used) for i in range(len(self.params))], dtype=torch.int32)
+
+    # ------------------------------------------------------------------------------------------ settings
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Nothing: gradients of parameters that have stepped are dropped by those who step."""
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Nothing: gradients may come in any dtype."""
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether each backward so far had gradients for the same parameters."""
+        return self.usage.static

@@ -1,0 +1,135 @@
+"""How what a bucket holds is reduced over the ranks: summed by one collective, or by a hook of the user's."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.gradbucket import GradBucket
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+
+_FUTURE: Any = (torch.futures.Future, torch.futures.Future.__base__)
+_FROM_PYTHON = "\n\nAt:\n"
+"""What torch puts between the text of a Python exception raised in a callback and where that was."""
+
+
+class Sum:
+    """One all-reduce for each bucket. Gradients have been divided by the number of ranks on their way in.
+
+    Attributes:
+        scale: what gradients are multiplied with on their way in.
+        hooked: whether a hook of the user's decides about the result.
+    """
+
+    hooked = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.scale = group, 1.0 / group.size()
+
+    def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
+        """Begin to reduce a bucket that is full."""
+        bucket.work = dist.all_reduce(bucket.outgoing(), group=self._group, async_op=True)
+
+    def accept(self, bucket: FlatBucket) -> None:
+        """The bucket's work is done."""
+
+    def send(self, given: GradBucket) -> Any:
+        """Begin to reduce what is in no bucket of the reducer's; the work."""
+        return dist.all_reduce(given.buffer(), group=self._group, async_op=True)
+
+    def received(self, given: GradBucket, work: Any) -> torch.Tensor:
+        """What has become of it, once the work is done."""
+        return given.buffer()
+
+
+class Hooked:
+    """A communication hook reduces each bucket, and divides if it wants to; see register_comm_hook.
+
+    Args:
+        hook: called with the state and a GradBucket when a bucket is full; what the future that it returns will
+            hold replaces the contents of the bucket.
+        state: for the hook.
+    """
+
+    scale, hooked = 1.0, True
+
+    def __init__(self, hook: CommHook, state: object) -> None:
+        self._hook, self._state = hook, state
+
+    def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
+        """Begin to reduce a bucket that is full."""
+        with torch.no_grad():
+            params = [bucket.members[i] for i in bucket.order]
+            given = GradBucket.make(index, bucket.outgoing(), bucket.views(), params, last)
+            bucket.work = self.send(given)
+
+    def accept(self, bucket: FlatBucket) -> None:
+        """The bucket's work is done: take its result; raise what the hook's callbacks have raised."""
+        if bucket.work is not None:
+            bucket.receive(bucket.work.result())
+
+    def send(self, given: GradBucket) -> Any:
+        """As for Sum."""
+        return Answer(self.ask(given))
+
+    def received(self, given: GradBucket, work: Any) -> torch.Tensor:
+        """As for Sum."""
+        result: torch.Tensor = work.result()
+        return result
+
+    def ask(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
+        """What the hook returns for this bucket; RuntimeError if that is not a future."""
+        future: torch.futures.Future[torch.Tensor] = self._hook(self._state, bucket)
+        kind = type(future)
+        if not issubclass(kind, _FUTURE):
+            raise RuntimeError(
+                "DDP communication hook's callback must return a torch.futures.Future or torch._C.Future object, but "
+                f"got {kind.__module__}.{kind.__qualname__}"
+            )
+        return future
+
+
+class Answer:
+    """The promise of a communication hook, to be waited for as a collective is.
+
+    Args:
+        future: of the result.
+    """
+
+    def __init__(self, future: "torch.futures.Future[torch.Tensor]") -> None:
+        self._future, self._done = future, threading.Event()
+        future.add_done_callback(lambda _: self._done.set())
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return at once."""
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when there is a result, or an exception of the hook's own.
+
+        Raises RuntimeError if the time is over, or if a collective of the hook's failed.
+        """
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("a communication hook has not come to its result in time")
+        try:
+            self._future.wait()
+        except RuntimeError as error:
+            if _FROM_PYTHON not in str(error):
+                raise
+        return True
+
+    def result(self) -> torch.Tensor:
+        """What the hook gave; RuntimeError if one of its callbacks raised, TypeError if it is no tensor."""
+        result = self._future.wait()
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(
+                "the future that a communication hook returns must hold one tensor in the shape of the bucket's "
+                f"buffer, but holds {type(result).__qualname__}"
+            )
+        return result

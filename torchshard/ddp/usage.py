@@ -1,0 +1,99 @@
+"""Which parameters get a gradient in a backward: all, as many as come, or those of the first backward."""
+
+from collections.abc import Collection, Mapping
+
+from torchshard.ddp.exchange import Exchange
+
+
+class Usage:
+    """Every parameter gets a gradient, once in each backward; if one is missing, another backward has to bring it.
+
+    Attributes:
+        tolerant: a backward may end without some gradients.
+        attentive: no hook may be quiet.
+        learning: this backward only counts; everything is reduced at its end.
+        skips: a bucket without any gradient is not reduced; the user vouches that all ranks have the same ones.
+        uses: how often each gradient grew in the backward that counts.
+        repeated: those that grow more than once, with how often.
+        left: of these, in the backward that runs, how often they will still grow.
+        never: parameters that are known to get no gradient.
+        static: whether each backward so far had gradients for the same parameters.
+    """
+
+    tolerant = attentive = learning = skips = False
+    static = True
+
+    def __init__(self, count: int) -> None:
+        self.all = range(count)
+        self.uses: dict[int, int] = {}
+        self.repeated: Mapping[int, int] = {}
+        self.left: dict[int, int] = {}
+        self.never: frozenset[int] = frozenset()
+        self.anywhere: Collection[int] = self.all  # parameters used on some rank, as of the last backward
+
+    def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
+        """Parameters that got a gradient on some rank since the last reduction. All ranks call it at the same point.
+
+        Args:
+            absent: parameters without a gradient in this backward, here.
+            touched: parameters that got one under no_sync.
+            exchange: with the other ranks.
+        """
+        return self.anywhere
+
+    def too_often(self, index: int, name: str, rank: int) -> str | None:
+        """What to say when a gradient came that should not, if this policy knows better than the reducer."""
+        return None
+
+    def reset(self) -> None:
+        """Get ready for the next backward."""
+        self.left.clear()
+
+
+class ChangingUsage(Usage):
+    """find_unused_parameters: any parameter may have no gradient in any backward; ranks tell each other which had."""
+
+    tolerant = attentive = True
+
+    def __init__(self, count: int, skips: bool) -> None:
+        super().__init__(count)
+        self.skips = skips
+        self._absent: Collection[int] | None = None
+
+    def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
+        """As for Usage."""
+        self.static = self.static and self._absent in (None, absent)
+        self._absent = absent
+        self.anywhere = _used_anywhere(self.all, set(absent).difference(touched), exchange)
+        return self.anywhere
+
+
+class StaticUsage(Usage):
+    """static_graph: the first backward shows which gradients come and how often; the others are taken to be alike."""
+
+    tolerant = attentive = learning = True
+
+    def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
+        """As for Usage; the ranks talk once, at the end of the first backward."""
+        if self.learning:
+            self.anywhere = _used_anywhere(self.all, set(absent).difference(touched), exchange)
+            self.never = frozenset(absent)
+            self.repeated = {i: n for i, n in self.uses.items() if n > 1}
+            self.tolerant = self.attentive = self.learning = False
+        return self.anywhere
+
+    def too_often(self, index: int, name: str, rank: int) -> str | None:
+        """As for Usage; starts as torch's message does."""
+        if self.learning:
+            return None
+        known = f"got {self.uses.get(index, 0)} in the first backward and now more"
+        return (
+            "Your training graph has changed in this iteration, which static_graph=True rules out: on rank "
+            f"{rank} the gradient of the parameter at index {index} with name {name} {known}. Leave static_graph out; "
+            "find_unused_parameters=True is for parameters that are used now and then"
+        )
+
+
+def _used_anywhere(every: range, absent: Collection[int], exchange: Exchange) -> set[int]:
+    flags = exchange.largest([int(i not in absent) for i in every])
+    return {i for i, flag in enumerate(flags) if flag}
