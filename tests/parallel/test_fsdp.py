@@ -40,5 +40,11 @@ def test_training_and_sharded_state_dicts_equal_one_process(mesh):
     run_ranks(4, there_and_back, *MESHES[mesh], "ours", (10, 7))
 
 
-def test_parameters_of_torchs_class(tmp_path):
+@pytest.mark.full
+@pytest.mark.parametrize("library", ["ours", "torch"])
+def test_hybrid_sharding_over_tensor_parallelism(library):
+    run_ranks(8, there_and_back, (2, 2, 2), ("rep", "dp", "tp"), library, (10, 7 if library == "ours" else 6))
+
+
+def test_parameters_of_torchs_class():
     run_ranks(4, there_and_back, *MESHES["fsdp x tp"], "torch", (10, 6))
