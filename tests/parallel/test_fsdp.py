@@ -1,6 +1,7 @@
 """FSDP1 on tensor-parallel modules: training and state dicts against a plain model on one process."""
 
 import pytest
+import torch
 
 from tests.parallel import fsdp_cases as cases
 from tests.ranks import run_ranks
@@ -48,3 +49,62 @@ def test_hybrid_sharding_over_tensor_parallelism(library):
 
 def test_parameters_of_torchs_class():
     run_ranks(4, there_and_back, *MESHES["fsdp x tp"], "torch", (10, 6))
+
+
+def precision_frozen_summoned(rank, world):
+    """Half precision in forward, frozen parameters, and whole parameters for a while: as with torch's own classes."""
+    from contextlib import nullcontext
+
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    from torchshard import DTensor, init_device_mesh
+    from torchshard.parallel.fsdp import install
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = {}
+    for library in ("ours", "torch"):
+        with install() if library == "ours" else nullcontext():
+            model = cases.wrapped(cases.parallel(mesh, library, hidden=(10, 6)), mesh, mixed_precision=half)
+        optimizer = cases.adamw(model)
+        dtypes = set()
+        up = model[0].up  # FSDP hands unknown names on to the module inside
+        up.register_forward_pre_hook(lambda module, _, dtypes=dtypes: dtypes.add(module.weight.dtype))
+        cases.train(model, optimizer, **cases.place(mesh))
+        assert dtypes == {torch.bfloat16}
+        found[library] = {name: x.full_tensor() for name, x in cases.sharded(model, optimizer)[0].items()}
+    for name, value in found["ours"].items():
+        assert value.dtype is torch.float32, name
+        torch.testing.assert_close(value, found["torch"][name], rtol=1e-2, atol=1e-3)
+
+    plain, split = cases.plain(), cases.parallel(mesh)
+    for model in (plain, split):
+        for name in ("0.up.weight", "1.down.bias"):
+            model.get_parameter(name).requires_grad_(False)
+    with install():
+        model = cases.wrapped(split, mesh)
+    optimizer = cases.adamw(model)
+    cases.train(model, optimizer, **cases.place(mesh))
+    cases.trained(plain)
+    cases.assert_same(cases.sharded(model, optimizer)[0], {"state": {}}, plain, None)
+
+    for orig in (True, False):
+        with install():
+            model = cases.wrapped(cases.parallel(mesh), mesh, orig)
+        optimizer = cases.adamw(model)
+        want = cases.plain().state_dict()
+        with FullyShardedDataParallel.summon_full_params(model, writeback=True), torch.no_grad():
+            for name, x in model.named_parameters():
+                name = name.replace("_fsdp_wrapped_module.", "")
+                assert isinstance(x, DTensor) == ("up" in name or "down" in name), name
+                torch.testing.assert_close(cases.full(x), want[name])
+                x.mul_(2)
+        for name, x in cases.sharded(model, optimizer)[0].items():
+            torch.testing.assert_close(x.full_tensor(), 2 * want[name])
+        before = [id(p) for p in model.parameters()]
+        cases.trained(model, optimizer, **cases.place(mesh))
+        assert [id(p) for p in model.parameters()] == before
+
+
+def test_half_precision_frozen_and_summoned_parameters():
+    run_ranks(4, precision_frozen_summoned)

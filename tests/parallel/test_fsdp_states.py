@@ -105,7 +105,6 @@ def of_sharded_tensors(rank, world, folder):
             found = other.state_dict(), FullyShardedDataParallel.optim_state_dict(other, other_optimizer)
         cases.assert_same(*found, plain, plain_optimizer)
 
-
     # Flat parameters as they are: for torch, the ranks of FSDP must be those of the world.
     with install():
         one, two = [

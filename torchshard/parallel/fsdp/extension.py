@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.distributed.tensor as upstream
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard._torch import fsdp_extension_base, mark_flattened, untraced
@@ -84,8 +85,9 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
             )
         self._seen.add(id(tensor))
         self._axes |= set(layout.mesh.names)
-        part = x._local_tensor.detach().requires_grad_(tensor.requires_grad)
-        return part, Taken(layout, type(tensor))
+        # Of what is no Parameter FSDP makes one that requires a gradient, also of a frozen one.
+        part = nn.Parameter(x._local_tensor.detach(), requires_grad=tensor.requires_grad)
+        return part, Taken(layout, DTensor if x is tensor else upstream.DTensor)
 
     @untraced
     def post_unflatten_transform(self, tensor: Tensor, param_extension: Taken) -> Tensor:
