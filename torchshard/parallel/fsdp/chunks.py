@@ -59,7 +59,7 @@ def on_larger_mesh(sharding: Sharding, larger: BoundMesh) -> Sharding:
     if smaller is larger:
         return sharding
     axes = [larger.names.index(name) if name in larger.names else -1 for name in smaller.names]
-    if -1 in axes or larger.coordinate is None or _line(larger, axes) != list(smaller.ranks):
+    if -1 in axes or larger.coordinate is None or larger.line(axes) != list(smaller.ranks):
         raise ShardingError(
             "The mesh of a DTensor parameter is no part of the mesh that FSDP's was cut out of.",
             expected=f"a slice of the mesh {larger}, as by mesh[{larger.names[-1]!r}]",
@@ -71,15 +71,6 @@ def on_larger_mesh(sharding: Sharding, larger: BoundMesh) -> Sharding:
     for axis, placement in zip(axes, sharding.placements, strict=True):
         placements[axis] = placement
     return larger.sharding(placements, {dim: [axes[a] for a in order] for dim, order in sharding.order})
-
-
-def _line(mesh: BoundMesh, axes: list[int]) -> list[int]:
-    """The ranks that differ from this one on `axes` only, in the order of a mesh of these axes."""
-    assert mesh.coordinate is not None, "a rank outside of the mesh"
-    places = [list(mesh.coordinate)]
-    for axis in axes:
-        places = [[*p[:axis], k, *p[axis + 1 :]] for p in places for k in range(mesh.shape[axis])]
-    return [mesh.ranks[mesh.linear(p)] for p in places]
 
 
 def as_dtensor(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
@@ -212,7 +203,7 @@ def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup) -> T
         return inner
     mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
     held = {}
-    for rank in _line(mesh, list(axes)):
+    for rank in mesh.line(axes):
         place = mesh.coordinate_of(rank)
         assert place is not None, "a rank of the mesh that has no place there"
         held[rank] = layout.sharding.box(layout.shape, place)
