@@ -164,30 +164,32 @@ def other_part(x: Tensor, layout: TensorLayout, where: str = "") -> ShardingErro
     )
 
 
-def as_sharded_tensor(tensor: Tensor, world: int, devices: int, group: dist.ProcessGroup) -> Tensor:
+def as_sharded_tensor(
+    tensor: Tensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device | None
+) -> Tensor:
     """See DTensorExtensions.chunk_tensor."""
     if (x := as_ours(tensor)) is not None:
-        return _nested(x, world, devices, group)
+        return _nested(x, world, devices, group, device or tensor.device)
     if not _torch.is_sharded_tensor(tensor):
-        return _rows(tensor, world, devices, group)
+        return _rows(tensor, world, devices, group, device or tensor.device)
     (shard,) = tensor.local_shards()  # type: ignore[attr-defined]
-    inner = _rows(shard.tensor, world, devices, group)
-    return _torch.around(tensor, inner, shard.tensor.device.type, devices)
+    device = device or shard.tensor.device
+    return _torch.around(tensor, _rows(shard.tensor, world, devices, group, device), device.type, devices)
 
 
-def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup) -> Tensor:
+def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """torch's ShardedTensor of the rows of a tensor that every rank of `group` holds; a copy."""
     boxes, rank = [], dist.get_rank(group)
     for k in range(world):
         start, length = piece(x.shape[0], world, k)
         boxes.append(Box((start, *[0] * (x.ndim - 1)), (length, *x.shape[1:])))
     held = {dist.get_global_rank(group, k): box for k, box in enumerate(boxes) if box.numel}
-    mine = x.detach()[boxes[rank].slices].clone() if boxes[rank].numel else None
-    return _torch.sharded_tensor(mine, tuple(x.shape), x.dtype, held, x.device.type, devices, group)
+    mine = x.detach()[boxes[rank].slices].to(device, copy=True) if boxes[rank].numel else None
+    return _torch.sharded_tensor(mine, tuple(x.shape), x.dtype, held, device.type, devices, group)
 
 
-def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup) -> Tensor:
-    layout, inner = x._spec, None
+def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    layout = x._spec
     axes = tuple([a for a, p in enumerate(layout.placements) if p is not R])
     empty = next((box for box in layout.boxes() if not box.numel), None)
     if empty is not None:
@@ -198,7 +200,7 @@ def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup) -> T
             where=f"mesh {layout.mesh}, dims {list(layout.sharding.splits)}",
             fix="state dicts of DTensors: give FSDP device_mesh= instead of process_group=",
         )
-    inner = _rows(x._local_tensor, world, devices, group)
+    inner = _rows(x._local_tensor, world, devices, group, device)
     if not axes:
         return inner
     mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
@@ -207,8 +209,8 @@ def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup) -> T
         place = mesh.coordinate_of(rank)
         assert place is not None, "a rank of the mesh that has no place there"
         held[rank] = layout.sharding.box(layout.shape, place)
-    kind = x._local_tensor.device.type
-    return _torch.sharded_tensor(inner, layout.shape, layout.dtype, held, kind, devices, mesh.process_group(axes))
+    outer = mesh.process_group(axes)
+    return _torch.sharded_tensor(inner, layout.shape, layout.dtype, held, device.type, devices, outer)
 
 
 def innermost(tensor: Tensor) -> tuple[Tensor, list[Any]]:

@@ -114,9 +114,10 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
         """A tensor of a sharded state dict as torch's ShardedTensor: this rank's rows of `world_size` chunks.
 
         Of a DTensor, a ShardedTensor over the ranks of its own mesh that split it, whose one local shard is in turn the
-        ShardedTensor of the chunks of this rank's part. Of torch's ShardedTensor likewise.
+        ShardedTensor of the chunks of this rank's part. Of torch's ShardedTensor likewise. On `device`, by default
+        where the tensor is.
         """
-        return chunks.as_sharded_tensor(tensor, world_size, num_devices_per_node, pg)
+        return chunks.as_sharded_tensor(tensor, world_size, num_devices_per_node, pg, device)
 
     def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: DeviceMesh) -> Tensor:
         """A tensor of a sharded state dict as torch's DTensor on the mesh that `device_mesh` was cut out of.
