@@ -260,3 +260,19 @@ def refused(rank, world):
 
 def test_what_fsdp_cannot_do_right_is_refused():
     run_ranks(2, refused)
+
+
+def test_another_torch_is_refused_by_name(monkeypatch):
+    from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
+
+    from torchshard.parallel.fsdp import install
+
+    before = fully_sharded_data_parallel._init_extension
+    with monkeypatch.context() as patch:
+        patch.delattr(_init_utils, "FlatParamHandle")
+        with pytest.raises(RuntimeError, match="has no FlatParamHandle in FSDP"):
+            install()
+    assert fully_sharded_data_parallel._init_extension is before
+    with install():
+        assert fully_sharded_data_parallel._init_extension is not before
+    assert fully_sharded_data_parallel._init_extension is before

@@ -5,6 +5,7 @@ an extension takes DTensors apart before they are flattened, puts them together 
 them in sharded state dicts.
 """
 
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
         super().__init__()
         self.device_handle = device_handle
         self.compute_stream: Any = None
-        self._seen: set[int] = set()
+        self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._axes: set[str] = set()
 
     def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Taken | None]:
@@ -76,14 +77,14 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
                 where=f"axis {layout.mesh.names[layout.sharding.partial[0]]} of the mesh {layout.mesh}",
                 fix="redistribute it before FSDP is constructed",
             )
-        if id(tensor) in self._seen:
+        if (seen := self._seen.get(id(tensor))) is not None and seen() is tensor:
             raise ShardingError(
                 "FSDP1 flattens a DTensor parameter that a module holds under two names twice, which would untie it.",
                 expected="each DTensor parameter under one name",
                 got=f"a parameter seen before, {layout}",
                 fix="torchshard.parallel.fsdp.fully_shard, which keeps parameters tied",
             )
-        self._seen.add(id(tensor))
+        self._seen[id(tensor)] = weakref.ref(tensor)
         self._axes |= set(layout.mesh.names)
         # Of what is no Parameter FSDP makes one that requires a gradient, also of a frozen one.
         part = nn.Parameter(x._local_tensor.detach(), requires_grad=tensor.requires_grad)

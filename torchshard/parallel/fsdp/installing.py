@@ -32,12 +32,11 @@ class Installed:
     """An installation, until `remove()` or the end of its with-block; several may be there at once."""
 
     def __init__(self) -> None:
-        self._active = True
-        _installations.append(self)
-        if len(_installations) == 1:
+        if not _installations:
             for home, name, value in fsdp_names(_User()):
                 _replaced.append((home, name, getattr(home, name)))
                 setattr(home, name, value)
+        _installations.append(self)
 
     def remove(self) -> None:
         """Take it back; once. With the last one torch is as it was; FSDP modules made before go on working."""
