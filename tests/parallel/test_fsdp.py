@@ -109,3 +109,35 @@ def precision_frozen_summoned(rank, world):
 
 def test_half_precision_frozen_and_summoned_parameters():
     run_ranks(4, precision_frozen_summoned)
+
+
+def clipped(rank, world):
+    """clip_grad_norm_ finds the norm of one process, on every rank, and scales by it."""
+    import math
+
+    from torchshard import init_device_mesh
+    from torchshard.parallel.fsdp import install
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    at, batch = cases.place(mesh)["at"], torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    for library, orig in (("ours", True), ("ours", False), ("torch", True)):
+        hidden = (10, 7) if library == "ours" else (10, 6)
+        with install():
+            model = cases.wrapped(cases.parallel(mesh, library, hidden=hidden), mesh, orig)
+        plain = cases.plain(hidden=hidden)
+        ours, theirs = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, plain))
+        for norm_type, limit in ((2.0, 0.5), (1, 100.0), (math.inf, 0.01)):
+            plain(batch).square().mean().backward()
+            model(batch.chunk(2)[at]).square().mean().backward()
+            want = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
+            found = model.clip_grad_norm_(limit, norm_type)
+            torch.testing.assert_close(found, want, msg=lambda m, at=(library, orig, norm_type): f"{at}: {m}")
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        state = cases.sharded(model, ours)[0]
+        cases.assert_same(state, {"state": {}}, plain, None, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_clipped_by_the_norm_of_all():
+    run_ranks(4, clipped)

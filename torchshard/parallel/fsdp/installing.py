@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchshard._torch import fsdp_names
+from torchshard._torch import FSDPGradients, fsdp_names
 from torchshard.parallel.fsdp import states
+from torchshard.parallel.fsdp.clipping import clip_grad_norm_
 from torchshard.parallel.fsdp.extension import DTensorExtensions, is_ours
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
@@ -65,6 +66,9 @@ class _User:
 
     def made(self, parameters: Sequence[tuple[nn.Module, str, Any]]) -> None:
         states.hook_up(parameters)
+
+    def clip(self, gradients: FSDPGradients, max_norm: float, norm_type: float) -> Tensor:
+        return clip_grad_norm_(gradients, max_norm, norm_type)
 
     def outward(self, x: Tensor) -> Tensor:
         return to_torch(x) if isinstance(x, DTensor) else x
