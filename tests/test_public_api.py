@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 
 import torchshard
 from torchshard import parallel, state_dict
+from torchshard.parallel import fsdp
 
 
 def signature(function) -> str:
@@ -154,6 +155,26 @@ transpose(pattern)""",
     )
 
 
+def test_names_and_signatures_of_fsdp():
+    text = "\n".join(line for name in fsdp.__all__ for line in described(name, fsdp))
+    assert_expected_inline(
+        text,
+        """\
+class DTensorExtensions(FSDPExtensions)
+    __init__(self, device_handle=None)
+    all_gather_dtensor(self, tensor, parent_mesh)
+    chunk_dtensor(self, tensor, rank, device_mesh)
+    chunk_tensor(self, tensor, rank, world_size, num_devices_per_node, pg, device=None)
+    post_unflatten_transform(self, tensor, param_extension)
+    pre_flatten_transform(self, tensor)
+    pre_load_state_dict_transform(self, tensor)
+fully_shard(module, **options)
+install()
+load(state_dict, *, checkpoint_id=None, storage_reader=None, process_group=None)
+torch_parameters(module)""",
+    )
+
+
 def _homed(package):
     return {name for names in package._HOMES.values() for name in names.split()}
 
@@ -165,6 +186,7 @@ def test_every_public_name_is_listed_once_everywhere():
     assert set(names) == _homed(torchshard)
     assert set(parallel.__all__) == _homed(parallel) <= set(dir(parallel))
     assert set(state_dict.__all__) == _homed(state_dict) <= set(dir(state_dict))
+    assert set(fsdp.__all__) == _homed(fsdp) <= set(dir(fsdp))
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -10,7 +10,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -671,6 +673,9 @@ class FSDPUser(Protocol):
     def made(self, parameters: Sequence[tuple[torch.nn.Module, str, Any]]) -> None:
         """Told of a new flat parameter: owner, name there, and what was taken off, of each parameter in it."""
 
+    def clip(self, gradients: "FSDPGradients", max_norm: float, norm_type: float) -> Tensor:
+        """Scale gradients, some of which are parts of DTensors, to a norm; the norm before."""
+
     def outward(self, x: Tensor) -> Tensor:
         """A view of an optimizer state as state dicts hold it: of a class that torch knows."""
 
@@ -706,12 +711,56 @@ def fsdp_names(user: FSDPUser) -> list[tuple[Any, str, Any]]:
         init_extension(state, device_mesh)
         if device_mesh is None or state._fsdp_extension is not None:
             state._fsdp_extension = user.extension(state._device_handle)
+            vars(state)["clip_grad_norm_"] = partial(_clip_grad_norm_, weakref.ref(state), user)
         return state
 
     return [
         (fully_sharded_data_parallel, "_init_extension", init_our_extension),
         (_init_utils, "FlatParamHandle", _fsdp_handle(user)),
     ]
+
+
+@dataclass(frozen=True)
+class FSDPGradients:
+    """Gradients of an FSDP1 module after backward, on this rank.
+
+    Attributes:
+        pieces: what this rank has of the gradient of each parameter, flat, and what was taken off the parameter.
+        group: the ranks that FSDP splits over.
+        device: of the pieces.
+    """
+
+    pieces: list[tuple[Tensor, Any]]
+    group: dist.ProcessGroup
+    device: torch.device
+
+
+def _clip_grad_norm_(module: "weakref.ref[Any]", user: FSDPUser, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """FSDP1's clip_grad_norm_ (2.11-2.15): torch's, unless parameters are DTensors."""
+    root: Any = module()
+    handles = root._all_handles
+    if not any(taken is not None for handle in handles for taken in handle.flat_param._param_extensions):
+        return cast(Tensor, type(root).clip_grad_norm_(root, max_norm, norm_type))
+    if not root._is_root:
+        raise RuntimeError("clip_grad_norm_ is to be called on the outermost FSDP module")
+    pieces: list[tuple[Tensor, Any]] = []
+    flat_ones: set[int] = set()
+    for handle in handles:
+        flat = handle.flat_param
+        own = flat._params if handle._use_orig_params else [flat]
+        flat_ones.update(map(id, own))
+        if handle._use_orig_params:
+            grads = [p.grad for p in own]
+        elif flat.grad is None:
+            grads = []
+        else:
+            infos = [i if i.in_shard else None for i in flat._shard_param_infos]
+            grads = [i and flat.grad[i.offset_in_shard : i.offset_in_shard + i.numel_in_shard] for i in infos]
+        pieces += [pair for pair in zip(grads, flat._param_extensions, strict=False) if pair[0] is not None]
+    if any(id(p) not in flat_ones and p.grad is not None for p in root.parameters()):
+        raise NotImplementedError("clip_grad_norm_ where FSDP ignores some parameters and others are DTensors")
+    with torch.no_grad():
+        return user.clip(FSDPGradients(pieces, root.process_group, root.compute_device), max_norm, norm_type)
 
 
 class _AsItIs:

@@ -1,6 +1,7 @@
 """FSDP1 on tensor-parallel modules: training and state dicts against a plain model on one process."""
 
 import pytest
+import torch
 
 from tests.parallel import fsdp_cases as cases
 from tests.ranks import run_ranks
@@ -19,6 +20,7 @@ def there_and_back(rank, world, shape, names, library, hidden):
 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     ways = [(True, None), (False, None), (True, "SHARD_GRAD_OP" if "rep" not in names else "_HYBRID_SHARD_ZERO2")]
+    ways = ways if "tp" in names and library == "ours" else ways[:2]
     for orig, strategy in ways:
         plain, plain_optimizer = cases.trained(cases.plain(hidden=hidden))
         with install():
@@ -40,5 +42,102 @@ def test_training_and_sharded_state_dicts_equal_one_process(mesh):
     run_ranks(4, there_and_back, *MESHES[mesh], "ours", (10, 7))
 
 
-def test_parameters_of_torchs_class(tmp_path):
+@pytest.mark.full
+@pytest.mark.parametrize("library", ["ours", "torch"])
+def test_hybrid_sharding_over_tensor_parallelism(library):
+    run_ranks(8, there_and_back, (2, 2, 2), ("rep", "dp", "tp"), library, (10, 7 if library == "ours" else 6))
+
+
+def test_parameters_of_torchs_class():
     run_ranks(4, there_and_back, *MESHES["fsdp x tp"], "torch", (10, 6))
+
+
+def precision_frozen_summoned(rank, world):
+    """Half precision in forward, frozen parameters, and whole parameters for a while: as with torch's own classes."""
+    from contextlib import nullcontext
+
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    from torchshard import DTensor, init_device_mesh
+    from torchshard.parallel.fsdp import install
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = {}
+    for library in ("ours", "torch"):
+        with install() if library == "ours" else nullcontext():
+            model = cases.wrapped(cases.parallel(mesh, library, hidden=(10, 6)), mesh, mixed_precision=half)
+        optimizer = cases.adamw(model)
+        dtypes = set()
+        up = model[0].up  # FSDP hands unknown names on to the module inside
+        up.register_forward_pre_hook(lambda module, _, dtypes=dtypes: dtypes.add(module.weight.dtype))
+        cases.train(model, optimizer, **cases.place(mesh))
+        assert dtypes == {torch.bfloat16}
+        found[library] = {name: x.full_tensor() for name, x in cases.sharded(model, optimizer)[0].items()}
+    for name, value in found["ours"].items():
+        assert value.dtype is torch.float32, name
+        torch.testing.assert_close(value, found["torch"][name], rtol=1e-2, atol=1e-3)
+
+    plain, split = cases.plain(), cases.parallel(mesh)
+    for model in (plain, split):
+        for name in ("0.up.weight", "1.down.bias"):
+            model.get_parameter(name).requires_grad_(False)
+    with install():
+        model = cases.wrapped(split, mesh)
+    optimizer = cases.adamw(model)
+    cases.train(model, optimizer, **cases.place(mesh))
+    cases.trained(plain)
+    cases.assert_same(cases.sharded(model, optimizer)[0], {"state": {}}, plain, None)
+
+    for orig in (True, False):
+        with install():
+            model = cases.wrapped(cases.parallel(mesh), mesh, orig)
+        optimizer = cases.adamw(model)
+        want = cases.plain().state_dict()
+        with FullyShardedDataParallel.summon_full_params(model, writeback=True), torch.no_grad():
+            for name, x in model.named_parameters():
+                name = name.replace("_fsdp_wrapped_module.", "")
+                assert isinstance(x, DTensor) == ("up" in name or "down" in name), name
+                torch.testing.assert_close(cases.full(x), want[name])
+                x.mul_(2)
+        for name, x in cases.sharded(model, optimizer)[0].items():
+            torch.testing.assert_close(x.full_tensor(), 2 * want[name])
+        before = [id(p) for p in model.parameters()]
+        cases.trained(model, optimizer, **cases.place(mesh))
+        assert [id(p) for p in model.parameters()] == before
+
+
+def test_half_precision_frozen_and_summoned_parameters():
+    run_ranks(4, precision_frozen_summoned)
+
+
+def clipped(rank, world):
+    """clip_grad_norm_ finds the norm of one process, on every rank, and scales by it."""
+    import math
+
+    from torchshard import init_device_mesh
+    from torchshard.parallel.fsdp import install
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    at, batch = cases.place(mesh)["at"], torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    for library, orig in (("ours", True), ("ours", False), ("torch", True)):
+        hidden = (10, 7) if library == "ours" else (10, 6)
+        with install():
+            model = cases.wrapped(cases.parallel(mesh, library, hidden=hidden), mesh, orig)
+        plain = cases.plain(hidden=hidden)
+        ours, theirs = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, plain))
+        for norm_type, limit in ((2.0, 0.5), (1, 100.0), (math.inf, 0.01)):
+            plain(batch).square().mean().backward()
+            model(batch.chunk(2)[at]).square().mean().backward()
+            want = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
+            found = model.clip_grad_norm_(limit, norm_type)
+            torch.testing.assert_close(found, want, msg=lambda m, at=(library, orig, norm_type): f"{at}: {m}")
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        state = cases.sharded(model, ours)[0]
+        cases.assert_same(state, {"state": {}}, plain, None, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_clipped_by_the_norm_of_all():
+    run_ranks(4, clipped)

@@ -1,6 +1,8 @@
 """The six transforms on their own, what install() changes and gives back, and what messages say."""
 
 import gc
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -110,6 +112,24 @@ def sharded_tensors(rank, world):
             again = extension.chunk_tensor(whole_part, group.rank(), 2, 1, group)
             assert torch.equal(extension.pre_load_state_dict_transform(again)[1][0].tensor, rows)
             assert again.local_shards()[0].metadata.shard_offsets == outer.metadata.shard_offsets
+
+    class Device:
+        used: ClassVar = []
+
+        def current_stream(self):
+            return "current"
+
+        def stream(self, stream):
+            self.used.append(stream)
+            return nullcontext()
+
+    extension = DTensorExtensions(Device())
+    part, taken = extension.pre_flatten_transform(distribute_tensor(whole, mesh["t1"], [Shard(0)]))
+    extension.post_unflatten_transform(part, taken)
+    extension.compute_stream = "compute"
+    extension.post_unflatten_transform(part, taken)
+    assert Device.used == ["current", "compute"]
+    assert extension.post_unflatten_transform._torchdynamo_disable
     with pytest.raises(ShardingError, match="parts with elements on every rank"):
         extension.chunk_tensor(distribute_tensor(whole[:1], mesh["t1"], [Shard(0)]), group.rank(), 2, 1, group)
     with pytest.raises(ShardingError, match="A sharded state dict of ShardedTensors is expected"):
@@ -240,3 +260,19 @@ def refused(rank, world):
 
 def test_what_fsdp_cannot_do_right_is_refused():
     run_ranks(2, refused)
+
+
+def test_another_torch_is_refused_by_name(monkeypatch):
+    from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
+
+    from torchshard.parallel.fsdp import install
+
+    before = fully_sharded_data_parallel._init_extension
+    with monkeypatch.context() as patch:
+        patch.delattr(_init_utils, "FlatParamHandle")
+        with pytest.raises(RuntimeError, match="has no FlatParamHandle in FSDP"):
+            install()
+    assert fully_sharded_data_parallel._init_extension is before
+    with install():
+        assert fully_sharded_data_parallel._init_extension is not before
+    assert fully_sharded_data_parallel._init_extension is before

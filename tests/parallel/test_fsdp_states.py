@@ -64,7 +64,7 @@ def test_full_state_dicts():
 def of_sharded_tensors(rank, world, folder):
     """FSDP given a process group: sharded state dicts hold ShardedTensors, nested where a parameter is split."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     from torchshard import init_device_mesh
@@ -104,6 +104,22 @@ def of_sharded_tensors(rank, world, folder):
         with FullyShardedDataParallel.state_dict_type(other, *full_config()):
             found = other.state_dict(), FullyShardedDataParallel.optim_state_dict(other, other_optimizer)
         cases.assert_same(*found, plain, plain_optimizer)
+
+    # Flat parameters as they are: for torch, the ranks of FSDP must be those of the world.
+    with install():
+        one, two = [
+            FullyShardedDataParallel(cases.plain(seed), use_orig_params=False, device_id=torch.device("cpu"))
+            for seed in (0, 1)
+        ]
+    cases.trained(one, at=rank, of=world)
+    for kind in (StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        cases.trained(two, at=rank, of=world)
+        with FullyShardedDataParallel.state_dict_type(one, kind):
+            state = one.state_dict()
+        with FullyShardedDataParallel.state_dict_type(two, kind):
+            two.load_state_dict(state)
+        with FullyShardedDataParallel.state_dict_type(two, *full_config()):
+            cases.assert_same(two.state_dict(), {"state": {}}, plain, None)
 
 
 def test_state_dicts_of_sharded_tensors(tmp_path):

@@ -154,6 +154,8 @@ class Tied(nn.Module):
 
 
 def tied_uneven_hybrid(rank, world):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
     from torchshard import Replicate, init_device_mesh
     from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torchshard.parallel.fsdp import fully_shard, torch_parameters
@@ -187,6 +189,8 @@ def tied_uneven_hybrid(rank, world):
             torch_parameters(model)
         assert model.head.weight is model.tokens.weight
         found = steps(model, cases.adamw(model), **({} if how == "not FSDP" else cases.place(mesh)))
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert all(type(full[name]) is torch.Tensor and torch.equal(full[name], found[name]) for name in want), how
         for name, value in want.items():
             torch.testing.assert_close(found[name], value, msg=lambda m, at=(how, name): f"{at}: {m}")
 

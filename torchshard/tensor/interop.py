@@ -7,7 +7,7 @@ from torch import Tensor
 from torchshard._torch import waited
 from torchshard.tensor.autograd import over as ours_over
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.layout import ASSUMED, TensorLayout
+from torchshard.tensor.layout import ASSUMED, TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import check_assumed
 
@@ -39,7 +39,9 @@ def from_torch(x: Tensor) -> DTensor:
 
 
 def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:
-    """A DTensor of a class, ours or torch's, whose part on this rank is `part`; differentiable."""
+    """A DTensor of a class, ours or torch's, whose part on this rank is `part`, of its dtype; differentiable."""
+    if part.dtype is not layout.dtype:  # mixed precision, and states of optimizers
+        layout = layout_for(layout.sharding, layout.shape, layout.stride, part.dtype)
     if kind is DTensor:
         return ours_over(part, layout)
     if part.requires_grad:

@@ -2,6 +2,7 @@
 
 import uuid
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,14 @@ class BoundMesh(Mesh):
             group = self._groups[axes] = self._make_group(axes)
         return group
 
+    def line(self, axes: Sequence[int]) -> list[int]:
+        """The ranks that differ from this one on `axes` only, the first axis slowest."""
+        assert self.coordinate is not None, "a rank outside of the mesh communicates"
+        places = [list(self.coordinate)]
+        for axis in axes:
+            places = [[*p[:axis], k, *p[axis + 1 :]] for p in places for k in range(self.shape[axis])]
+        return [self.ranks[self.linear(p)] for p in places]
+
     def process_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         """torch's process group of the ranks of `group(axes)`."""
         self.group(axes)
@@ -56,11 +65,7 @@ class BoundMesh(Mesh):
         return self.group(tuple(range(self.ndim)))
 
     def _make_group(self, axes: tuple[int, ...]) -> Group:
-        assert self.coordinate is not None, "a rank outside of the mesh communicates"
-        places = [list(self.coordinate)]
-        for axis in axes:
-            places = [[*p[:axis], k, *p[axis + 1 :]] for p in places for k in range(self.shape[axis])]
-        ranks = [self.ranks[self.linear(p)] for p in places]
+        ranks = self.line(axes)
         if len(axes) == 1:
             process_group = self.device_mesh.get_group(axes[0])
         else:
@@ -69,7 +74,7 @@ class BoundMesh(Mesh):
         self._process_groups.append(process_group)
         members = dist.get_process_group_ranks(process_group)
         seats = tuple([members.index(rank) for rank in ranks])
-        position = places.index(list(self.coordinate))
+        position = ranks.index(self.ranks[self.linear(self.coordinate or ())])
         return Group(process_group.group_name, len(ranks), position, None if seats == tuple(sorted(seats)) else seats)
 
     def bridge(self, other: "BoundMesh") -> "Bridge":

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
-from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.redistribute import redistribute_local
@@ -88,20 +88,19 @@ class Placed:
     @classmethod
     def of(cls, x: Tensor) -> "Placed":
         """Of a DTensor of either class."""
-        return cls(_ours(x)._spec, type(x))
+        return cls(_ours(x)._spec, DTensor if isinstance(x, DTensor) else upstream.DTensor)
 
     def replicated(self, x: Tensor) -> "Placed":
         """For a plain tensor that is the same on all ranks of this mesh."""
         return Placed(layout_for(self.layout.mesh.replicated(), x.shape, x.stride(), x.dtype), self.kind)
 
     def lent(self, part: Tensor) -> Tensor:
-        """The DTensor of a part, through which gradients come back to it."""
-        layout = self.layout
-        return over(part, layout_for(layout.sharding, layout.shape, layout.stride, part.dtype), self.kind)
+        """The DTensor of a part, of its dtype, through which gradients come back to it."""
+        return over(part, self.layout, self.kind)
 
     def saved(self, part: Tensor) -> Tensor:
         """The DTensor of a part, with its memory and no history."""
-        return wrap(part.detach(), self.layout) if self.kind is DTensor else self.lent(part.detach())
+        return self.lent(part.detach())
 
     def loaded(self, x: Tensor) -> Tensor:
         """The part of what a state dict holds."""

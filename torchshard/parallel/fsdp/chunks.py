@@ -7,6 +7,7 @@ all of the larger mesh, as torch's extension has it: FSDP splits rows (dim 0), a
 from collections.abc import Collection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.tensor as upstream
 from torch import Tensor
@@ -42,7 +43,7 @@ def on_larger_mesh(sharding: Sharding, larger: BoundMesh) -> Sharding:
     if smaller is larger:
         return sharding
     axes = [larger.names.index(name) if name in larger.names else -1 for name in smaller.names]
-    if -1 in axes or larger.coordinate is None or _line(larger, axes) != list(smaller.ranks):
+    if -1 in axes or larger.coordinate is None or larger.line(axes) != list(smaller.ranks):
         raise ShardingError(
             "The mesh of a DTensor parameter is no part of the mesh that FSDP's was cut out of.",
             expected=f"a slice of the mesh {larger}, as by mesh[{larger.names[-1]!r}]",
@@ -54,15 +55,6 @@ def on_larger_mesh(sharding: Sharding, larger: BoundMesh) -> Sharding:
     for axis, placement in zip(axes, sharding.placements, strict=True):
         placements[axis] = placement
     return larger.sharding(placements, {dim: [axes[a] for a in order] for dim, order in sharding.order})
-
-
-def _line(mesh: BoundMesh, axes: list[int]) -> list[int]:
-    """The ranks that differ from this one on `axes` only, in the order of a mesh of these axes."""
-    assert mesh.coordinate is not None, "a rank outside of the mesh"
-    places = [list(mesh.coordinate)]
-    for axis in axes:
-        places = [[*p[:axis], k, *p[axis + 1 :]] for p in places for k in range(mesh.shape[axis])]
-    return [mesh.ranks[mesh.linear(p)] for p in places]
 
 
 def as_dtensor(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
@@ -156,30 +148,32 @@ def other_part(x: Tensor, layout: TensorLayout, where: str = "") -> ShardingErro
     )
 
 
-def as_sharded_tensor(tensor: Tensor, world: int, devices: int, group: dist.ProcessGroup) -> Tensor:
+def as_sharded_tensor(
+    tensor: Tensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device | None
+) -> Tensor:
     """See DTensorExtensions.chunk_tensor."""
     if (x := as_ours(tensor)) is not None:
-        return _nested(x, world, devices, group)
+        return _nested(x, world, devices, group, device or tensor.device)
     if not _torch.is_sharded_tensor(tensor):
-        return _rows(tensor, world, devices, group)
+        return _rows(tensor, world, devices, group, device or tensor.device)
     (shard,) = tensor.local_shards()  # type: ignore[attr-defined]
-    inner = _rows(shard.tensor, world, devices, group)
-    return _torch.around(tensor, inner, shard.tensor.device.type, devices)
+    device = device or shard.tensor.device
+    return _torch.around(tensor, _rows(shard.tensor, world, devices, group, device), device.type, devices)
 
 
-def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup) -> Tensor:
+def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """torch's ShardedTensor of the rows of a tensor that every rank of `group` holds; a copy."""
     boxes, rank = [], dist.get_rank(group)
     for k in range(world):
         start, length = piece(x.shape[0], world, k)
         boxes.append(Box((start, *[0] * (x.ndim - 1)), (length, *x.shape[1:])))
     held = {dist.get_global_rank(group, k): box for k, box in enumerate(boxes) if box.numel}
-    mine = x.detach()[boxes[rank].slices].clone() if boxes[rank].numel else None
-    return _torch.sharded_tensor(mine, tuple(x.shape), x.dtype, held, x.device.type, devices, group)
+    mine = x.detach()[boxes[rank].slices].to(device, copy=True) if boxes[rank].numel else None
+    return _torch.sharded_tensor(mine, tuple(x.shape), x.dtype, held, device.type, devices, group)
 
 
-def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup) -> Tensor:
-    layout, inner = x._spec, None
+def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    layout = x._spec
     axes = tuple([a for a, p in enumerate(layout.placements) if p is not R])
     empty = next((box for box in layout.boxes() if not box.numel), None)
     if empty is not None:
@@ -190,17 +184,17 @@ def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup) -> T
             where=f"mesh {layout.mesh}, dims {list(layout.sharding.splits)}",
             fix="state dicts of DTensors: give FSDP device_mesh= instead of process_group=",
         )
-    inner = _rows(x._local_tensor, world, devices, group)
+    inner = _rows(x._local_tensor, world, devices, group, device)
     if not axes:
         return inner
     mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
     held = {}
-    for rank in _line(mesh, list(axes)):
+    for rank in mesh.line(axes):
         place = mesh.coordinate_of(rank)
         assert place is not None, "a rank of the mesh that has no place there"
         held[rank] = layout.sharding.box(layout.shape, place)
-    kind = x._local_tensor.device.type
-    return _torch.sharded_tensor(inner, layout.shape, layout.dtype, held, kind, devices, mesh.process_group(axes))
+    outer = mesh.process_group(axes)
+    return _torch.sharded_tensor(inner, layout.shape, layout.dtype, held, device.type, devices, outer)
 
 
 def innermost(tensor: Tensor) -> tuple[Tensor, list[Any]]:

@@ -5,12 +5,13 @@ an extension takes DTensors apart before they are flattened, puts them together 
 them in sharded state dicts.
 """
 
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard._torch import fsdp_extension_base, mark_flattened, untraced
@@ -40,7 +41,7 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
         super().__init__()
         self.device_handle = device_handle
         self.compute_stream: Any = None
-        self._seen: set[int] = set()
+        self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._axes: set[str] = set()
 
     def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Placed | None]:
@@ -61,17 +62,18 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
                 where=f"axis {layout.mesh.names[layout.sharding.partial[0]]} of the mesh {layout.mesh}",
                 fix="redistribute it before FSDP is constructed",
             )
-        if id(tensor) in self._seen:
+        if (seen := self._seen.get(id(tensor))) is not None and seen() is tensor:
             raise ShardingError(
                 "FSDP1 flattens a DTensor parameter that a module holds under two names twice, which would untie it.",
                 expected="each DTensor parameter under one name",
                 got=f"a parameter seen before, {layout}",
                 fix="torchshard.parallel.fsdp.fully_shard, which keeps parameters tied",
             )
-        self._seen.add(id(tensor))
+        self._seen[id(tensor)] = weakref.ref(tensor)
         self._axes |= set(layout.mesh.names)
-        part = x._local_tensor.detach().requires_grad_(tensor.requires_grad)
-        return part, Placed(layout, type(tensor))
+        # Of what is no Parameter FSDP makes one that requires a gradient, also of a frozen one.
+        part = nn.Parameter(x._local_tensor.detach(), requires_grad=tensor.requires_grad)
+        return part, Placed.of(tensor)
 
     @untraced
     def post_unflatten_transform(self, tensor: Tensor, param_extension: Placed) -> Tensor:
@@ -98,9 +100,10 @@ class DTensorExtensions(fsdp_extension_base()):  # type: ignore[misc]
         """A tensor of a sharded state dict as torch's ShardedTensor: this rank's rows of `world_size` chunks.
 
         Of a DTensor, a ShardedTensor over the ranks of its own mesh that split it, whose one local shard is in turn the
-        ShardedTensor of the chunks of this rank's part. Of torch's ShardedTensor likewise.
+        ShardedTensor of the chunks of this rank's part. Of torch's ShardedTensor likewise. On `device`, by default
+        where the tensor is.
         """
-        return chunks.as_sharded_tensor(tensor, world_size, num_devices_per_node, pg)
+        return chunks.as_sharded_tensor(tensor, world_size, num_devices_per_node, pg, device)
 
     def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: DeviceMesh) -> Tensor:
         """A tensor of a sharded state dict as torch's DTensor on the mesh that `device_mesh` was cut out of.

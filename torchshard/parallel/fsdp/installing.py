@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchshard._torch import fsdp_names
+from torchshard._torch import FSDPGradients, fsdp_names
 from torchshard.parallel.fsdp import states
+from torchshard.parallel.fsdp.clipping import clip_grad_norm_
 from torchshard.parallel.fsdp.extension import DTensorExtensions, is_ours
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
@@ -32,12 +33,11 @@ class Installed:
     """An installation, until `remove()` or the end of its with-block; several may be there at once."""
 
     def __init__(self) -> None:
-        self._active = True
-        _installations.append(self)
-        if len(_installations) == 1:
+        if not _installations:
             for home, name, value in fsdp_names(_User()):
                 _replaced.append((home, name, getattr(home, name)))
                 setattr(home, name, value)
+        _installations.append(self)
 
     def remove(self) -> None:
         """Take it back; once. With the last one torch is as it was; FSDP modules made before go on working."""
@@ -66,6 +66,9 @@ class _User:
 
     def made(self, parameters: Sequence[tuple[nn.Module, str, Any]]) -> None:
         states.hook_up(parameters)
+
+    def clip(self, gradients: FSDPGradients, max_norm: float, norm_type: float) -> Tensor:
+        return clip_grad_norm_(gradients, max_norm, norm_type)
 
     def outward(self, x: Tensor) -> Tensor:
         return to_torch(x) if isinstance(x, DTensor) else x

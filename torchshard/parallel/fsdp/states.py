@@ -25,14 +25,13 @@ def hook_up(parameters: Parameters) -> None:
         if taken is not None:
             owners.setdefault(module, {})[name] = taken
     for module, held in owners.items():
-        module.register_state_dict_post_hook(partial(_saved))
+        module.register_state_dict_post_hook(partial(_saved, held=held))
         module.register_load_state_dict_pre_hook(partial(_loaded, held=held))
 
 
-def _saved(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, _parameter in module.named_parameters(recurse=False):
-        value = state.get(prefix + name)
-        if isinstance(value, DTensor):
+def _saved(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, held: dict[str, Placed]) -> None:
+    for name in held:
+        if isinstance(value := state.get(prefix + name), DTensor):
             state[prefix + name] = to_torch(value)
 
 
