@@ -32,7 +32,7 @@ class Job:
         goals: memory for what it shall hold; written by `carry`.
         device: where messages lie while they travel.
         problem: what is wrong with it on this rank; then nothing is moved anywhere.
-        group: a process group of all ranks concerned, where there is one.
+        group: a process group that may be of all ranks concerned.
         moves: whether a rank lacks something.
     """
 
