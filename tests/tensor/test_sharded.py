@@ -253,23 +253,50 @@ def _saving(rank, world):
     return files
 
 
-def _everything(rank, world):
+def _checkpointing(rank, world, folder):
+    """torch.distributed.checkpoint: saved in parts of two kinds, loaded in others; asynchronously too; torch's own."""
+    import torch.distributed.checkpoint as dcp
+
+    torch, ShardedTensor, factories, specs = _imports()
+    grid = specs.GridShardingSpec((2, 2), [f"rank:{r}/cpu" for r in (3, 1, 2, 0)])
+    whole = torch.arange(35.0).view(5, 7)
+    for k, spec in enumerate((_chunk(specs), grid)):
+        saved = {"w": _made_from(whole, spec, ShardedTensor)}
+        path = f"{folder}/{k}"
+        if k:
+            dcp.async_save(saved, checkpoint_id=path).result()
+        else:
+            dcp.save(saved, checkpoint_id=path)
+        for other in (_chunk(specs, 1), grid):
+            loaded = {"w": factories.zeros(other, 5, 7)}
+            dcp.load(loaded, checkpoint_id=path)
+            got = _gathered(loaded["w"], torch, rank)
+            assert rank or torch.equal(got, whole)
+        theirs = {"w": factories.zeros(_chunk(specs), 5, 7).to_torch()}
+        dcp.load(theirs, checkpoint_id=path)
+        got = _gathered(ShardedTensor.from_torch(theirs["w"]), torch, rank)
+        assert rank or torch.equal(got, whole)
+    return True
+
+
+def _everything(rank, world, folder):
     return {
         "making": _making(rank, world),
         "moving": _moving(rank, world),
         "computing": _computing(rank, world),
         "saving": _saving(rank, world),
+        "checkpointing": _checkpointing(rank, world, folder),
         "faults": _faults(rank, world),
     }
 
 
 @pytest.fixture(scope="module")
-def done():
-    return run_ranks(4, _everything, timeout=100)
+def done(tmp_path_factory):
+    return run_ranks(4, _everything, str(tmp_path_factory.mktemp("checkpoints")), timeout=150)
 
 
 def test_all_ranks_agree_that_all_is_right(done):
-    assert all(answer[what] for answer in done for what in ("making", "moving", "computing", "saving"))
+    assert all(answer[what] for answer in done for what in ("making", "moving", "computing", "saving", "checkpointing"))
 
 
 @pytest.mark.parametrize(

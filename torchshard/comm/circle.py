@@ -55,14 +55,15 @@ def circle_of(ranks: tuple[int, ...], device: torch.device, group: dist.ProcessG
     Args:
         ranks: global ranks.
         device: what is sent lies on devices of this type.
-        group: a process group of exactly these ranks, where there is one; else one is made when first needed.
+        group: a process group to use if it is of exactly these ranks; else one is made when first needed.
     """
     if _known.world is not dist.group.WORLD:
         _known.world = dist.group.WORLD
         _known.circles.clear()
     found = _known.circles.get((ranks, device.type))
     if found is None:
-        group = group if group is not None else _group_of(ranks, device)
+        if group is None or sorted(dist.get_process_group_ranks(group)) != list(ranks):
+            group = _group_of(ranks, device)
         made = Circle(ranks, dist.get_rank(), group, Agreement(group, device, "state dicts"))
         found = _known.circles[ranks, device.type] = made
     return found

@@ -6,6 +6,8 @@ small parts for one rank travel together.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,12 +21,28 @@ LARGE = 64 * 1024
 _ALIGNED = 16
 _TAG = 0x7453
 _GLANCE = 0.5
+_WHAT = "parts of tensors"
 
 Views = Mapping[int, Sequence[Tensor]]
 
 
-def transfer(out: Views, into: Views, device: torch.device, circle: Circle) -> None:
-    """Send and receive; return when all is here and all has gone.
+@dataclass(slots=True)
+class Transfer:
+    """Messages under way; made by `start`.
+
+    Attributes:
+        works: of the messages.
+        after: brings what has landed elsewhere to where it belongs.
+        staged: bytes of memory that exist for the journey only.
+    """
+
+    works: Sequence[dist.Work]
+    after: Sequence[Callable[[], object]]
+    staged: int
+
+
+def start(out: Views, into: Views, device: torch.device, circle: Circle) -> Transfer:
+    """Send and receive, without waiting.
 
     Args:
         out: rank -> the parts for it.
@@ -37,20 +55,32 @@ def transfer(out: Views, into: Views, device: torch.device, circle: Circle) -> N
     """
     works: list[dist.P2POp] = []
     after: list[Callable[[], object]] = []
+    staged = 0
     for peer, views in into.items():
-        messages, finish = _incoming(views, device)
+        messages, finish, extra = _incoming(views, device)
         after += finish
+        staged += extra
         works += [dist.P2POp(dist.irecv, m, peer, circle.group, _TAG) for m in messages]
     for peer, views in out.items():
-        works += [dist.P2POp(dist.isend, m, peer, circle.group, _TAG) for m in _outgoing(views, device)]
-    if works:
-        try:
-            started = dist.batch_isend_irecv(works)
-        except RuntimeError as error:  # a connection that is known to be broken
-            circle.agreement.blame("a part of a tensor", error)
-        _wait(started, device, circle)
-    for finish_one in after:
-        finish_one()
+        messages, extra = _outgoing(views, device)
+        staged += extra
+        works += [dist.P2POp(dist.isend, m, peer, circle.group, _TAG) for m in messages]
+    try:
+        return Transfer(dist.batch_isend_irecv(works) if works else [], after, staged)
+    except RuntimeError as error:  # a connection that is known to be broken
+        circle.agreement.blame(_WHAT, error)
+
+
+def finish(transfers: Sequence[Transfer], device: torch.device, circle: Circle) -> None:
+    """Return when all of it is where it belongs.
+
+    Raises:
+        RankMismatchError: a rank is lost; names it.
+    """
+    _wait([work for transfer in transfers for work in transfer.works], device, circle)
+    for transfer in transfers:
+        for last in transfer.after:
+            last()
 
 
 def _wait(works: Sequence[dist.Work], device: torch.device, circle: Circle) -> None:
@@ -76,40 +106,47 @@ def _wait(works: Sequence[dist.Work], device: torch.device, circle: Circle) -> N
 
     threading.Thread(target=wait, daemon=True, name="torchshard transfer").start()
     while not done.wait(_GLANCE):
-        circle.agreement.check(circle.exchanges, "parts of tensors")
+        circle.agreement.check(circle.exchanges, _WHAT)
     if failed:
-        circle.agreement.check(circle.exchanges, "parts of tensors")
-        circle.agreement.blame("parts of tensors", failed[0])
+        circle.agreement.check(circle.exchanges, _WHAT)
+        circle.agreement.blame(_WHAT, failed[0])
 
 
-def _outgoing(views: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _outgoing(views: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], int]:
+    """Messages, and how many of their bytes are copies."""
     small = [view for view in views if view.nbytes < LARGE]
-    messages = [_bytes(_dense(view, device)) for view in views if view.nbytes >= LARGE]
+    large = [view for view in views if view.nbytes >= LARGE]
+    dense = [_dense(view, device) for view in large]
+    staged = sum(d.nbytes for d, view in zip(dense, large, strict=True) if d.data_ptr() != view.data_ptr())
+    messages = [_bytes(d) for d in dense]
     if small:
         packed, places = _room(small, device)
         for view, place in zip(small, places, strict=True):
             place.copy_(view)
         messages.append(packed)
-    return messages
+        staged += packed.nbytes
+    return messages, staged
 
 
-def _incoming(views: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], list[Callable[[], object]]]:
-    """Messages to receive into, and what brings their contents to the views that are no message themselves."""
+def _incoming(views: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], list[Callable[[], object]], int]:
+    """Messages to receive into; what brings their contents to where they belong; how many bytes need that."""
     small = [view for view in views if view.nbytes < LARGE]
     messages: list[Tensor] = []
-    finish: list[Callable[[], object]] = []
+    landed: list[tuple[Tensor, Tensor]] = []
     for view in views:
         if view.nbytes >= LARGE:
             direct = view.is_contiguous() and view.device.type == device.type
             landing = view if direct else torch.empty(view.shape, dtype=view.dtype, device=device)
             messages.append(_bytes(landing))
             if not direct:
-                finish.append(lambda view=view, landing=landing: view.copy_(landing))  # type: ignore[misc]
+                landed.append((view, landing))
+    staged = sum(landing.nbytes for _, landing in landed)
     if small:
         packed, places = _room(small, device)
         messages.append(packed)
-        finish += [lambda v=v, place=place: v.copy_(place) for v, place in zip(small, places, strict=True)]  # type: ignore[misc]
-    return messages, finish
+        landed += zip(small, places, strict=True)
+        staged += packed.nbytes
+    return messages, [partial(view.copy_, landing) for view, landing in landed], staged
 
 
 def _room(views: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:

@@ -171,6 +171,8 @@ def to_sharded_tensor(
         RankMismatchError: ranks do not convert the same, or one is lost.
     """
 
+    cuts: dict[Any, Any] = {}  # one spec for all tensors that are cut alike
+
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
         if form.holding is None and not form.shape:
             return None
@@ -180,7 +182,8 @@ def to_sharded_tensor(
             return _as_it_is(form)
         group = process_group or _group_of(form)
         ranks = tuple(dist.get_process_group_ranks(group))
-        cut = specs.chunks(dim or 0, ranks, form.device) if spec is None else spec
+        key = ranks, form.device
+        cut = spec or cuts.get(key) or cuts.setdefault(key, specs.chunks(dim or 0, ranks, form.device))
         return InParts(cut, ranks, group)
 
     return convert(sd, decide, reduce_partial=reduce_partial)

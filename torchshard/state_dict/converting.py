@@ -14,6 +14,7 @@ from torchshard.state_dict.forms import Form, Memory, form_of
 from torchshard.state_dict.targets import Target
 from torchshard.state_dict.trees import identity, leaves, with_leaves
 from torchshard.tensor.carrying import Job, carry
+from torchshard.tensor.redistribute import check_assumed
 
 Decide = Callable[[str, Tensor, Form], "Target | None"]
 """What the tensor at a path shall become; None where it stays as it is."""
@@ -82,6 +83,8 @@ def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[J
     job = Job(
         path, f"{form.text}, to {target.text}", form.dtype, held, goal, parts, [], device, form.problem, form.group
     )
+    if not job.moves and form.unchecked is not None and form.parts:
+        check_assumed(form.parts[0][1], form.unchecked)  # else the ranks compare what they move
     if not job.moves and job.problem is None and all(box in own or not box.numel for box in boxes):
         return _Made(form, target, [own[box].detach() if box in own else target.room(form, box) for box in boxes])
     job.goals = [(box, target.room(form, box)) for box in boxes]

@@ -17,7 +17,7 @@ from torchshard.layout.holding import Holding
 from torchshard.layout.layout import Sharding
 from torchshard.layout.strided import strided_intervals
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.layout import from_torch
+from torchshard.tensor.layout import ASSUMED, TensorLayout, from_torch
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import redistribute_local
 from torchshard.tensor.sharded import moving
@@ -40,6 +40,7 @@ class Form:
         sharding: where it lives on a mesh.
         group: a process group of all that hold it, where there is one.
         problem: what is wrong with this rank's parts.
+        unchecked: a layout of which from_local has taken for granted that all parts are equal.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +54,7 @@ class Form:
     sharding: Sharding | None = None
     group: dist.ProcessGroup | None = None
     problem: ShardingError | None = None
+    unchecked: TensorLayout | None = None
 
 
 Memory = dict[Any, Holding]
@@ -100,7 +102,9 @@ def _of_dtensor(x: DTensor, reduce_partial: bool, memory: Memory) -> Form:
         layout = layout.to(layout.sharding.without_partial())
         local = redistribute_local(x.to_local().detach(), x._spec, layout)
         return _on_mesh(x, layout.sharding, local, memory)
-    return _on_mesh(x, layout.sharding, x.to_local().detach(), memory)
+    form = _on_mesh(x, layout.sharding, x.to_local().detach(), memory)
+    form.unchecked = layout if layout.marks & ASSUMED else None
+    return form
 
 
 def _on_mesh(x: Any, sharding: Sharding, local: Tensor, memory: Memory) -> Form:

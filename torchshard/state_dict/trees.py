@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed.tensor as upstream
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
@@ -52,6 +52,6 @@ def identity(x: Tensor) -> Any:
         return "ShardedTensor", tuple(x.shape), *[identity(shard.tensor) for shard in x.local_shards()]
     if isinstance(x, upstream.DTensor):
         return "upstream", x.device_mesh, x.placements, tuple(x.shape), identity(x.to_local())
-    if type(x).__module__.startswith("torch.distributed") or not x.nbytes or x.is_meta:
+    if type(x) not in (Tensor, nn.Parameter) or not x.nbytes or x.is_meta:
         return id(x)
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype

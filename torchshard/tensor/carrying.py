@@ -1,5 +1,6 @@
 """Tensors taken from one holding to another: the copies that layout/holding.py plans, many tensors in one exchange."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -9,13 +10,19 @@ from torch import Tensor
 
 from torchshard._torch import untraced
 from torchshard.comm.circle import Circle, circle_of, forget
-from torchshard.comm.transfers import transfer
+from torchshard.comm.transfers import Transfer, finish, start
 from torchshard.errors import RankMismatchError, ShardingError, TorchshardError
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding, lacking, receives, sends
 
-AT_ONCE = 32 * 2**20
-"""Bytes of the largest parts of the tensors that are exchanged together; a larger tensor goes alone."""
+AT_ONCE = 16 * 2**20
+"""Bytes of the largest parts of the tensors of a batch, a larger tensor being one alone.
+
+What exists for the journey only takes no more than that, or than the largest tensor.
+"""
+
+MOST = 64
+"""Batches that are under way at once."""
 
 
 @dataclass(slots=True)
@@ -32,7 +39,7 @@ class Job:
         goals: memory for what it shall hold; written by `carry`.
         device: where messages lie while they travel.
         problem: what is wrong with it on this rank; then nothing is moved anywhere.
-        group: a process group of all ranks concerned, where there is one.
+        group: a process group that may be of all ranks concerned.
         moves: whether a rank lacks something.
     """
 
@@ -95,8 +102,7 @@ def _carry(jobs: Sequence[Job], ranks: tuple[int, ...], problem: TorchshardError
     try:
         circle.agree("\n".join(lines))
         if problem is None:
-            for batch in batches(jobs):
-                _exchange(batch, circle)
+            _exchange(jobs, circle)
     except RankMismatchError as error:
         forget(circle)
         if problem is None:
@@ -106,7 +112,19 @@ def _carry(jobs: Sequence[Job], ranks: tuple[int, ...], problem: TorchshardError
         raise problem
 
 
-def _exchange(batch: Sequence[Job], circle: Circle) -> None:
+def _exchange(jobs: Sequence[Job], circle: Circle) -> None:
+    """Batch by batch; the oldest are waited for where what exists for the journey only would take too much memory."""
+    device, limit = jobs[0].device, max(AT_ONCE, *[job.nbytes for job in jobs])
+    under_way: deque[Transfer] = deque()
+    for batch in batches(jobs):
+        ahead = sum(job.nbytes for job in batch)
+        while under_way and (len(under_way) >= MOST or sum(t.staged for t in under_way) + ahead > limit):
+            finish([under_way.popleft()], device, circle)
+        under_way.append(_start(batch, circle))
+    finish(under_way, device, circle)
+
+
+def _start(batch: Sequence[Job], circle: Circle) -> Transfer:
     out: dict[int, list[Tensor]] = {}
     into: dict[int, list[Tensor]] = {}
     for job in batch:
@@ -117,7 +135,7 @@ def _exchange(batch: Sequence[Job], circle: Circle) -> None:
                 _view(job.goals, box).copy_(_view(job.parts, box))
             else:
                 into.setdefault(peer, []).append(_view(job.goals, box))
-    transfer(out, into, batch[0].device, circle)
+    return start(out, into, batch[0].device, circle)
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:

@@ -1,6 +1,7 @@
 """The ShardedTensor class. Its operators are in operators.py, how it moves in moving.py, pickles in saving.py."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,16 @@ from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.sharded import checking, specs
 from torchshard.tensor.sharded.specs import Shard, TensorProperties
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A process group, which copies of a tensor share: torch's staging of asynchronous checkpoints copies the rest."""
+
+    process_group: dist.ProcessGroup | None
+
+    def __deepcopy__(self, memo: Any) -> "_Group":
+        return self
 
 
 class ShardedTensor(Tensor):
@@ -37,7 +48,7 @@ class ShardedTensor(Tensor):
     _local_shards: list[Any]
     _metadata: Any
     _sharding_spec: Any
-    _process_group: dist.ProcessGroup | None
+    _group: "_Group"
 
     @staticmethod
     def __new__(
@@ -171,6 +182,10 @@ class ShardedTensor(Tensor):
         spec = sharding_spec or specs.inferred_spec(sharded_tensor_metadata)
         return made(local_shards, sharded_tensor_metadata, spec, group)
 
+    @property
+    def _process_group(self) -> dist.ProcessGroup | None:
+        return self._group.process_group
+
     # As torch's own class calls them.
     _init_from_local_shards = from_local_shards
     _init_from_local_shards_and_global_metadata = from_shards_and_metadata
@@ -300,20 +315,36 @@ class ShardedTensor(Tensor):
 
         return saving.reduced(self)
 
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """What this rank writes of the tensor: see checkpointing.py."""
+        from torchshard.tensor.sharded import checkpointing
+
+        return checkpointing.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Offsets and sizes of what this rank holds: see checkpointing.py."""
+        from torchshard.tensor.sharded import checkpointing
+
+        return checkpointing.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The part that an index names: see checkpointing.py."""
+        from torchshard.tensor.sharded import checkpointing
+
+        return checkpointing.shard(self, index)
+
 
 def made(shards: Sequence[Any], metadata: Any, spec: Any, group: dist.ProcessGroup | None) -> ShardedTensor:
     """A ShardedTensor around these parts, which are not checked."""
     size, properties = tuple(metadata.size), metadata.tensor_properties
     device = shards[0].tensor.device if shards else metadata.shards_metadata[0].placement.device()
     x: Any = stand_in(ShardedTensor, size, contiguous_stride(size), properties.dtype, device)
-    x._local_shards, x._metadata, x._sharding_spec, x._process_group = list(shards), metadata, spec, group
+    x._local_shards, x._metadata, x._sharding_spec, x._group = list(shards), metadata, spec, _Group(group)
     return x.requires_grad_(properties.requires_grad)  # type: ignore[no-any-return]
 
 
 def like(x: ShardedTensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> ShardedTensor:
     """A ShardedTensor cut as `x` is, with other tensors as this rank's parts."""
-    from dataclasses import replace
-
     properties = replace(x._metadata.tensor_properties, dtype=dtype, requires_grad=False, pin_memory=False)
     metadata = replace(x._metadata, tensor_properties=properties)
     shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, x._local_shards, strict=True)]

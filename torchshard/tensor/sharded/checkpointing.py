@@ -1,0 +1,40 @@
+"""How torch.distributed.checkpoint saves and loads a ShardedTensor: its checkpointable protocol."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from torchshard.errors import ShardingError
+from torchshard.tensor.sharded.moving import parts
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+
+
+def write_items(x: ShardedTensor, name: str) -> list[WriteItem]:
+    """What this rank writes of `x`: each of its parts."""
+    properties = TensorProperties(dtype=x.dtype, requires_grad=x.requires_grad)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x.size()),
+        )
+        for chunk in chunks(x)
+    ]
+
+
+def chunks(x: ShardedTensor) -> list[ChunkStorageMetadata]:
+    """Offsets and sizes of what this rank holds."""
+    return [ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size)) for box, _ in parts(x)]
+
+
+def shard(x: ShardedTensor, index: Any) -> Tensor:
+    """The part that begins at the offsets of an index."""
+    for box, part in parts(x):
+        if box.offset == tuple(index.offset):
+            return part
+    raise ShardingError(
+        "This rank has no part with these offsets.", expected=[box for box, _ in parts(x)], got=index.offset
+    )
