@@ -23,7 +23,7 @@ def torchshard(*args, **kwargs):
     """Run the command; returns the finished process."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "torchshard", *map(str, args)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, **kwargs)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, **kwargs)
 
 
 @pytest.fixture(scope="module")

@@ -55,60 +55,84 @@ def _everywhere(name, monkeypatch, cap=0.01):
 
 
 def test_gpt(monkeypatch):
-    assert_expected_inline(_everywhere("gpt", monkeypatch, 0.03), """\
+    assert_expected_inline(
+        _everywhere("gpt", monkeypatch, 0.03),
+        """\
 in the graph: head.weight
 in the graph: norm.weight .. blocks.1.up.weight (5)
 in the graph: blocks.1.up.bias .. blocks.0.down.weight (10)
 in the graph: blocks.0.down.bias .. blocks.0.qkv.weight (8)
-in the graph: blocks.0.qkv.bias .. tokens.weight (5)""")
+in the graph: blocks.0.qkv.bias .. tokens.weight (5)""",
+    )
 
 
 def test_tied_and_checkpointed_gpt(monkeypatch):
-    assert_expected_inline(_everywhere("tied gpt", monkeypatch, 0.03), """\
+    assert_expected_inline(
+        _everywhere("tied gpt", monkeypatch, 0.03),
+        """\
 in the graph: norm.weight .. blocks.1.up.weight (5)
 in the graph: blocks.1.up.bias .. blocks.0.down.weight (10)
 in the graph: blocks.0.down.bias .. blocks.0.qkv.weight (8)
-in the graph: blocks.0.qkv.bias .. tokens.weight (5)""")
+in the graph: blocks.0.qkv.bias .. tokens.weight (5)""",
+    )
 
 
 def test_mixed_types_and_frozen(monkeypatch):
-    assert_expected_inline(_everywhere("normed", monkeypatch), """\
+    assert_expected_inline(
+        _everywhere("normed", monkeypatch),
+        """\
 in the graph: f64.weight, f64.bias
-in the graph: scale .. embedding.weight (6)""")
+in the graph: scale .. embedding.weight (6)""",
+    )
 
 
 def test_tied(monkeypatch):
-    assert_expected_inline(_everywhere("tied", monkeypatch), """\
+    assert_expected_inline(
+        _everywhere("tied", monkeypatch),
+        """\
 in the graph: c.bias, b.weight
 in the graph: b.bias, a.bias, a.weight
 at the end: c.weight
-at the end: 24 B of flags""")
+at the end: 24 B of flags""",
+    )
 
 
 def test_unused(monkeypatch):
-    assert_expected_inline(_everywhere("unused", monkeypatch), """\
+    assert_expected_inline(
+        _everywhere("unused", monkeypatch),
+        """\
 in the graph: c.weight, c.bias, a.weight
 in the graph: a.bias
 at the end: b.bias, b.weight
-at the end: 24 B of flags""")
+at the end: 24 B of flags""",
+    )
 
 
 def test_checkpoint(monkeypatch):
-    assert_expected_inline(_everywhere("checkpoint", monkeypatch), """\
+    assert_expected_inline(
+        _everywhere("checkpoint", monkeypatch),
+        """\
 in the graph: c.weight, c.bias, b.weight
-in the graph: b.bias, a.weight, a.bias""")
+in the graph: b.bias, a.weight, a.bias""",
+    )
 
 
 def test_graph_break(monkeypatch):
-    assert_expected_inline(_everywhere("break", monkeypatch), """\
+    assert_expected_inline(
+        _everywhere("break", monkeypatch),
+        """\
 in the graph: c.weight, c.bias
 by a hook: b.bias, b.weight
-in the graph: a.weight, a.bias""")
+in the graph: a.weight, a.bias""",
+    )
 
 
 def test_a_weight_in_two_graphs(monkeypatch):
-    assert_expected_inline(_everywhere("both", monkeypatch), """\
+    assert_expected_inline(
+        _everywhere("both", monkeypatch),
+        """\
 in the graph: c.weight, c.bias
 in the graph: a.weight, a.bias
 by a hook: b.weight
-by a hook: b.bias""")
+by a hook: b.bias""",
+    )

@@ -55,6 +55,16 @@ def watch(output: Any, forward: ForwardPass, begin: Callable[[ForwardPass], None
     return certain and bool(nodes)
 
 
+def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    """Have `hook(param)` called when a gradient is complete; of a frozen parameter, once it is trained again."""
+    frozen = not param.requires_grad  # torch takes hooks only for what is trained at the moment
+    try:
+        return param.requires_grad_().register_post_accumulate_grad_hook(hook)
+    finally:
+        if frozen:
+            param.requires_grad_(False)
+
+
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, list | tuple):
         for item in value:

@@ -27,7 +27,7 @@ from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket, make_buckets, reduce_late
 from torchshard.ddp.layouts import Event, LaidBucket, decode, encode, is_milestone, lay_out, planned
-from torchshard.ddp.passes import ForwardPass, watch
+from torchshard.ddp.passes import ForwardPass, on_gradient, watch
 
 _get_grad = attrgetter("grad")
 _ONE_BUCKET = BucketPolicy(cap=1 << 62, first=1 << 62)
@@ -85,7 +85,7 @@ class Reducer:
         self._gradients = [self._gradient(i) for i in range(len(self.params))]
         self._arrived: list[Event] | None = []  # in a backward whose order is to be learned
         self._by_slots: dict[tuple[int, ...], GraphBucket] = {}
-        self._known_slots: set[tuple[int, ...]] = set()  # seen before the last layout
+        self._known_slots: set[tuple[int, ...]] = set()  # the layout knew of them, or they have been asked for since
         self._shared: set[int] = set()  # parameters with gradients from a graph and from elsewhere
         self._late: dict[int, torch.Tensor] = {}
         self._wish = False  # for another layout
@@ -367,7 +367,7 @@ class Reducer:
         assert self._arrived is not None, "there is something to learn from"
         numbers = encode(lay_out(self._arrived, self._gradients, self._shared, self.policy))
         numbers = self.exchange.of_first_rank(numbers)
-        self._known_slots.update(event for event in self._arrived if isinstance(event, tuple))
+        self._known_slots = {event for event in self._arrived if isinstance(event, tuple)}
         self._arrived = None
         self._adopt(decode(numbers))
 
@@ -386,7 +386,7 @@ class Reducer:
             quiet = set() if self._attentive or self._arrived is not None else bucket.quiet
             for i, p in bucket.members.items():
                 hook = bucket.heard.append if i in quiet else self._hook(bucket, i, len(quiet))
-                self._handles.append(p.register_post_accumulate_grad_hook(hook))
+                self._handles.append(on_gradient(p, hook))
 
     def _gradient(self, index: int) -> Gradient:
         p = self.params[index]
