@@ -59,7 +59,7 @@ def _run(
         raise ValueError("measure: the loss has no gradient; give one that depends on parameters of the model")
     middle = clock()
     arrived.clear()
-    value.backward()  # type: ignore[no-untyped-call]
+    value.backward()
     end = clock()
     return StepTimes(middle - start, end - middle, {name: at - middle for name, at in arrived.items()})
 

@@ -58,11 +58,10 @@ def watch(output: Any, forward: ForwardPass, begin: Callable[[ForwardPass], None
 def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
     """Have `hook(param)` called when a gradient is complete; of a frozen parameter, once it is trained again."""
     frozen = not param.requires_grad  # torch takes hooks only for what is trained at the moment
-    try:
-        return param.requires_grad_().register_post_accumulate_grad_hook(hook)
-    finally:
-        if frozen:
-            param.requires_grad_(False)
+    handle: torch.utils.hooks.RemovableHandle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
+    if frozen:
+        param.requires_grad_(False)
+    return handle
 
 
 def _leaves(value: Any) -> Iterator[Any]:
