@@ -5,9 +5,11 @@ import gc
 import logging
 import os
 import types
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -247,7 +249,7 @@ def test_either_order_of_wrapping_and_compiling():
 def _run_late_on_one_rank(rank, world):
     from torchshard.errors import RankMismatchError
 
-    trial = Trial(rank, world)
+    trial = Trial(rank, world, process_group=dist.new_group(timeout=timedelta(seconds=60)))
     for _ in range(3):
         trial.step(_plain)
     try:
