@@ -23,7 +23,7 @@ def torchshard(*args, **kwargs):
     """Run the command; returns the finished process."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "torchshard", *map(str, args)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, **kwargs)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,7 @@ def test_mistakes_in_plan(tmp_path):
         "no file": ("nothing.py:mlp",),
         "cannot be found": ("mine.py:none",),
         "made int": ("mine.py:number",),
+        "comes without inputs": ("mine.py:mlp",),
         "input 'x' is not known": ("mine.py:mlp", "--input", "x"),
         "bucket_cap_mb=-1.0 is no size": ("mine.py:mlp", "--input", "1,256", "--bucket-cap-mb", "-1"),
     }

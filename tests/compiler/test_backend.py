@@ -11,9 +11,11 @@ import torch
 from expecttest import assert_expected_inline
 
 from tests.compiler.models import batch, loss_of, make
+from tests.compiler.traced import traced
 from torchshard.buckets import BucketPolicy, MiB
 from torchshard.compiler.backend import torchshard
 from torchshard.compiler.options import parse
+from torchshard.ddp import DistributedDataParallel
 
 ALONE = """
 import sys, torch
@@ -122,12 +124,66 @@ def test_a_mistake_reaches_the_user():
         compiled(torch.ones(1, 2))
 
 
-def test_nothing_global_is_changed():
+def _global_state():
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
 
     configs = [torch._dynamo.config, torch._inductor.config, torch._functorch.config]
-    before = [config.get_config_copy() for config in configs]
-    torch.compile(make("mlp"), backend="torchshard", options={"inner": "aot_eager"})(torch.ones(2, 32))
-    assert [config.get_config_copy() for config in configs] == before
+    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    return [config.get_config_copy() for config in configs], torch.compiler.list_backends(), active
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_nothing_global_is_changed(fake_group, wrapped):
+    before, x = _global_state(), torch.ones(2, 32)
+    for settings in ({"backend": "torchshard", "options": {"inner": "aot_eager"}}, {"backend": traced}):
+        model = make("mlp")
+        compiled = torch.compile(DistributedDataParallel(model) if wrapped else model, **settings)
+        for _ in range(3):
+            compiled(x).sum().backward()
+        assert _global_state() == before
+
+
+def test_backends_with_different_options_side_by_side(fake_group):
+    seen = {}
+
+    def inner(name):
+        def compiler(graph, inputs):
+            seen[name] = seen.get(name, 0) + 1
+            return graph.forward
+
+        return compiler
+
+    models = [
+        torch.compile(
+            DistributedDataParallel(make("mlp")),
+            backend="torchshard",
+            options={"inner": inner(cap), "bucket_cap_mb": cap},
+        )
+        for cap in (0.003, 0.007, 1)
+    ]
+    for _ in range(3):
+        for model in models:
+            model(torch.ones(2, 32)).sum().backward()
+    assert seen == {0.003: 4, 0.007: 2, 1: 1}
+
+
+def test_sizes_come_from_options_or_else_from_the_wrapper(fake_group):
+    seen, x = [], torch.ones(2, 32)
+
+    def pieces(options, **settings):
+        torch._dynamo.reset()
+        seen.clear()
+        wrapper = DistributedDataParallel(make("mlp"), **settings)
+        torch.compile(wrapper, backend="torchshard", options={"inner": counting, **options})(x)
+        return len(seen)
+
+    def counting(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    assert pieces({"bucket_cap_mb": 0.003}) == 4
+    assert pieces({"bucket_cap_mb": 1}, bucket_cap_mb=0.003) == 1
+    assert pieces({}, bucket_cap_mb=0.003) == 4
+    assert pieces({}, bucket_cap_mb_list=[0.003, 1]) == 2

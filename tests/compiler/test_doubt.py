@@ -1,40 +1,13 @@
 """What a graph cannot see: other sources of gradients, hooks, other forwards, other ranks. Right in any case."""
 
-import copy
 import warnings
 
 import torch
 import torch.distributed as dist
 
-from tests.compiler.models import Parts, batch, error, loss_of
+from tests.compiler.models import Parts, batch, loss_of
+from tests.compiler.trial import Trial
 from tests.ranks import run_ranks
-
-
-class Trial:
-    """A wrapped and compiled model, beside a plain one that sees every rank's batch."""
-
-    def __init__(self, rank, world, how="traced"):
-        from tests.compiler.traced import BACKENDS
-        from torchshard.ddp import DistributedDataParallel
-
-        torch.manual_seed(0)
-        self.rank, self.world = rank, world
-        module = Parts()
-        self.reference = copy.deepcopy(module)
-        self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
-        self.model = torch.compile(self.ddp, **BACKENDS[how]())
-
-    def step(self, objective, size=8):
-        """Gradients of an objective, averaged over ranks; their error, and what was counted."""
-        before = copy.copy(self.ddp.reducer.counters)
-        for model in (self.ddp, self.reference):
-            model.zero_grad()
-        objective(self.model, self.ddp.module, self.rank, size).backward()
-        for rank in range(self.world):
-            (objective(self.reference, self.reference, rank, size) / self.world).backward()
-        after = self.ddp.reducer.counters
-        counts = after.in_graph - before.in_graph, after.by_hook - before.by_hook, after.late - before.late
-        return error(self.ddp, self.reference), *counts
 
 
 def _run_all(rank, world):

@@ -8,6 +8,8 @@ from torchshard.ddp import active
 
 def traced(graph, inputs):
     reducer = active.reducer()
+    if reducer is None:
+        return graph.forward
     parameters = graph_parameters(inputs, reducer.names_by_id)
     rewrite = BucketPass(parameters, reducer.policy)
     return InGraph(_torch.trace_backward(graph, inputs, rewrite), list(parameters))

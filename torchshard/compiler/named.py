@@ -23,7 +23,7 @@ def load(name: str, specs: Sequence[str] = ()) -> tuple[torch.nn.Module, tuple[A
             "int64:8,128". Integers are zeros, others random.
 
     Raises:
-        ValueError: there is no such function, it returns something else, or a spec is none.
+        ValueError: there is no such function, it returns something else, a spec is none, or there are no inputs.
     """
     place, colon, path = name.rpartition(":")
     if not colon or not place or not path:
@@ -38,7 +38,10 @@ def load(name: str, specs: Sequence[str] = ()) -> tuple[torch.nn.Module, tuple[A
     model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
     if not isinstance(model, torch.nn.Module) or not isinstance(given, tuple):
         raise ValueError(f"{name!r} made {type(made).__name__}; it must make a module, or a module and a tuple")
-    return model, tuple(map(_input, specs)) or given
+    inputs = tuple(map(_input, specs)) or given
+    if not inputs:
+        raise ValueError(f"{name!r} comes without inputs; give --input SIZES, or return a pair of module and inputs")
+    return model, inputs
 
 
 def _input(spec: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ class Exchange:
     Every wait raises RankMismatchError where a rank does something else, or does not answer.
 
     Attributes:
-        issued: collectives that carried gradients; the same number on all ranks that are at the same point.
+        issued: collectives of gradients, and of what is asked here; the same number on all ranks at the same point.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -34,6 +34,7 @@ class Exchange:
         """Place by place the largest on any rank."""
         sent = torch.tensor(numbers, dtype=torch.int32).to(self.device)
         work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.issued += 1
         self.wait([work])
         return [int(n) for n in sent.tolist()]
 
@@ -50,4 +51,5 @@ class Exchange:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         work = dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)
         assert work is not None, "asynchronous collectives return their work"
+        self.issued += 1
         self.wait([work])

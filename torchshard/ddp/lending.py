@@ -26,7 +26,7 @@ class Lending:
         self.shared: set[int] = set()
         self.late: dict[int, torch.Tensor] = {}
         self.refused = False
-        self._known: set[tuple[int, ...]] = set()  # slots seen before the last layout
+        self._known: set[tuple[int, ...]] = set()  # the layout knew of them, or they have been asked for since
         self._wish = False  # for another layout
 
     def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
@@ -41,7 +41,7 @@ class Lending:
 
     def know(self, slots: Iterable[tuple[int, ...]]) -> None:
         """A layout that takes these into account is about to be made."""
-        self._known.update(slots)
+        self._known = set(slots)
 
     def again(self, bucket: FlatBucket, index: int) -> bool:
         """Autograd is done with a parameter whose place is taken. Whether that is as it should be."""

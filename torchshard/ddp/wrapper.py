@@ -1,7 +1,9 @@
 """DistributedDataParallel: torch's wrapper with another engine."""
 
+import contextlib
 import copy
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -167,18 +169,30 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, TorchD
         Under torch.compile this frame itself is left alone and the module's call is compiled, a bare nn.Sequential
         too: what is done around it happens at run time, once for each call.
         """
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._before(inputs, kwargs)
-            outer = active.enter(self.reducer)
-            try:
-                output = self._call_module(*inputs, **kwargs)
-            except BaseException:
-                self._raise_precision()
-                raise
-            finally:
-                active.leave(outer)
+        inputs, kwargs, running = self._enter(inputs, kwargs)
+        try:
+            output = self._call_module(*inputs, **kwargs)
             self._after(output)
-            return output
+        finally:
+            self._leave(running)
+        return output
+
+    @_torch.untraced
+    def _enter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], contextlib.ExitStack]:
+        """All that is done before the module's call, and what is to be left after it."""
+        with contextlib.ExitStack() as running:
+            running.enter_context(torch.autograd.profiler.record_function("DistributedDataParallel.forward"))
+            inputs, kwargs = self._before(inputs, kwargs)
+            running.callback(active.leave, active.enter(self.reducer))
+            return inputs, kwargs, running.pop_all()
+
+    @_torch.untraced
+    def _leave(self, running: contextlib.ExitStack) -> None:
+        running.close()
+        if sys.exc_info()[0] is not None:  # no backward will come
+            self._raise_precision()
 
     @_torch.untraced
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

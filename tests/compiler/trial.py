@@ -1,0 +1,43 @@
+"""One model in two forms, stepped side by side: wrapped and compiled on ranks, and plain on every rank's batch."""
+
+import copy
+
+import torch
+
+from tests.compiler.models import Parts, error
+
+
+class Trial:
+    """A wrapped and compiled model, beside a plain one that sees every rank's batch.
+
+    Args:
+        rank, world: of this process.
+        how: a key of tests.compiler.traced.BACKENDS.
+        make: makes the module.
+        compile: keywords for torch.compile.
+        alone: the group is a fake one, which leaves every rank its own share of the average.
+        settings: for the wrapper.
+    """
+
+    def __init__(self, rank, world, how="traced", make=Parts, compile=None, alone=False, **settings):
+        from tests.compiler.traced import BACKENDS
+        from torchshard.ddp import DistributedDataParallel
+
+        torch.manual_seed(0)
+        self.rank, self.world, self.ranks = rank, world, [rank] if alone else range(world)
+        module = make()
+        self.reference = copy.deepcopy(module)
+        self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01, **settings)
+        self.model = torch.compile(self.ddp, **BACKENDS[how](), **(compile or {}))
+
+    def step(self, objective, size=8):
+        """Gradients of an objective, averaged over ranks; their error, and what was counted."""
+        before = copy.copy(self.ddp.reducer.counters)
+        for model in (self.ddp, self.reference):
+            model.zero_grad()
+        objective(self.model, self.ddp.module, self.rank, size).backward()
+        for rank in self.ranks:
+            (objective(self.reference, self.reference, rank, size) / self.world).backward()
+        after = self.ddp.reducer.counters
+        counts = after.in_graph - before.in_graph, after.by_hook - before.by_hook, after.late - before.late
+        return error(self.ddp, self.reference), *counts
