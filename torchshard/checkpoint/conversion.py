@@ -4,7 +4,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from torchshard.checkpoint.moving import destination
 from torchshard.checkpoint.moving.destination import Destination
 from torchshard.checkpoint.moving.runner import MEMORY, Budget, move, write_all
 from torchshard.checkpoint.text import TABLE, format_size, parse_placements, printable
+from torchshard.checkpoint.trees import leaves
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box, Mesh, whole
 
@@ -300,12 +301,7 @@ class _Work:
     def _check_written(self, data: Path, crcs: Sequence[int]) -> None:
         """Open what was written as any reader would, and compare type, shape, place and bytes of each tensor."""
         with opening.open(data) as written:
-            found = {
-                place: (entry, piece)
-                for entry in written.index.entries.values()
-                if isinstance(entry, TensorEntry)
-                for place, piece in _places(entry)
-            }
+            found = {place: (entry, piece) for entry in _tensors_of(written.index) for place, piece in _places(entry)}
             slots = [
                 self._written(found, file.name or data.name, slot) for file in self.out.files for slot in file.slots
             ]
@@ -327,6 +323,15 @@ class _Work:
         if at is None or at[1].box not in (slot.box, whole(slot.box.size)):
             raise CheckpointError("A tensor is not where it was written.", where=f"{self.target}: {entry.key}")
         return Slot(at[0], slot.offset, at[1].box)
+
+
+def _tensors_of(index: Index) -> Iterator[TensorEntry]:
+    """All tensors, those inside of objects too."""
+    for key, entry in index.entries.items():
+        if isinstance(entry, TensorEntry):
+            yield entry
+        elif index.format == "dcp":
+            yield from [value for _, value in leaves(entry.value(), key) if isinstance(value, TensorEntry)]
 
 
 _Place = tuple[str, int, str, tuple[int, ...]]
