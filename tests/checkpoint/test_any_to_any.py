@@ -18,6 +18,7 @@ from torchshard import checkpoint
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.moving.casting import FLOATING, TARGETS, cast
 from torchshard.errors import CheckpointError
+from torchshard.keys import KeyRules, fuse, split, transpose
 from torchshard.layout import Box
 
 KINDS = ("torch", "safetensors", "dcp", "dcp cut", "torch parts", "safetensors parts")
@@ -158,6 +159,32 @@ def test_renames_stay_in_the_dict_that_they_name(tmp_path):
     assert torch.load(tmp_path / "c.pt", weights_only=True).keys() == {"layers.0.weight", "layers.1.weight", "norm"}
     with pytest.raises(CheckpointError, match="Two keys have the same new name"):
         checkpoint.convert(src, tmp_path / "d.pt", to="torch", rename=lambda key: "x")
+
+
+def test_rules_join_split_and_transpose_without_reading(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 6, generator=g) for _ in range(3))
+    sources.make(tmp_path / "ck", 2, save_attention, q, k, v)
+    names = [rf"layers.(\d+).{name}.weight" for name in "qkv"]
+    fused = KeyRules([fuse(names, r"layers.\1.qkv.weight", 0), transpose("qkv.weight")])
+    checkpoint.convert(tmp_path / "ck", tmp_path / "a.pt", to="torch", rename=fused, verify=True)
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert torch.equal(loaded["layers.0.qkv.weight"], torch.cat([q, k, v]).t())
+    back = KeyRules([transpose("qkv.weight"), split("layers.0.qkv.weight", [f"layers.0.{n}.weight" for n in "qkv"], 0)])
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", to="safetensors", rename=back, dtype="bfloat16")
+    loaded = safetensors.torch.load_file(tmp_path / "b.safetensors")
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        assert same_bits(loaded[f"layers.0.{name}.weight"], tensor.bfloat16())
+
+
+def save_attention(rank, world, path, q, k, v):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    parts = zip("qkv", (q, k, v), (0, 1, 0), strict=True)
+    state = {f"layers.0.{name}.weight": distribute_tensor(x, mesh, [Shard(dim)]) for name, x, dim in parts}
+    dcp.save(state, checkpoint_id=path)
 
 
 def test_several_inputs_become_one(tmp_path):

@@ -31,7 +31,9 @@ def load(rank, world, folder):
                 }
             }
             bytes_read = []
-            checkpoint.load_into(path, state, rename=lambda key: "w", progress=lambda *a, b=bytes_read: b.append(a))
+            checkpoint.load_into(
+                path, state, rename=lambda key: f"model.{key}", progress=lambda *a, b=bytes_read: b.append(a)
+            )
             for key, value in state["model"].items():
                 if key == "plain":
                     assert torch.equal(value, full)
@@ -49,9 +51,9 @@ def load(rank, world, folder):
 
 def test_into_tensors_of_a_live_mesh(tmp_path):
     full = torch.arange(7 * 10, dtype=torch.float32).reshape(7, 10)
-    torch.save({"w": full}, tmp_path / "a.pt")
+    torch.save(dict.fromkeys(("w", "rows", "both", "twice", "plain"), full), tmp_path / "a.pt")
     checkpoint.convert(tmp_path / "a.pt", tmp_path / "a.safetensors", to="safetensors")
-    checkpoint.convert(tmp_path / "a.pt", tmp_path / "ck", to="dcp", mesh=(3,), placements={"w": "S(1)"})
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "ck", to="dcp", mesh=(3,), placements={"*": "S(1)"})
     for rank, read in enumerate(run_ranks(4, load, str(tmp_path))):
         rows, both, twice = [40, 40, 30, 30][rank], [20, 20, 15, 15][rank], [20, 20, 20, 10][rank]
         nbytes = 4 * (rows + both + 70) + 8 * twice

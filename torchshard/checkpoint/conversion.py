@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from torchshard.checkpoint import opening
-from torchshard.checkpoint.editing import Edits, edited, merged
+from torchshard.checkpoint.editing import Edits, Rename, edited, merged
 from torchshard.checkpoint.entries import Extent, Index, Piece, Place, TensorEntry
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
 from torchshard.checkpoint.formats.out import Options, Output, Slot
@@ -81,7 +81,7 @@ def convert(
     max_memory: int = MEMORY,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    rename: Callable[[str], str] | None = None,
+    rename: Rename | None = None,
     dtype: str | Mapping[str, str] | None = None,
     shard_size: int | None = None,
     mesh: Sequence[int] | None = None,
@@ -105,7 +105,7 @@ def convert(
         max_memory: bytes of the buffers that tensors pass through, at least 1 MiB.
         select: globs of keys; only those that match one are written.
         exclude: globs of keys that are left out.
-        rename: gives the new name of each key.
+        rename: gives the new name of each key; or KeyRules, which also join, split and transpose.
         dtype: what floating-point tensors are cast to, such as "bfloat16"; or globs of keys to types, the first that
             matches.
         shard_size: bytes of tensors a file, at most; the destination becomes a folder of parts with an index.

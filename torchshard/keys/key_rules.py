@@ -1,0 +1,241 @@
+r"""KeyRules: rules applied to state dicts.
+
+    rules = KeyRules([
+        strip_prefix("module."),
+        rename(r"layers.(\d+).attention", r"blocks.\1.attn"),
+        fuse([r"blocks.(\d+).attn.q.weight", r"blocks.(\d+).attn.k.weight"], r"blocks.\1.attn.qk.weight", dim=0),
+    ])
+    new = rules(old)
+    assert rules.inverse()(new) == old
+
+In a pattern, everything is literal but groups, which hold regular expressions. A pattern fits whole segments between
+dots, anywhere in a key; so what follows a parameter's name (`layers.0.weight.exp_avg`) follows its renames. What
+becomes of every key is worked out, and checked, before any value is touched.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torchshard.errors import ShardingError
+from torchshard.keys.rules import Fuse, Rule, Split, Value, Values, listed
+
+
+class Arrays(Protocol):
+    """What rules do to values."""
+
+    def ndim(self, x: Any) -> int | None:
+        """Number of dims; None for what is no array."""
+
+    def length(self, x: Any, dim: int) -> int:
+        """Length of a dim."""
+
+    def cut(self, x: Any, dim: int, start: int, length: int) -> Any:
+        """Part of an array."""
+
+    def join(self, parts: Sequence[Any], dim: int) -> Any:
+        """Arrays joined."""
+
+    def transpose(self, x: Any) -> Any:
+        """The last two dims exchanged."""
+
+    def same(self, a: Any, b: Any) -> bool:
+        """Whether two values are equal."""
+
+
+class _Numpy:
+    """Arrays of numpy."""
+
+    def ndim(self, x: Any) -> int | None:
+        """As of Arrays."""
+        return getattr(x, "ndim", None)
+
+    def length(self, x: Any, dim: int) -> int:
+        """As of Arrays."""
+        return int(x.shape[dim])
+
+    def cut(self, x: Any, dim: int, start: int, length: int) -> Any:
+        """As of Arrays."""
+        return x[(slice(None),) * dim + (slice(start, start + length),)]
+
+    def join(self, parts: Sequence[Any], dim: int) -> Any:
+        """As of Arrays."""
+        import numpy as np
+
+        return np.concatenate(list(parts), dim)
+
+    def transpose(self, x: Any) -> Any:
+        """As of Arrays."""
+        return x.swapaxes(-1, -2)
+
+    def same(self, a: Any, b: Any) -> bool:
+        """As of Arrays."""
+        return bool(a == b)
+
+
+class KeyRules:
+    """Rules, applied one after another.
+
+    Args:
+        rules: made by rename, strip_prefix, add_prefix, fuse, split and transpose.
+        strict: whether each rule must fit a key, and each key a rule.
+    """
+
+    arrays: Arrays = _Numpy()
+
+    def __init__(self, rules: Iterable[Rule], *, strict: bool = False) -> None:
+        self.rules, self.strict = tuple(rules), strict
+
+    def __call__(self, sd: Mapping[str, Any]) -> Any:
+        """The state dict with new keys.
+
+        Args:
+            sd: keys and arrays; or dicts of such dicts (`{"model": {...}, "optimizer": {...}}`), whose own keys stay as
+                they are. In the state dict of an optimizer ("state" and "param_groups") the names of parameters follow
+                the rules, and what is kept for a parameter is cut, joined and transposed as it is.
+
+        Raises:
+            ShardingError: keys that collide, parts that are missing, a rename that cannot be undone for a key; with
+                `strict`, keys without a rule and rules without a key. All before any value is touched.
+        """
+        self._check(list(self._levels(sd)))
+        return self._applied(sd)
+
+    def renamed(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """New key -> the old keys that its value is made of."""
+        values, _ = self._work_out(list(keys))
+        return {new: tuple(_sources(value)) for new, value in values.items()}
+
+    def inverse(self, of: Iterable[str] | None = None) -> "KeyRules":
+        """The rules that undo these.
+
+        Args:
+            of: the keys that these rules were applied to. Needed where a rule drops what it cannot put back: a prefix
+                that only some keys had.
+        """
+        undone: list[Rule] = []
+        keys = None if of is None else list(of)
+        for rule in self.rules:
+            undone.append(rule.inverse(keys))
+            if keys is not None:
+                keys = list(rule.apply({key: Value(key) for key in keys})[0])
+        return type(self)(reversed(undone), strict=False)
+
+    def _work_out(self, keys: Sequence[str]) -> tuple[Values, list[tuple[set[str], set[str]]]]:
+        """New keys with what they are made of; and for each rule the old and the original keys that it fits."""
+        values = {key: Value(key) for key in keys}
+        fits = []
+        for rule in self.rules:
+            before = values
+            values, fit = rule.apply(values)
+            fits.append((fit, {source for key in fit for source in _sources(before[key])}))
+        return values, fits
+
+    def _check(self, levels: Sequence[Mapping[Any, Any]]) -> None:
+        """Work out all levels once; and that all is covered, where that is asked for."""
+        idle, left = set(range(len(self.rules))), []
+        for level in levels:
+            keys = [key for key in level if isinstance(key, str)]
+            _, fits = self._work_out(keys)
+            idle -= {k for k, (fit, _) in enumerate(fits) if fit}
+            left += [key for key in keys if not any(key in sources for _, sources in fits)]
+            if len(keys) < len(level) and any(isinstance(rule, Fuse | Split) for rule in self.rules):
+                raise ShardingError(
+                    "Parameters that go by numbers cannot be joined or taken apart.",
+                    expected="an optimizer's state by names of parameters",
+                    got=[key for key in level if not isinstance(key, str)][:3],
+                    fix="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
+                )
+        if self.strict and (idle or left):
+            raise ShardingError(
+                "Keys and rules do not cover one another.",
+                expected="a rule for each key, and a key for each rule",
+                got="\n".join([f"no rule: {key}" for key in left] + [f"no key: {self.rules[k]}" for k in sorted(idle)]),
+            )
+
+    def _levels(self, tree: Any) -> Iterator[Mapping[Any, Any]]:
+        """The dicts whose keys are names of parameters."""
+        if self._is_names(tree):
+            yield tree
+        elif isinstance(tree, Mapping):
+            for key, value in tree.items():
+                if key == "state" and "param_groups" in tree:
+                    yield value
+                else:
+                    yield from self._levels(value)
+
+    def _is_names(self, tree: Any) -> bool:
+        return isinstance(tree, Mapping) and any(self.arrays.ndim(value) is not None for value in tree.values())
+
+    def _applied(self, tree: Any) -> Any:
+        if self._is_names(tree):
+            return self._of_names(tree)
+        if not isinstance(tree, Mapping):
+            return tree
+        if not {"state", "param_groups"} <= set(tree):
+            return _like(tree, {key: self._applied(value) for key, value in tree.items()})
+        groups = [{**group, "params": self._of_list(group["params"])} for group in tree["param_groups"]]
+        return _like(tree, {**tree, "state": self._of_names(tree["state"]), "param_groups": groups})
+
+    def _of_list(self, names: Sequence[Any]) -> list[Any]:
+        by_name = all(isinstance(name, str) for name in names)
+        return listed(names, self._work_out(names)[0]) if by_name else list(names)
+
+    def _of_names(self, level: Mapping[Any, Any]) -> Any:
+        values, _ = self._work_out([key for key in level if isinstance(key, str)])
+        numbered = {key: value for key, value in level.items() if not isinstance(key, str)}
+        return _like(level, {**numbered, **{new: self._made(value, level) for new, value in values.items()}})
+
+    def _made(self, value: Value, level: Mapping[str, Any]) -> Any:
+        if value.key:
+            return level[value.key]
+        return self._combined(value, [self._made(part, level) for part in value.made_of])
+
+    def _combined(self, value: Value, parts: Sequence[Any]) -> Any:
+        """Arrays, or dicts of them, cut, joined or transposed."""
+        first = parts[0]
+        if isinstance(first, Mapping):
+            return {name: self._combined(value, [part[name] for part in parts]) for name in first}
+        ndim = self.arrays.ndim(first)
+        if value.how == "transpose":
+            return first if ndim is None or ndim < 2 else self.arrays.transpose(first)
+        if ndim is None or ndim <= value.dim:
+            if not all(self.arrays.same(first, part) for part in parts[1:]):
+                raise ShardingError("Values that cannot be joined are not the same.", expected=first, got=parts[1:])
+            return first
+        if value.how == "join":
+            self._check_sizes(value, [self.arrays.length(part, value.dim) for part in parts])
+            return self.arrays.join(parts, value.dim)
+        length, total = self.arrays.length(first, value.dim), sum(value.sizes)
+        if length % total:
+            raise ShardingError(
+                "A tensor cannot be cut in these proportions.",
+                expected=f"a length of dim {value.dim} that {total} divides",
+                got=length,
+                where=f"proportions {value.sizes}",
+            )
+        unit = length // total
+        start = unit * sum(value.sizes[: value.place])
+        return self.arrays.cut(first, value.dim, start, unit * value.sizes[value.place])
+
+    def _check_sizes(self, value: Value, lengths: Sequence[int]) -> None:
+        if any(n * value.sizes[0] != lengths[0] * size for n, size in zip(lengths, value.sizes, strict=True)):
+            raise ShardingError(
+                "Parts are not in the proportions that would take them apart again.",
+                expected=f"lengths of dim {value.dim} as {value.sizes}",
+                got=tuple(lengths),
+                fix=f"fuse(..., sizes={tuple(lengths)})",
+            )
+
+
+def _sources(value: Value) -> Iterator[str]:
+    if value.key:
+        yield value.key
+    for part in value.made_of:
+        yield from _sources(part)
+
+
+def _like(level: Mapping[Any, Any], items: Mapping[Any, Any]) -> Any:
+    """A dict of the same class."""
+    made: Any = type(level)()
+    made.update(items)
+    return made

@@ -1,0 +1,293 @@
+"""The rules: each says what becomes of all keys, and which rule undoes it. They know keys, not values."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchshard.errors import ShardingError
+from torchshard.keys.patterns import Pattern
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a new key's value is made of: one old value, or others cut, joined or transposed.
+
+    Attributes:
+        key: of the old value, where it is one as it is.
+        made_of: the values that it is made of, else.
+        how: "join", "cut" or "transpose".
+        dim: along which values are joined or cut.
+        sizes: proportions of the parts along it; equal ones where empty.
+        place: which of the parts is cut out.
+    """
+
+    key: str = ""
+    made_of: tuple["Value", ...] = ()
+    how: str = ""
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+    place: int = 0
+
+
+Values = dict[str, Value]
+
+
+class Rule(Protocol):
+    """One rule: what becomes of all keys."""
+
+    def apply(self, values: Values) -> tuple[Values, set[str]]:
+        """The new keys with their values, and which old keys it fits."""
+
+    def inverse(self, keys: Sequence[str] | None) -> "Rule":
+        """The rule that undoes this one; `keys` are those that it was applied to, where they are known."""
+
+
+@dataclass(frozen=True)
+class _Rename:
+    pattern: Pattern
+    replacement: str
+
+    def apply(self, values: Values) -> tuple[Values, set[str]]:
+        """As of Rule."""
+        pairs = [(key, self.pattern.replace(key, self.replacement)) for key in values]
+        fits = {key for key, _ in pairs if self.pattern.search(key)}
+        back = self.inverse(None)
+        for old, new in pairs:
+            if (again := back.pattern.replace(new, back.replacement)) != old:
+                raise ShardingError(
+                    "A rename cannot be undone for a key.",
+                    expected=f"{new} to become {old} again",
+                    got=again,
+                    where=f"rename({self.pattern.text!r}, {self.replacement!r})",
+                    fix="say more of the key in the pattern, or in the replacement",
+                )
+        return _collected([(new, values[old], old) for old, new in pairs]), fits
+
+    def inverse(self, keys: Sequence[str] | None) -> "_Rename":
+        """As of Rule."""
+        pattern, replacement = self.pattern.turned_round(self.replacement)
+        return _Rename(pattern, replacement)
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """Add a prefix, or take it away (where it is); everywhere: between all dots."""
+
+    prefix: str
+    add: bool
+    everywhere: bool = False
+
+    def apply(self, values: Values) -> tuple[Values, set[str]]:
+        """As of Rule."""
+        pairs = [(key, self._changed(key)) for key in values]
+        return _collected([(new, values[old], old) for old, new in pairs]), {o for o, n in pairs if o != n}
+
+    def _changed(self, key: str) -> str:
+        if self.add:
+            return self.prefix + key
+        if self.everywhere:
+            return Pattern.of(self.prefix).replace(key, "")
+        return key.removeprefix(self.prefix)
+
+    def inverse(self, keys: Sequence[str] | None) -> Rule:
+        """As of Rule."""
+        if keys is not None:
+            return _Table(tuple((self._changed(key), key) for key in keys))
+        if self.everywhere:
+            raise ShardingError(
+                f"Where {self.prefix!r} was taken away cannot be known from the rule alone.",
+                fix="rules.inverse(of=old.keys())",
+            )
+        return _Prefix(self.prefix, not self.add)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Renames that are listed."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    def apply(self, values: Values) -> tuple[Values, set[str]]:
+        """As of Rule."""
+        table = dict(self.pairs)
+        return _collected([(table.get(key, key), value, key) for key, value in values.items()]), set(table) & set(
+            values
+        )
+
+    def inverse(self, keys: Sequence[str] | None) -> Rule:
+        """As of Rule."""
+        return _Table(tuple((new, old) for old, new in self.pairs))
+
+
+@dataclass(frozen=True)
+class Fuse:
+    """Parts become one; made by `fuse`."""
+
+    parts: tuple[Pattern, ...]
+    whole: str
+    dim: int
+    sizes: tuple[int, ...]
+
+    def apply(self, values: Values) -> tuple[Values, set[str]]:
+        """As of Rule."""
+        found: dict[str, dict[int, str]] = {}
+        for key in values:
+            for place, pattern in enumerate(self.parts):
+                if pattern.search(key):
+                    found.setdefault(pattern.replace(key, self.whole), {})[place] = key
+        for whole, parts in found.items():
+            if len(parts) < len(self.parts):
+                missing = [self.parts[k].text for k in range(len(self.parts)) if k not in parts]
+                raise ShardingError(
+                    "Parts of a fused tensor are missing.",
+                    expected=f"{len(self.parts)} parts of {whole}",
+                    got=", ".join(parts.values()),
+                    where=f"nothing fits {', '.join(missing)}",
+                )
+        home = {key: whole for whole, parts in found.items() for key in parts.values()}
+        made: list[tuple[str, Value, str]] = []
+        for key, value in values.items():
+            if key not in home:
+                made.append((key, value, key))
+            elif found[home[key]][0] == key:
+                joined = tuple([values[found[home[key]][k]] for k in range(len(self.parts))])
+                made.append((home[key], Value("", joined, "join", self.dim, self.sizes), key))
+        return _collected(made), set(home)
+
+    def inverse(self, keys: Sequence[str] | None) -> Rule:
+        """As of Rule."""
+        turned = [pattern.turned_round(self.whole) for pattern in self.parts]
+        return Split(turned[0][0], tuple([replacement for _, replacement in turned]), self.dim, self.sizes)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One becomes parts; made by `split`."""
+
+    whole: Pattern
+    parts: tuple[str, ...]
+    dim: int
+    sizes: tuple[int, ...]
+
+    def apply(self, values: Values) -> tuple[Values, set[str]]:
+        """As of Rule."""
+        made, fits = [], set()
+        for key, value in values.items():
+            if not self.whole.search(key):
+                made.append((key, value, key))
+                continue
+            fits.add(key)
+            sizes = self.sizes or (1,) * len(self.parts)
+            for place, part in enumerate(self.parts):
+                cut = Value("", (value,), "cut", self.dim, sizes, place)
+                made.append((self.whole.replace(key, part), cut, key))
+        return _collected(made), fits
+
+    def inverse(self, keys: Sequence[str] | None) -> Rule:
+        """As of Rule."""
+        turned = [self.whole.turned_round(part) for part in self.parts]
+        return Fuse(tuple([pattern for pattern, _ in turned]), turned[0][1], self.dim, self.sizes)
+
+
+@dataclass(frozen=True)
+class _Transpose:
+    pattern: Pattern
+
+    def apply(self, values: Values) -> tuple[Values, set[str]]:
+        """As of Rule."""
+        fits = {key for key in values if self.pattern.search(key)}
+        return {k: Value("", (v,), "transpose") if k in fits else v for k, v in values.items()}, fits
+
+    def inverse(self, keys: Sequence[str] | None) -> Rule:
+        """As of Rule."""
+        return self
+
+
+def _collected(made: Iterable[tuple[str, Value, str]]) -> Values:
+    """New keys with their values.
+
+    Raises:
+        ShardingError: two old keys become the same new one; all such are named.
+    """
+    values: Values = {}
+    sources: dict[str, list[str]] = {}
+    for new, value, old in made:
+        sources.setdefault(new, []).append(old)
+        values[new] = value
+    clashes = [f"{' and '.join(olds)} become {new}" for new, olds in sources.items() if len(olds) > 1]
+    if clashes:
+        raise ShardingError("Keys collide.", expected="a new key for each old one", got="\n".join(clashes))
+    return values
+
+
+def listed(names: Sequence[str], values: Values) -> list[str]:
+    """The new names of a list, each once, in the order of the first old one."""
+    places = {name: place for place, name in enumerate(names)}
+
+    def first(value: Value) -> int:
+        return places[value.key] if value.key else first(value.made_of[0])
+
+    return sorted(values, key=lambda new: first(values[new]))
+
+
+def rename(pattern: str, replacement: str) -> Rule:
+    r"""Replace what fits `pattern` in a key.
+
+    Args:
+        pattern: literal text with groups, such as `layers.(\d+).mlp`.
+        replacement: text in which each group stands once, as `\1`.
+
+    Raises:
+        ShardingError: the rename could not be turned round.
+    """
+    made = _Rename(Pattern.of(pattern), replacement)
+    made.inverse(None)
+    return made
+
+
+def strip_prefix(prefix: str, *, everywhere: bool = False) -> Rule:
+    """Take a prefix such as "module." from the keys that have it.
+
+    Args:
+        prefix: text, with its dot.
+        everywhere: also within keys, where wrappers are nested ("_fsdp_wrapped_module.", "_orig_mod.").
+    """
+    return _Prefix(prefix, add=False, everywhere=everywhere)
+
+
+def add_prefix(prefix: str) -> Rule:
+    """Put a prefix before every key."""
+    return _Prefix(prefix, add=True)
+
+
+def fuse(parts: Sequence[str], whole: str, dim: int = 0, *, sizes: Sequence[int] = ()) -> Rule:
+    r"""Join tensors into one: query, key and value; gate and up.
+
+    Args:
+        parts: a pattern for each part, all with the same groups.
+        whole: the new key, in which each group stands once, as `\1`.
+        dim: along which parts are joined.
+        sizes: lengths of the parts along it, in proportion, where they differ: (8, 2, 2) for 8 heads and 2 of keys and
+            values. Needed to take them apart again.
+
+    Values without that dim (step counters of optimizers) must be the same for all parts.
+
+    Raises:
+        ShardingError: the rule could not be turned round.
+    """
+    made = Fuse(tuple(map(Pattern.of, parts)), whole, dim, tuple(sizes) or (1,) * len(parts))
+    made.inverse(None)
+    return made
+
+
+def split(whole: str, parts: Sequence[str], dim: int = 0, *, sizes: Sequence[int] = ()) -> Rule:
+    """Take a fused tensor apart: the reverse of `fuse`, with a pattern for the whole."""
+    pattern = Pattern.of(whole)
+    made = Split(pattern, tuple(parts), dim, tuple(sizes) or (1,) * len(parts))
+    made.inverse(None)
+    return made
+
+
+def transpose(pattern: str) -> Rule:
+    """Exchange the last two dims of what fits `pattern`; values of fewer dims are left as they are."""
+    return _Transpose(Pattern.of(pattern))
