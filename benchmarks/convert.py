@@ -32,9 +32,9 @@ def peak():
 src, dst = sys.argv[1:]
 bare = peak()
 {imports}
-start = time.perf_counter()
+start, cpu = time.perf_counter(), time.process_time()
 {work}
-print(time.perf_counter() - start, peak() - bare)
+print(time.perf_counter() - start, time.process_time() - cpu, peak() - bare)
 """
 _OURS = "from torchshard import checkpoint"
 _CP = "cp"
@@ -71,9 +71,10 @@ _ROUTES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One conversion: seconds of the work, MiB at the peak."""
+    """One conversion: seconds of the work, of them on the CPU (of all threads), MiB at the peak."""
 
     work: float
+    cpu: float
     peak: float
 
 
@@ -100,15 +101,16 @@ def _turn(imports: str, work: str, src: Path, dst: Path) -> Turn:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    seconds, peak = map(float, done.stdout.split())
-    return Turn(seconds, peak)
+    return Turn(*map(float, done.stdout.split()))
 
 
 def _copied(src: Path, dst: Path) -> Turn:
     _remove(dst)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), os.times()
     subprocess.run(["cp", "-r", str(src), str(dst)], check=True)
-    return Turn(time.perf_counter() - start, 0)
+    seconds, after = time.perf_counter() - start, os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return Turn(seconds, cpu, 0)
 
 
 def _write_source(rank: int, world: int, path: str, gib: float, dim: int) -> None:
@@ -187,12 +189,13 @@ def table(rows: Sequence[Row]) -> str:
             statistics.median([turn.work for turn in row.turns]),
             row.against_cp.ratio,
             f"{row.against_cp.low:.2f} .. {row.against_cp.high:.2f}",
+            statistics.median([turn.cpu for turn in row.turns]),
             max(turn.peak for turn in row.turns),
         )
         for row in rows
     ]
-    headers = ["from", "to", "route", "seconds", "ratio to cp", "95 % of the ratio", "peak MiB"]
-    formats = (None, None, None, ".2f", ".2f", None, ".0f")
+    headers = ["from", "to", "route", "seconds", "ratio to cp", "95 % of the ratio", "CPU s", "peak MiB"]
+    formats = (None, None, None, ".2f", ".2f", None, ".2f", ".0f")
     return str(tabulate(shown, headers, tablefmt="github", floatfmt=formats))
 
 
