@@ -102,7 +102,8 @@ def convert(
         dst: the file or, with `shard_size` or to="dcp", the folder to be written.
         to: "torch" (nested as it was saved, for torch.load), "safetensors" (tensors only, flat dotted names) or "dcp"
             (for torch.distributed.checkpoint.load).
-        max_memory: bytes of the buffers that tensors pass through, at least 1 MiB.
+        max_memory: bytes that this may take over the bare interpreter. Less than 64 MiB makes buffers smaller, down to
+            1 MiB, but the modules that are needed take about 40 MiB.
         select: globs of keys; only those that match one are written.
         exclude: globs of keys that are left out.
         rename: gives the new name of each key; or KeyRules, which also join, split and transpose.
