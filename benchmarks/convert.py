@@ -1,14 +1,16 @@
-"""Converting a checkpoint of two ranks: torchshard, torch's own converter and a plain copy, in turns.
+"""Converting checkpoints: torchshard, cp of the same bytes, and torch's own routes, in turns.
 
     python -m benchmarks.convert --gib 1
 
 Each turn is a process of its own, with warm page caches and the destination removed before; nothing is flushed to the
-disk, as torch's converter does not either. "work" is the conversion without the imports, which do not grow with the
-checkpoint; "process" has them. Peak memory is that of the process (VmHWM) less that of the bare interpreter. (ru_maxrss
-would not do: it begins at the peak of the process that started this one.)
+disk, as none of the others does either. Seconds are those of the work, without start and imports of the interpreter.
+Peak memory is that of the process (VmHWM) less that of the bare interpreter. (ru_maxrss would not do: it begins at the
+peak of the process that started this one.)
 """
 
 import argparse
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -30,54 +32,85 @@ def peak():
 src, dst = sys.argv[1:]
 bare = peak()
 {imports}
-start = time.perf_counter()
+start, cpu = time.perf_counter(), time.process_time()
 {work}
-print(time.perf_counter() - start, peak() - bare)
+print(time.perf_counter() - start, time.process_time() - cpu, peak() - bare)
 """
 _OURS = "from torchshard import checkpoint"
-_COPY = """
-with open(dst, "wb") as out:
-    for file in pathlib.Path(src).iterdir():
-        shutil.copyfileobj(file.open("rb"), out, 2**20)
+_CP = "cp"
+_DCP_TO_TORCH = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save"
+_TORCH_TO_DCP = "from torch.distributed.checkpoint.format_utils import torch_save_to_dcp"
+_HF = """
+import os, torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWriter
 """
-_TORCH = "dcp_to_torch_save"
-# name -> what it imports, what it does
-_CONVERTERS = {
-    "torchshard, to torch": (_OURS, "checkpoint.convert(src, dst, to='torch', fsync=False)"),
-    "torchshard, to safetensors": (_OURS, "checkpoint.convert(src, dst, to='safetensors', fsync=False)"),
-    "plain copy": ("import pathlib, shutil", _COPY),
-    _TORCH: (f"from torch.distributed.checkpoint.format_utils import {_TORCH}", f"{_TORCH}(src, dst)"),
+_HF_WORK = """
+metadata = FileSystemReader(src).read_metadata().state_dict_metadata
+state = {key: torch.empty(m.size, dtype=m.properties.dtype) for key, m in metadata.items()}
+dcp.load(state, checkpoint_id=src, no_dist=True)
+dcp.save(state, storage_writer=HuggingFaceStorageWriter(dst), no_dist=True)
+"""
+_SAVE_FILE = "import torch, safetensors.torch"
+_SAVE_FILE_WORK = "safetensors.torch.save_file(torch.load(src, mmap=True), dst)"
+# source -> destination -> what other routes there are: name, imports, work
+_ROUTES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("dcp by rows", "torch"): [("dcp_to_torch_save", _DCP_TO_TORCH, "dcp_to_torch_save(src, dst)")],
+    ("dcp by rows", "safetensors"): [("load, Hugging Face writer", _HF, _HF_WORK)],
+    ("dcp by rows", "dcp"): [],
+    ("dcp by columns", "torch"): [("dcp_to_torch_save", _DCP_TO_TORCH, "dcp_to_torch_save(src, dst)")],
+    ("dcp by columns", "safetensors"): [("load, Hugging Face writer", _HF, _HF_WORK)],
+    ("dcp by columns", "dcp"): [],
+    ("torch", "torch"): [],
+    ("torch", "safetensors"): [("safetensors save_file", _SAVE_FILE, _SAVE_FILE_WORK)],
+    ("torch", "dcp"): [("torch_save_to_dcp", _TORCH_TO_DCP, "torch_save_to_dcp(src, dst)")],
+    ("safetensors", "torch"): [],
+    ("safetensors", "safetensors"): [],
+    ("safetensors", "dcp"): [],
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One conversion: seconds of the work and of the process, MiB at the peak."""
+    """One conversion: seconds of the work, of them on the CPU (of all threads), MiB at the peak."""
 
     work: float
-    process: float
+    cpu: float
     peak: float
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All turns of one converter on one checkpoint; `against_torch` compares the work, round by round."""
+    """All turns of one route between two formats; `against_cp` compares the work, round by round."""
 
-    checkpoint: str
-    converter: str
+    source: str
+    to: str
+    route: str
     turns: Sequence[Turn]
-    against_torch: Comparison
+    against_cp: Comparison
 
 
-def _turn(converter: str, src: Path, dst: Path) -> Turn:
-    imports, work = _CONVERTERS[converter]
-    dst.unlink(missing_ok=True)
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def _turn(imports: str, work: str, src: Path, dst: Path) -> Turn:
+    _remove(dst)
     command = [sys.executable, "-c", _CODE.format(imports=imports, work=work), str(src), str(dst)]
-    start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    seconds = time.perf_counter() - start
-    work_seconds, peak = map(float, done.stdout.split())
-    return Turn(work_seconds, seconds, peak)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return Turn(*map(float, done.stdout.split()))
+
+
+def _copied(src: Path, dst: Path) -> Turn:
+    _remove(dst)
+    start, before = time.perf_counter(), os.times()
+    subprocess.run(["cp", "-r", str(src), str(dst)], check=True)
+    seconds, after = time.perf_counter() - start, os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return Turn(seconds, cpu, 0)
 
 
 def _write_source(rank: int, world: int, path: str, gib: float, dim: int) -> None:
@@ -98,32 +131,51 @@ def _write_source(rank: int, world: int, path: str, gib: float, dim: int) -> Non
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
 
 
-def measured(gib: float = 1.0, rounds: int = 5, say: Callable[[str], None] = lambda line: None) -> list[Row]:
-    """One row for each converter, for a checkpoint cut by rows and one cut by columns.
+def _sources(folder: Path, gib: float) -> dict[str, Path]:
+    """A checkpoint of each kind."""
+    from tests.ranks import run_ranks
+    from torchshard import checkpoint
+
+    made = {"dcp by rows": folder / "rows", "dcp by columns": folder / "columns"}
+    for dim, path in enumerate(made.values()):
+        run_ranks(2, _write_source, str(path), gib, dim, timeout=600)
+    made |= {"torch": folder / "a.pt", "safetensors": folder / "a.safetensors"}
+    for to in ("torch", "safetensors"):
+        checkpoint.convert(made["dcp by rows"], made[to], to=to, fsync=False)
+    return made
+
+
+def measured(
+    gib: float = 1.0, rounds: int = 5, say: Callable[[str], None] = lambda line: None, others: bool = True
+) -> list[Row]:
+    """One row for each route between two formats.
 
     Args:
         gib: size of the checkpoint.
-        rounds: turns that each converter takes, after one to warm up.
+        rounds: turns that each route takes, after one to warm up.
         say: told what is going on.
+        others: whether torch's routes take part.
     """
-    from tests.ranks import run_ranks
-
     rows = []
-    for cut, dim in (("rows", 0), ("columns", 1)):
-        with tempfile.TemporaryDirectory(prefix="torchshard-") as folder:
-            src, dst = Path(folder) / "ck", Path(folder) / "out"
-            name = f"{gib:g} GiB by {cut}"
-            say(f"{name}: writing")
-            run_ranks(2, _write_source, str(src), gib, dim, timeout=600)
-            turns: dict[str, list[Turn]] = {converter: [] for converter in _CONVERTERS}
-            for i in range(rounds + 1):
-                say(f"{name}: turn {i} of {rounds}")
-                for converter, its in turns.items():
-                    its.append(_turn(converter, src, dst))
-            theirs = [turn.work for turn in turns[_TORCH][1:]]
-            for converter, its in turns.items():
-                pairs = list(zip([turn.work for turn in its[1:]], theirs, strict=True))
-                rows.append(Row(name, converter, its[1:], compare(converter, pairs)))
+    with tempfile.TemporaryDirectory(prefix="torchshard-") as name:
+        folder = Path(name)
+        say(f"writing sources of {gib:g} GiB in {folder}")
+        sources = _sources(folder, gib)
+        for (source, to), more in _ROUTES.items():
+            say(f"{source} to {to}")
+            src, dst = sources[source], folder / "out"
+            ours = f"checkpoint.convert(src, dst, to={to!r}, fsync=False)"
+            routes = [("torchshard", _OURS, ours), *(more if others else [])]
+            turns: dict[str, list[Turn]] = {_CP: [], **{route: [] for route, _, _ in routes}}
+            for _ in range(rounds + 1):
+                turns[_CP].append(_copied(src, dst))
+                for route, imports, work in routes:
+                    turns[route].append(_turn(imports, work, src, dst))
+            _remove(dst)
+            copies = [turn.work for turn in turns[_CP][1:]]
+            for route, its in turns.items():
+                pairs = list(zip([turn.work for turn in its[1:]], copies, strict=True))
+                rows.append(Row(source, to, route, its[1:], compare(route, pairs)))
     return rows
 
 
@@ -131,29 +183,57 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as text."""
     shown = [
         (
-            row.checkpoint,
-            row.converter,
-            row.against_torch.ours,
-            statistics.median([turn.process for turn in row.turns]),
-            row.against_torch.ratio,
-            f"{row.against_torch.low:.2f} .. {row.against_torch.high:.2f}",
+            row.source,
+            row.to,
+            row.route,
+            statistics.median([turn.work for turn in row.turns]),
+            row.against_cp.ratio,
+            f"{row.against_cp.low:.2f} .. {row.against_cp.high:.2f}",
+            statistics.median([turn.cpu for turn in row.turns]),
             max(turn.peak for turn in row.turns),
         )
         for row in rows
     ]
-    headers = ["checkpoint", "converter", "work s", "process s", "ratio to torch", "95 % of the ratio", "peak MiB"]
-    formats = (None, None, ".2f", ".2f", ".2f", None, ".0f")
+    headers = ["from", "to", "route", "seconds", "ratio to cp", "95 % of the ratio", "CPU s", "peak MiB"]
+    formats = (None, None, None, ".2f", ".2f", None, ".2f", ".0f")
     return str(tabulate(shown, headers, tablefmt="github", floatfmt=formats))
 
 
-def main(gib: float = 1.0, rounds: int = 5, say: Callable[[str], None] = lambda line: None) -> str:
-    """The table; arguments as those of `measured`."""
-    return table(measured(gib, rounds, say))
+def inspected(keys: int = 10_000, rounds: int = 5) -> str:
+    """Seconds of `torchshard inspect`, with the interpreter, on checkpoints of many small tensors."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard import checkpoint
+
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="torchshard-") as name:
+        state = {f"layers.{i}.weight": torch.zeros(4) for i in range(keys)}
+        dcp.save(state, checkpoint_id=f"{name}/dcp", no_dist=True)
+        paths = {"dcp": f"{name}/dcp", "torch": f"{name}/a.pt", "safetensors": f"{name}/a.safetensors"}
+        for to in ("torch", "safetensors"):
+            checkpoint.convert(paths["dcp"], paths[to], to=to)
+        for kind, path in paths.items():
+            seconds = []
+            for _ in range(rounds):
+                start, before = time.perf_counter(), os.times()
+                subprocess.run([sys.executable, "-m", "torchshard", "inspect", path], capture_output=True, check=True)
+                after = os.times()
+                cpu = after.children_user + after.children_system - before.children_user - before.children_system
+                seconds.append((time.perf_counter() - start, cpu))
+            rows.append((kind, keys, *[statistics.median(column) for column in zip(*seconds, strict=True)]))
+    return str(tabulate(rows, ["inspect", "tensors", "seconds", "CPU seconds"], tablefmt="github", floatfmt=".2f"))
+
+
+def main(gib: float = 1.0, rounds: int = 5, say: Callable[[str], None] = lambda line: None, others: bool = True) -> str:
+    """The tables; arguments as those of `measured`."""
+    return f"{table(measured(gib, rounds, say, others))}\n\n{inspected()}"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the checkpoint")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each converter")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each route")
+    parser.add_argument("--ours", action="store_true", help="leave out torch's routes, which take long")
     options = parser.parse_args()
-    print(main(options.gib, options.rounds, lambda line: print(line, file=sys.stderr)))
+    print(main(options.gib, options.rounds, lambda line: print(line, file=sys.stderr), not options.ours))

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from tests.checkpoint import sources
-from torchshard import __version__
+from torchshard import __version__, checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -96,6 +96,43 @@ def test_a_dry_run(folder, tmp_path):
     assert "model.w" in done.stdout
     assert f"would write {tmp_path / 'a.pt'}" in done.stdout
     assert os.listdir(tmp_path) == []
+
+
+def test_options_of_convert(folder, tmp_path):
+    torch.save({"extra": torch.ones(4)}, tmp_path / "extra.pt")
+    command = (
+        "convert", folder, tmp_path / "extra.pt", tmp_path / "out", "--to", "dcp", "--mesh", "2x2", "--placements",
+        "*.w=S(0),S(1)", "--dtype", "*.w=bfloat16", "--exclude", "lr", "--rename", r"model.(\w)=net.\1", "--no-fsync",
+        "--resume", "--shard-size", "1MiB",
+    )  # fmt: skip
+    done = torchshard(*command, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "net.w[0:1, 2:3]  bfloat16  1 x 1    1 x float32  2 B     __1_0.distcp" in done.stdout
+    assert os.listdir(tmp_path) == ["extra.pt"]
+    assert torchshard(*command).returncode == 0
+    with checkpoint.open(tmp_path / "out") as ck:
+        assert set(ck) == {"net.w", "extra"}
+        assert ck["net.w"].cut == (2, 2)
+    wrong = {"--mesh": "2by2", "--placements": "S(0)", "--rename": "x", "--dtype": "int4", "--shard-size": "much"}
+    for option, value in wrong.items():
+        done = torchshard("convert", folder, tmp_path / "no", "--to", "dcp", option, value)
+        assert done.returncode == 2, option
+        assert done.stderr.startswith("torchshard: "), done.stderr
+
+
+def test_diff_and_its_exit_codes(folder, tmp_path):
+    torch.save({"model": {"w": torch.arange(6.0).reshape(2, 3) + 0.5}, "lr": 0.5}, tmp_path / "a.pt")
+    done = torchshard("diff", folder, tmp_path / "a.pt")
+    assert done.returncode == 1
+    assert "model.w  values" in done.stdout
+    done = torchshard("diff", folder, tmp_path / "a.pt", "--atol", "1", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"changes": [], "same": 2})
+    assert torchshard("diff", folder, tmp_path / "missing").returncode == 2
+
+
+def test_statistics(folder):
+    found = json.loads(torchshard("inspect", folder, "--stats", "--json", "--select", "model.*").stdout)
+    assert [entry["stats"] for entry in found["entries"]] == [{"min": 0.0, "max": 5.0, "mean": 2.5, "nan": 0, "inf": 0}]
 
 
 def broken(folder, tmp_path):

@@ -116,6 +116,9 @@ def convert(
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for buffers.")] = "64MiB",
     select: Annotated[list[str] | None, typer.Option(metavar="GLOB", help=_CHOSEN)] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Leave out keys that match this.")] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN=NEW", help=r"Rename keys: 'layers.(\d+)=blocks.\1'.")
+    ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(metavar="[GLOB=]TYPE", help="Cast floating-point tensors to this type.")
     ] = None,
@@ -138,6 +141,8 @@ def convert(
     """Write a checkpoint in another format, as a stream in bounded memory."""
     from torchshard import checkpoint
     from torchshard.checkpoint.text import parse_mesh, parse_pairs, parse_size
+    from torchshard.keys import KeyRules
+    from torchshard.keys import rename as renamed
 
     if len(paths) < 2:
         raise typer.BadParameter("a source and a destination are needed", param_hint="SRC... DST")
@@ -150,6 +155,7 @@ def convert(
             max_memory=parse_size(max_memory),
             select=select or (),
             exclude=exclude or (),
+            rename=KeyRules([renamed(*pair) for pair in parse_pairs(rename).items()]) if rename else None,
             dtype=parse_pairs(dtype or (), default="*"),
             shard_size=None if shard_size is None else parse_size(shard_size),
             mesh=None if mesh is None else parse_mesh(mesh),

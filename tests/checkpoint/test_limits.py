@@ -1,17 +1,16 @@
 """What a conversion may use of memory and time."""
 
-import time
+import json
+import shutil
 
-import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 
 from tests.checkpoint import sources
 from tests.checkpoint.sources import python
+from torchshard import checkpoint
 
 MIB = 2**20
-OVERHEAD = 128  # MiB over the bare interpreter, with buffers of 64 MiB
 
 PEAK = """
 import sys
@@ -22,16 +21,17 @@ def peak():
 
 before = peak()
 from torchshard import checkpoint
-checkpoint.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], max_memory=int(sys.argv[4]), fsync=False)
+dtype = sys.argv[5] if sys.argv[5] != "None" else None
+checkpoint.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], max_memory=int(sys.argv[4]), dtype=dtype, fsync=False)
 print(peak() - before)
 """
 
 
-def peak_of(src, dst, to, memory=64 * MIB):
+def peak_of(src, dst, to, memory=64 * MIB, dtype=None):
     """MiB that a conversion took beyond the interpreter."""
-    done = python(PEAK, src, dst, to, memory)
+    done = python(PEAK, src, dst, to, memory, dtype)
     assert done.returncode == 0, done.stderr
-    dst.unlink()
+    shutil.rmtree(dst) if dst.is_dir() else dst.unlink()
     return float(done.stdout)
 
 
@@ -42,44 +42,86 @@ def quarter(tmp_path_factory):
     return [sources.make(folder / str(dim), 2, sources.save_large, 256, dim) for dim in (0, 1)]
 
 
-@pytest.mark.parametrize("to", ["torch", "safetensors"])
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
 def test_memory_of_converting_a_quarter_gib(quarter, tmp_path, to):
     for src in quarter:
-        assert peak_of(src, tmp_path / "out", to) < OVERHEAD
+        assert peak_of(src, tmp_path / "out", to) < 64
 
 
-def test_memory_follows_the_limit(quarter, tmp_path):
+def test_memory_of_small_buffers(quarter, tmp_path):
     for src in quarter:
-        assert peak_of(src, tmp_path / "out", "safetensors", 4 * MIB) < 64
+        assert peak_of(src, tmp_path / "out", "safetensors", 4 * MIB) < 48
 
 
-def test_memory_of_one_large_transposed_tensor(tmp_path):
+@pytest.mark.parametrize("memory", [64, 256])
+def test_memory_of_one_large_transposed_tensor(tmp_path, memory):
     """Strided reads go through whole buffers: the most that a conversion uses."""
-    torch.save({"w": torch.empty(4096, 8192).t()}, tmp_path / "t.pt")
-    assert peak_of(tmp_path / "t.pt", tmp_path / "out", "safetensors") < OVERHEAD
+    torch.save({"w": torch.empty(4096, 16384).t()}, tmp_path / "t.pt")
+    assert peak_of(tmp_path / "t.pt", tmp_path / "out", "safetensors", memory * MIB) < memory
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("memory", [64, 256])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_memory_of_converting_a_gib(tmp_path, dim):
+def test_memory_of_converting_a_gib(tmp_path, dim, memory):
     src = sources.make(tmp_path / "ck", 2, sources.save_large, 1024, dim)
-    for to in ("torch", "safetensors"):
-        assert peak_of(src, tmp_path / "out", to) < OVERHEAD
+    for to in ("torch", "safetensors", "dcp"):
+        for dtype in (None, "bfloat16"):
+            assert peak_of(src, tmp_path / "out", to, memory * MIB, dtype) < memory
+    shutil.rmtree(src)
 
 
-def test_reading_one_tensor_of_a_large_file_touches_little(tmp_path):
-    array = np.zeros((64, MIB), np.uint8)
-    safetensors.numpy.save_file({str(i): array for i in range(4)}, tmp_path / "a.safetensors")
-    code = PEAK.split("from torchshard")[0] + "from torchshard import checkpoint\n" + (
-        "assert checkpoint.open(sys.argv[1])['3'][5:6].shape == (1, 2**20)\nprint(peak() - before)"
-    )  # fmt: skip
+def test_one_tensor_of_four_gib_is_read_without_the_rest(tmp_path):
+    """Counted by the system: bytes that the process read. The file is one of holes."""
+    header = {
+        f"w{i}": {"dtype": "U8", "shape": [2**20, 1024], "data_offsets": [i << 30, (i + 1) << 30]} for i in range(4)
+    }
+    body = json.dumps(header).encode()
+    with (tmp_path / "a.safetensors").open("wb") as file:
+        file.write(len(body).to_bytes(8, "little") + body)
+        file.truncate(8 + len(body) + 2**32)
+    code = """
+import sys
+def read():
+    with open("/proc/self/io") as io:
+        return int(io.readline().split()[1])
+import numpy
+from torchshard import checkpoint
+checkpoint.open(sys.argv[1])["w0"][0:1, 0:1]
+before = read()
+assert checkpoint.open(sys.argv[1])["w3"][1000:2000].shape == (1000, 1024)
+print(read() - before)
+"""
     done = python(code, tmp_path / "a.safetensors")
-    assert float(done.stdout) < 48, done.stderr
+    assert 1000 * 1024 <= float(done.stdout) < 1000 * 1024 + 16384, done.stderr
 
 
-def test_many_small_tensors_are_quick(tmp_path):
-    """Ten thousand keys: no time or memory that goes with their number in a bad way."""
-    torch.save({f"layer.{i}.w": torch.full((4,), float(i)) for i in range(10_000)}, tmp_path / "a.pt")
-    start = time.monotonic()
-    assert peak_of(tmp_path / "a.pt", tmp_path / "out", "safetensors") < OVERHEAD
-    assert time.monotonic() - start < 30
+INSPECT = """
+import sys, time
+from torchshard.cli import main
+sys.argv = ["torchshard", "inspect", sys.argv[1]]
+try:
+    main()
+finally:
+    print(time.process_time(), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_ten_thousand_tensors_are_shown_in_time(many, tmp_path, to):
+    """On the CPU, with the interpreter; benchmarks/convert.py holds it to 1.5 s where nothing else runs."""
+    checkpoint.convert(many, tmp_path / "out", to=to, fsync=False)
+    done = python(INSPECT, tmp_path / "out")
+    assert "10000 tensors" in done.stdout.splitlines()[-1]
+    assert float(done.stderr) < 5
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    path = tmp_path_factory.mktemp("many") / "a.pt"
+    torch.save({f"layer.{i}.w": torch.full((4,), float(i)) for i in range(10_000)}, path)
+    return path
+
+
+def test_memory_of_many_small_tensors(many, tmp_path):
+    assert peak_of(many, tmp_path / "out", "safetensors") < 128  # entries, not buffers

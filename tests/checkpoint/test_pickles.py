@@ -18,6 +18,7 @@ from tests.checkpoint.sources import python
 from torchshard import checkpoint
 from torchshard.checkpoint.formats.dcp import ALLOWED as METADATA
 from torchshard.checkpoint.pickles.inert import Global, RefusedGlobal
+from torchshard.checkpoint.pickles.sharded_values import ALLOWED as SHARDED
 from torchshard.checkpoint.pickles.torch_values import ALLOWED
 from torchshard.checkpoint.pickles.unpickle import load
 from torchshard.errors import CheckpointError
@@ -57,7 +58,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("allowed", [METADATA, ALLOWED], ids=["metadata", "values"])
+@pytest.mark.parametrize("allowed", [METADATA, ALLOWED, SHARDED], ids=["metadata", "values", "sharded"])
 def test_names_that_are_not_allowed(name, allowed):
     with pytest.raises(CheckpointError) as caught:
         load(NAMED[name], allowed, "the file")

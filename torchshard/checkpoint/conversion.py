@@ -4,14 +4,14 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from torchshard.checkpoint import opening
-from torchshard.checkpoint.editing import Edits, edited, merged
+from torchshard.checkpoint.editing import Edits, Rename, edited, merged
 from torchshard.checkpoint.entries import Extent, Index, Piece, Place, TensorEntry
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
 from torchshard.checkpoint.formats.out import Options, Output, Slot
@@ -19,6 +19,7 @@ from torchshard.checkpoint.moving import destination
 from torchshard.checkpoint.moving.destination import Destination
 from torchshard.checkpoint.moving.runner import MEMORY, Budget, move, write_all
 from torchshard.checkpoint.text import TABLE, format_size, parse_placements, printable
+from torchshard.checkpoint.trees import leaves
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box, Mesh, whole
 
@@ -80,7 +81,7 @@ def convert(
     max_memory: int = MEMORY,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    rename: Callable[[str], str] | None = None,
+    rename: Rename | None = None,
     dtype: str | Mapping[str, str] | None = None,
     shard_size: int | None = None,
     mesh: Sequence[int] | None = None,
@@ -101,10 +102,11 @@ def convert(
         dst: the file or, with `shard_size` or to="dcp", the folder to be written.
         to: "torch" (nested as it was saved, for torch.load), "safetensors" (tensors only, flat dotted names) or "dcp"
             (for torch.distributed.checkpoint.load).
-        max_memory: bytes of the buffers that tensors pass through, at least 1 MiB.
+        max_memory: bytes that this may take over the bare interpreter. Less than 64 MiB makes buffers smaller, down to
+            1 MiB, but the modules that are needed take about 40 MiB.
         select: globs of keys; only those that match one are written.
         exclude: globs of keys that are left out.
-        rename: gives the new name of each key.
+        rename: gives the new name of each key; or KeyRules, which also join, split and transpose.
         dtype: what floating-point tensors are cast to, such as "bfloat16"; or globs of keys to types, the first that
             matches.
         shard_size: bytes of tensors a file, at most; the destination becomes a folder of parts with an index.
@@ -300,12 +302,7 @@ class _Work:
     def _check_written(self, data: Path, crcs: Sequence[int]) -> None:
         """Open what was written as any reader would, and compare type, shape, place and bytes of each tensor."""
         with opening.open(data) as written:
-            found = {
-                place: (entry, piece)
-                for entry in written.index.entries.values()
-                if isinstance(entry, TensorEntry)
-                for place, piece in _places(entry)
-            }
+            found = {place: (entry, piece) for entry in _tensors_of(written.index) for place, piece in _places(entry)}
             slots = [
                 self._written(found, file.name or data.name, slot) for file in self.out.files for slot in file.slots
             ]
@@ -327,6 +324,15 @@ class _Work:
         if at is None or at[1].box not in (slot.box, whole(slot.box.size)):
             raise CheckpointError("A tensor is not where it was written.", where=f"{self.target}: {entry.key}")
         return Slot(at[0], slot.offset, at[1].box)
+
+
+def _tensors_of(index: Index) -> Iterator[TensorEntry]:
+    """All tensors, those inside of objects too."""
+    for key, entry in index.entries.items():
+        if isinstance(entry, TensorEntry):
+            yield entry
+        elif index.format == "dcp":
+            yield from [value for _, value in leaves(entry.value(), key) if isinstance(value, TensorEntry)]
 
 
 _Place = tuple[str, int, str, tuple[int, ...]]

@@ -1,5 +1,6 @@
 """Another state dict from that of a checkpoint: merged, chosen, renamed, cast. Only names and boxes change."""
 
+import copy
 import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,10 @@ from torchshard.checkpoint.pickles.inert import OrderedDict
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import DROPPED, edit, place
 from torchshard.errors import CheckpointError
-from torchshard.layout import Box
+from torchshard.keys import KeyRules
+from torchshard.layout import Box, whole
+
+Rename = Callable[[str], str] | KeyRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +26,13 @@ class Edits:
         select: globs of keys, one of which a key must match; none means all.
         exclude: globs of keys that are left out.
         dtypes: glob of keys to the type that floating-point tensors are cast to, the first that matches.
-        rename: new name of a key; None keeps all names.
+        rename: gives the new name of a key, or rules that also join, split and transpose; None keeps all names.
     """
 
     select: Sequence[str] = ()
     exclude: Sequence[str] = ()
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    rename: Callable[[str], str] | None = None
+    rename: Rename | None = None
 
     def wants(self, key: str) -> bool:
         """Whether a key is kept."""
@@ -48,21 +52,14 @@ def edited(index: Index, edits: Edits) -> Index:
     if edits == Edits():
         return index
     _check_used(edits, index)
-    entries: dict[str, Entry] = {}
-    moved: dict[str, Entry] = {}
+    chosen: dict[str, Entry] = {}
     for key, entry in index.entries.items():
-        if not edits.wants(key):
-            continue
-        if isinstance(entry, TensorEntry):
-            entry = _cast(key, entry, edits.dtypes)
-        new = edits.rename(key) if edits.rename else key
-        if new in entries:
-            raise CheckpointError("Two keys have the same new name.", got=printable(new), where=printable(key))
-        entries[new] = entry
-        if new != key:
-            moved[new] = replace(entry, key=new)
-            entries[new] = moved[new]
-    stay = {key: entry for key, entry in entries.items() if key not in moved}
+        if edits.wants(key):
+            chosen[key] = _cast(key, entry, edits.dtypes) if isinstance(entry, TensorEntry) else entry
+    entries = chosen if edits.rename is None else _renamed(chosen, edits.rename)
+    stay = {key: entry for key, entry in entries.items() if chosen.get(key) is entry}
+    moved = {key: replace(entry, key=key) for key, entry in entries.items() if key not in stay}
+    entries = {key: moved.get(key, entry) for key, entry in entries.items()}
     where = f"the state dict of {index.opened[0].root}" if index.opened else "the state dict"
 
     def leaf(key: str, value: object) -> object:
@@ -82,6 +79,20 @@ def _check_used(edits: Edits, index: Index) -> None:
             raise CheckpointError(
                 "No key matches this pattern.", got=printable(pattern), fix="Look at the keys with inspect."
             )
+
+
+def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
+    if isinstance(rename, KeyRules):
+        rules = copy.copy(rename)
+        rules.arrays = _Entries()
+        return dict(rules(entries))
+    renamed: dict[str, Entry] = {}
+    for key, entry in entries.items():
+        new = rename(key)
+        if new in renamed:
+            raise CheckpointError("Two keys have the same new name.", got=printable(new), where=printable(key))
+        renamed[new] = entry
+    return renamed
 
 
 def _cast(key: str, entry: TensorEntry, dtypes: Mapping[str, str]) -> TensorEntry:
@@ -145,6 +156,37 @@ def _merge(into: dict[Any, Any], tree: Any) -> None:
 
 
 # --- tensors made of others, without reading them ----------------------------------------------------------------
+
+
+class _Entries:
+    """What KeyRules do to tensors that are not read."""
+
+    def ndim(self, x: Any) -> int | None:
+        """Number of dims; None for an object."""
+        return len(x.shape) if isinstance(x, TensorEntry) else None
+
+    def length(self, x: TensorEntry, dim: int) -> int:
+        """Length of a dim."""
+        return x.shape[dim]
+
+    def cut(self, x: TensorEntry, dim: int, start: int, length: int) -> TensorEntry:
+        """Part of a tensor."""
+        box = whole(x.shape)
+        offset = (*box.offset[:dim], start, *box.offset[dim + 1 :])
+        return part(x, Box(offset, (*x.shape[:dim], length, *x.shape[dim + 1 :])))
+
+    def join(self, parts: Sequence[TensorEntry], dim: int) -> TensorEntry:
+        """Tensors joined."""
+        return concatenated(parts, dim)
+
+    def transpose(self, x: TensorEntry) -> TensorEntry:
+        """The last two dims exchanged."""
+        *first, rows, columns = range(len(x.shape))
+        return permuted(x, (*first, columns, rows))
+
+    def same(self, a: object, b: object) -> bool:
+        """Whether two values are known to be equal."""
+        return a is b
 
 
 def concatenated(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:

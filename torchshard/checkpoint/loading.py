@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchshard.checkpoint import opening
+from torchshard.checkpoint.editing import Edits, Rename, edited
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
 from torchshard.checkpoint.moving import casting
 from torchshard.checkpoint.moving.plan import blocks
@@ -35,7 +36,7 @@ def load_into(
     path: str | os.PathLike[str],
     state_dict: dict[str, Any],
     *,
-    rename: Callable[[str], str] | None = None,
+    rename: Rename | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Fill the tensors of a state dict from a checkpoint of any format, in place.
@@ -48,7 +49,8 @@ def load_into(
     Args:
         path: anything that `open` opens.
         state_dict: nested dicts and lists, with tensors as leaves.
-        rename: gives, for a dotted key of the state dict, the key in the checkpoint.
+        rename: gives the name in the state dict of each key of the checkpoint; or KeyRules, which also join, split and
+            transpose.
         progress: called with the bytes read and the bytes in all, on this rank.
 
     Raises:
@@ -60,26 +62,24 @@ def load_into(
     """
     with opening.open(path) as checkpoint:
         parts: list[_Part] = []
+        entries = edited(checkpoint.index, Edits(rename=rename)).entries
         objects: list[tuple[Any, Any, ObjectEntry]] = []
         for container, step, key, value in _leaves(state_dict, ""):
-            name = rename(key) if rename else key
-            entry = checkpoint.get(name)
+            entry = entries.get(key)
             if entry is None:
                 raise CheckpointError(
                     "The checkpoint lacks a key of the state dict.",
-                    got=printable(name),
+                    got=printable(key),
                     where=checkpoint.path,
                     fix="Give rename=, or leave the key out of the state dict; inspect shows the keys.",
                 )
             if isinstance(entry, ObjectEntry) and not _is_tensor(value):
                 objects.append((container, step, entry))
             elif isinstance(entry, TensorEntry) and _is_tensor(value):
-                parts += _parts(key, _fitting(entry, value, f"{checkpoint.path}: {printable(name)}"), value)
+                parts += _parts(key, _fitting(entry, value, f"{checkpoint.path}: {printable(key)}"), value)
             else:
                 held = "a tensor" if isinstance(entry, TensorEntry) else "no tensor"
-                raise CheckpointError(
-                    f"The checkpoint holds {held} here, unlike the state dict.", where=printable(name)
-                )
+                raise CheckpointError(f"The checkpoint holds {held} here, unlike the state dict.", where=printable(key))
         for container, step, entry in objects:
             container[step] = entry.value()
         total, done = sum([part.box.numel * part.entry.itemsize for part in parts]), 0

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, TensorEntry, check_pieces
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_pieces
 from torchshard.checkpoint.formats import torch_file
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import DROPPED, edit, place
 from torchshard.errors import CheckpointError
+from torchshard.layout import Box
 
 _RANK = re.compile(r"(.*?rank[_-]?)(\d{1,6})(\D*)\Z", re.DOTALL)
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -137,7 +138,9 @@ def _merged(key: str, entries: Sequence[Entry], ranks: int, where: Path) -> Entr
     if len({(entry.shape, entry.dtype) for entry in tensors}) > 1:
         got = ", ".join(f"{entry.dtype} {entry.shape}" for entry in tensors[:4])
         raise CheckpointError("Ranks hold parts of different tensors under one key.", got=got, where=f"{where}: {key}")
-    pieces = {piece.box: piece for entry in reversed(tensors) for piece in entry.pieces}  # replicas: the first rank's
+    pieces: dict[Box, Piece] = {}
+    for piece in [piece for entry in tensors for piece in entry.pieces]:
+        pieces.setdefault(piece.box, piece)  # of replicas, the first rank's
     made = TensorEntry(first.dtype, first.shape, tuple(pieces.values()), sharding=first.sharding)
     check_pieces(made.shape, made.pieces, f"{where}: {printable(key)}")
     return made

@@ -26,6 +26,7 @@ MEMORY = 64 * 2**20
 LEAST_MEMORY = 2**20
 _BLOCK = 2**20  # stays in a core's cache between reading, summing and writing
 _THREADS = 4
+_MODULES = 44 * 2**20  # what Python needs to have imported: 39 MiB measured, and some to spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class Budget:
     """How much memory may be used, and how it is divided.
 
     Args:
-        memory: bytes of all buffers together.
+        memory: bytes over the bare interpreter. Modules (numpy most of all) take _MODULES of it, buffers the rest;
+            where that is little, buffers take a quarter, and the whole is more.
     """
 
     memory: int = MEMORY
@@ -43,14 +45,19 @@ class Budget:
             raise CheckpointError("max_memory is too little.", expected=f"{LEAST_MEMORY} bytes", got=self.memory)
 
     @property
+    def buffers(self) -> int:
+        """Bytes of all buffers together."""
+        return max(self.memory // 4, self.memory - _MODULES)
+
+    @property
     def threads(self) -> int:
         """How many threads share it."""
-        return max(1, min(_THREADS, os.cpu_count() or 1, self.memory // (2 * _BLOCK)))
+        return max(1, min(_THREADS, os.cpu_count() or 1, self.buffers // (2 * _BLOCK)))
 
     @property
     def buffer(self) -> int:
         """Bytes of a buffer; each thread has two."""
-        return self.memory // (2 * self.threads)
+        return self.buffers // (2 * self.threads)
 
     def block(self, entry: TensorEntry) -> int:
         """Elements of a block of this tensor. Pieces that are not stored in order are gone through once a block."""

@@ -163,7 +163,8 @@ def _memoize(m: "Machine") -> None:
     m.memo[len(m.memo)] = m.stack[-1]
 
 
-# The two with an index of one byte are most of what there is to do in a large pickle.
+# These are most of what there is to do in a large pickle: no calls that can be done without.
+_unsigned = struct.Struct("<I").unpack_from
 
 
 def _get1(m: "Machine") -> None:
@@ -177,11 +178,13 @@ def _put1(m: "Machine") -> None:
 
 
 def _get4(m: "Machine") -> None:
-    m.stack.append(m.memo[int.from_bytes(m.take(4), "little")])
+    m.stack.append(m.memo[_unsigned(m.data, m.at)[0]])
+    m.at += 4
 
 
 def _put4(m: "Machine") -> None:
-    m.memo[int.from_bytes(m.take(4), "little")] = m.stack[-1]
+    m.memo[_unsigned(m.data, m.at)[0]] = m.stack[-1]
+    m.at += 4
 
 
 def _get_line(m: "Machine") -> None:

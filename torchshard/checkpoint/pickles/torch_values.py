@@ -78,8 +78,12 @@ def sizes(value: object, what: str, where: object) -> tuple[int, ...]:
     """
     if type(value) is Size:  # was checked when it was made
         return tuple(value)
-    if isinstance(value, (tuple, list)) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value):
-        return tuple(value)
+    if isinstance(value, (tuple, list)) and len(value) <= 64:
+        for n in value:
+            if type(n) is not int or not 0 <= n < 2**63:
+                break
+        else:
+            return tuple(value)
     raise CheckpointError(f"The {what} is not a list of sizes.", got=printable(value), where=where)
 
 

@@ -1,0 +1,271 @@
+"""From any format to any other, cut, cast, chosen, renamed and merged on the way."""
+
+import json
+import os
+import warnings
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint import sources
+from tests.checkpoint.sources import assert_same_tree, bytes_of, same_bits, torch_loads
+from torchshard import checkpoint
+from torchshard.checkpoint.dtypes import DTYPES
+from torchshard.checkpoint.moving.casting import FLOATING, TARGETS, cast
+from torchshard.errors import CheckpointError
+from torchshard.keys import KeyRules, fuse, split, transpose
+from torchshard.layout import Box
+
+KINDS = ("torch", "safetensors", "dcp", "dcp cut", "torch parts", "safetensors parts")
+OPTIONS = {
+    "dcp cut": {"mesh": (2, 2), "placements": {"*.rows": "S(0),R", "*.both": "S(0),S(1)", "*columns": "R,S(1)"}},
+    "torch parts": {"shard_size": 300},
+    "safetensors parts": {"shard_size": 300},
+}
+
+
+def convert(src, dst, kind, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = OPTIONS.get(kind, {}) | kwargs
+        return checkpoint.convert(src, dst, to=kind.split()[0], verify=True, fsync=False, **options)
+
+
+def values(path):
+    with checkpoint.open(path) as ck:
+        return {k: e.numpy().tobytes() for k, e in ck.items() if isinstance(e, checkpoint.TensorEntry)}
+
+
+@pytest.fixture(scope="module")
+def every_kind(dcp_mesh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kinds")
+    for kind in KINDS:
+        convert(dcp_mesh, folder / kind, kind)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_to_every_other(every_kind, dcp_mesh, tmp_path, kind):
+    expected = values(dcp_mesh)
+    assert values(every_kind / kind) == expected
+    for to in KINDS:
+        convert(every_kind / kind, tmp_path / to, to)
+        assert values(tmp_path / to) == expected, to
+
+
+def test_torch_reads_a_folder_that_we_cut(every_kind, dcp_mesh, tmp_path):
+    cut = every_kind / "dcp cut"
+    assert {name for name in os.listdir(cut) if name != ".metadata"} >= {"__0_0.distcp", "__2_0.distcp"}
+    assert_same_tree(torch_loads(cut, tmp_path), torch_loads(dcp_mesh, tmp_path))
+    with checkpoint.open(cut) as ck:
+        assert ck["model.both"].cut == (2, 2)
+        assert ck["model.rows"].boxes == (Box((0, 0), (4, 10)), Box((4, 0), (3, 10)))
+        assert ck.layout("model.rows").files == ("__0_0.distcp", "__2_0.distcp")
+    reader = dcp.FileSystemReader(cut)
+    assert [list(c.sizes) for c in reader.read_metadata().state_dict_metadata["model.columns"].chunks] == [
+        [7, 5],
+        [7, 5],
+    ]
+
+
+def test_plain_data_and_containers_survive_a_dcp_folder(tmp_path):
+    torch.save(sources.plain(), tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "ck", "dcp")
+    sources.make(tmp_path / "theirs", 1, sources.save_plain)
+    ours, theirs = (torch_loads(tmp_path / name, tmp_path) for name in ("ck", "theirs"))
+    theirs["model"]["param"] = theirs["model"]["param"].detach()
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        if key != "ordered":  # theirs becomes a dict, ours too
+            assert_same_tree(ours[key], theirs[key])
+
+
+def test_the_libraries_read_parts(every_kind):
+    folder = every_kind / "safetensors parts"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    names = set(index["weight_map"].values())
+    assert len(names) > 3
+    loaded = {}
+    for name in names:
+        loaded |= safetensors.torch.load_file(folder / name)
+    assert {key: bytes_of(value) for key, value in loaded.items()} == values(folder)
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in loaded.values())
+    folder = every_kind / "torch parts"
+    index = json.loads((folder / "pytorch_model.bin.index.json").read_text())
+    loaded = {}
+    for name in set(index["weight_map"].values()):
+        loaded |= torch.load(folder / name, weights_only=True)
+    assert loaded["optimizer.lr"] == 0.5
+    assert loaded.keys() == index["weight_map"].keys()
+
+
+def test_safetensors_of_torchs_checkpoints(tmp_path):
+    from tests.ranks import run_ranks
+
+    run_ranks(2, save_hugging_face, str(tmp_path))
+    expected = torch.arange(15.0).reshape(5, 3).tolist()
+    for name in ("cut", "joined"):
+        ck = checkpoint.open(tmp_path / name)
+        assert all(ck[key].numpy().tolist() == expected for key in ("rows", "columns")), name
+    assert len(checkpoint.open(tmp_path / "cut")["columns"].boxes) == 2
+    os.remove(next((tmp_path / "cut").glob("shard-00002*")))
+    ck = checkpoint.open(tmp_path / "cut")  # the format does not say how large a tensor is
+    assert ck["rows"].shape == (3, 3)
+
+
+def save_hugging_face(rank, world, path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.arange(15.0).reshape(5, 3)
+    state = {"rows": distribute_tensor(full, mesh, [Shard(0)]), "columns": distribute_tensor(full, mesh, [Shard(1)])}
+    for name, join in (("cut", False), ("joined", True)):
+        writer = dcp.HuggingFaceStorageWriter(f"{path}/{name}", save_distributed=True, enable_consolidation=join)
+        dcp.save(state, storage_writer=writer)
+
+
+# --- chosen, renamed, cast, merged -------------------------------------------------------------------------------
+
+
+def save(tmp_path, name="a.pt"):
+    model = {"layers.0.weight": torch.randn(3, 4), "layers.1.weight": torch.randn(3, 4), "norm": torch.ones(3)}
+    torch.save({"model": model, "step": torch.tensor(7), "lr": 0.5, "list": [torch.ones(1), 2]}, tmp_path / name)
+    return tmp_path / name
+
+
+def test_select_and_exclude(tmp_path):
+    src = save(tmp_path)
+    done = checkpoint.convert(src, tmp_path / "b.pt", to="torch", select=["model.*", "lr"], exclude=["*.1.*"])
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert loaded.keys() == {"model", "lr"}
+    assert loaded["model"].keys() == {"layers.0.weight", "norm"}
+    assert done.tensors == 2
+    with pytest.raises(CheckpointError, match="No key matches this pattern"):
+        checkpoint.convert(src, tmp_path / "c.pt", to="torch", select=["modle.*"])
+
+
+def test_renames_stay_in_the_dict_that_they_name(tmp_path):
+    src = save(tmp_path)
+    checkpoint.convert(src, tmp_path / "b.pt", to="torch", rename=lambda key: key.replace("layers.", "blocks."))
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert loaded["model"].keys() == {"blocks.0.weight", "blocks.1.weight", "norm"}
+    checkpoint.convert(src, tmp_path / "c.pt", to="torch", select=["model.*"], rename=lambda key: key[6:])
+    assert torch.load(tmp_path / "c.pt", weights_only=True).keys() == {"layers.0.weight", "layers.1.weight", "norm"}
+    with pytest.raises(CheckpointError, match="Two keys have the same new name"):
+        checkpoint.convert(src, tmp_path / "d.pt", to="torch", rename=lambda key: "x")
+
+
+def test_rules_join_split_and_transpose_without_reading(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 6, generator=g) for _ in range(3))
+    sources.make(tmp_path / "ck", 2, save_attention, q, k, v)
+    names = [rf"layers.(\d+).{name}.weight" for name in "qkv"]
+    fused = KeyRules([fuse(names, r"layers.\1.qkv.weight", 0), transpose("qkv.weight")])
+    checkpoint.convert(tmp_path / "ck", tmp_path / "a.pt", to="torch", rename=fused, verify=True)
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert torch.equal(loaded["layers.0.qkv.weight"], torch.cat([q, k, v]).t())
+    back = KeyRules([transpose("qkv.weight"), split("layers.0.qkv.weight", [f"layers.0.{n}.weight" for n in "qkv"], 0)])
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", to="safetensors", rename=back, dtype="bfloat16")
+    loaded = safetensors.torch.load_file(tmp_path / "b.safetensors")
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        assert same_bits(loaded[f"layers.0.{name}.weight"], tensor.bfloat16())
+
+
+def save_attention(rank, world, path, q, k, v):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    parts = zip("qkv", (q, k, v), (0, 1, 0), strict=True)
+    state = {f"layers.0.{name}.weight": distribute_tensor(x, mesh, [Shard(dim)]) for name, x, dim in parts}
+    dcp.save(state, checkpoint_id=path)
+
+
+def test_several_inputs_become_one(tmp_path):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.pt"
+    safetensors.torch.save_file({"model.w": torch.ones(2)}, a)
+    torch.save({"optimizer": {"lr": 0.5, "m": torch.zeros(2)}}, b)
+    checkpoint.convert([a, b], tmp_path / "c.pt", to="torch", verify=True)
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert loaded.keys() == {"model.w", "optimizer"}
+    assert loaded["optimizer"]["lr"] == 0.5
+    with pytest.raises(CheckpointError, match="the same key"):
+        checkpoint.convert([a, a], tmp_path / "d.pt", to="torch")
+
+
+def test_casts_of_chosen_tensors(tmp_path):
+    src = save(tmp_path)
+    checkpoint.convert(
+        src, tmp_path / "b.pt", to="torch", dtype={"*.0.*": "float64", "model.*": "bfloat16"}, verify=True
+    )
+    before, after = (torch.load(path, weights_only=True) for path in (src, tmp_path / "b.pt"))
+    assert torch.equal(after["model"]["layers.0.weight"], before["model"]["layers.0.weight"].double())
+    assert same_bits(after["model"]["layers.1.weight"], before["model"]["layers.1.weight"].bfloat16())
+    assert after["list"][0].dtype == torch.float32
+    checkpoint.convert(src, tmp_path / "c.pt", to="torch", dtype="float16")
+    after = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert after["step"].dtype == torch.int64
+    assert same_bits(after["list"][0], torch.ones(1).half())
+
+
+@pytest.mark.parametrize("source", FLOATING)
+@pytest.mark.parametrize("target", TARGETS)
+def test_casts_are_torchs(source, target):
+    tensor = sources.random_bits((4096,), getattr(torch, source), seed=5)
+    if tensor.itemsize == 1:
+        tensor = torch.arange(256, dtype=torch.uint8).view(tensor.dtype)
+    ours = cast(np.frombuffer(bytes_of(tensor), DTYPES[source].numpy), source, target)
+    ours = torch.from_numpy(ours.copy()).view(getattr(torch, target))
+    theirs = tensor.to(getattr(torch, target))
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert same_bits(ours.nan_to_num(0.5), theirs.nan_to_num(0.5)) or torch.equal(
+        ours[~ours.isnan()], theirs[~ours.isnan()]
+    )
+
+
+def test_casts_that_are_refused(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="not cast to this type"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"to": "torch", "mesh": (2,)}, "Only a dcp folder"),
+        ({"to": "dcp", "placements": {"*": "R"}}, "Give the mesh too"),
+        ({"to": "dcp", "mesh": (2,), "placements": {"*": "S(0),R"}}, "one placement an axis"),
+        ({"to": "dcp", "mesh": (2,), "placements": {"*": "P"}}, "one placement an axis"),
+        ({"to": "dcp", "mesh": (2,), "placements": {"*": "S(7)"}}, "do not fit"),
+        ({"to": "onnx"}, "not written"),
+        ({"to": "torch", "shard_size": 0}, "too little"),
+    ],
+)
+def test_options_that_make_no_sense(tmp_path, kwargs, message):
+    src = save(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.convert(src, tmp_path / "out", **kwargs)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_mesh_and_placements(tmp_path_factory, data):
+    """What is cut for any mesh comes together again, as torch puts it together too."""
+    shape = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
+    mesh = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    placements = ",".join(data.draw(st.sampled_from(["R", *[f"S({d})" for d in range(len(shape))]])) for _ in mesh)
+    tensor = torch.arange(int(np.prod(shape)), dtype=torch.int32).reshape(shape)
+    folder = tmp_path_factory.mktemp("any")
+    torch.save({"w": tensor}, folder / "a.pt")
+    checkpoint.convert(folder / "a.pt", folder / "ck", to="dcp", mesh=mesh, placements={"w": placements}, fsync=False)
+    assert checkpoint.open(folder / "ck")["w"].numpy().tolist() == tensor.tolist()
+    loaded = {"w": torch.empty_like(tensor)}
+    dcp.load(loaded, checkpoint_id=folder / "ck", no_dist=True)
+    assert torch.equal(loaded["w"], tensor)

@@ -1,0 +1,80 @@
+"""A checkpoint of any format straight into live tensors: every rank gets, and reads, just its boxes."""
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from torchshard import checkpoint
+from torchshard.errors import CheckpointError
+
+
+def load(rank, world, folder):
+    import torch.distributed.tensor as upstream
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import torchshard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(7 * 10, dtype=torch.float32).reshape(7, 10)
+    S, R = upstream.Shard, upstream.Replicate
+    read = []
+    for path in (f"{folder}/a.safetensors", f"{folder}/ck", f"{folder}/a.pt"):
+        for api in (upstream, torchshard):
+            state = {
+                "model": {
+                    "rows": api.distribute_tensor(torch.zeros(7, 10), mesh, [S(0), R()]),
+                    "both": torch.nn.Parameter(api.distribute_tensor(torch.zeros(7, 10), mesh, [S(0), S(1)])),
+                    "twice": api.distribute_tensor(torch.zeros(7, 10).double(), mesh, [S(0), S(0)]),
+                    "plain": torch.zeros(10, 7).t(),
+                }
+            }
+            bytes_read = []
+            checkpoint.load_into(
+                path, state, rename=lambda key: f"model.{key}", progress=lambda *a, b=bytes_read: b.append(a)
+            )
+            for key, value in state["model"].items():
+                if key == "plain":
+                    assert torch.equal(value, full)
+                else:
+                    assert torch.equal(value.full_tensor(), full.to(value.dtype)), (path, api, key)
+            read.append(bytes_read[-1])
+        rows = [2, 2, 2, 1][rank]
+        shard = LocalShard.from_tensor_and_offsets(torch.zeros(rows, 10), [2 * rank, 0], rank)
+        sharded = init_from_local_shards([shard], 7, 10)
+        checkpoint.load_into(path, {"w": sharded})
+        assert torch.equal(shard.tensor, full[2 * rank : 2 * rank + rows])
+    assert torch.distributed.is_initialized()
+    return read
+
+
+def test_into_tensors_of_a_live_mesh(tmp_path):
+    full = torch.arange(7 * 10, dtype=torch.float32).reshape(7, 10)
+    torch.save(dict.fromkeys(("w", "rows", "both", "twice", "plain"), full), tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "a.safetensors", to="safetensors")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "ck", to="dcp", mesh=(3,), placements={"*": "S(1)"})
+    for rank, read in enumerate(run_ranks(4, load, str(tmp_path))):
+        rows, both, twice = [40, 40, 30, 30][rank], [20, 20, 15, 15][rank], [20, 20, 20, 10][rank]
+        nbytes = 4 * (rows + both + 70) + 8 * twice
+        assert read == [(nbytes, nbytes)] * 6
+
+
+def test_objects_and_errors(tmp_path):
+    torch.save({"model": {"w": torch.arange(4.0)}, "epoch": 3, "list": [torch.ones(2), 5]}, tmp_path / "a.pt")
+    w = torch.zeros(4, dtype=torch.bfloat16)
+    state = {"model": {"w": w}, "epoch": None, "list": [torch.zeros(2), 0]}
+    checkpoint.load_into(tmp_path / "a.pt", state)
+    assert state["model"]["w"] is w
+    assert w.tolist() == [0, 1, 2, 3]
+    assert (state["epoch"], state["list"][1]) == (3, 5)
+    wrong = {
+        "lacks a key": {"nothing": torch.ones(1)},
+        "another shape": {"model": {"w": torch.ones(5)}},
+        "another type": {"model": {"w": torch.ones(4, dtype=torch.int64)}},
+        "holds no tensor here": {"epoch": torch.ones(1)},
+        "holds a tensor here": {"model": {"w": 3}},
+    }
+    for message, state in wrong.items():
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.load_into(tmp_path / "a.pt", state)

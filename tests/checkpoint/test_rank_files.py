@@ -1,0 +1,189 @@
+"""One torch.save file of each rank: distributed tensors of every class, put together by what they say of themselves."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+
+from tests.checkpoint.sources import bytes_of, same_bits
+from tests.ranks import run_ranks
+from torchshard import checkpoint
+from torchshard.errors import CheckpointError
+from torchshard.layout import Box
+
+
+def full(rows=5, columns=3):
+    return torch.arange(float(rows * columns)).reshape(rows, columns)
+
+
+def write(rank, world, folder):
+    """What two ranks save with torch.save."""
+    import torch.distributed.tensor as upstream
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    import torchshard
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for name, api in (("torch", upstream), ("ours", torchshard)):
+        cut = api.distribute_tensor
+        state = {
+            "rows": cut(full(), mesh, [upstream.Shard(0)]),
+            "columns": torch.nn.Parameter(cut(full(), mesh, [upstream.Shard(1)])),
+            "replicated": cut(full(), mesh, [upstream.Replicate()]),
+            "two axes": cut(full(), both, [upstream.Replicate(), upstream.Shard(0)]),
+            "few": cut(full(1, 2), mesh, [upstream.Shard(0)]),
+            "plain": torch.ones(2),
+            "lr": 0.5,
+        }
+        torch.save(state, f"{folder}/{name}_rank{rank}.pt")
+    torch.save(
+        {"p": upstream.DTensor.from_local(full(), mesh, [upstream.Partial()])}, f"{folder}/partial_rank{rank}.pt"
+    )
+
+    local = torch.full(([3, 1][rank], 2), float(rank))
+    shard = LocalShard.from_tensor_and_offsets(local, [3 * rank, 0], rank)
+    torch.save({"st": init_from_local_shards([shard], 4, 2)}, f"{folder}/sharded_rank{rank}.pt")
+    torch.save({"seed": rank, "state": torch.full((2,), rank), "epoch": 3}, f"{folder}/different_rank{rank}.pt")
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    whole = {key: value.clone() for key, value in model.state_dict().items()}
+    model = FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+    torch.save(state, f"{folder}/fsdp_rank{rank}.pt")
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        torch.save(model.state_dict(), f"{folder}/local_rank{rank}.pt")
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        torch.save(model.state_dict(), f"{folder}/full_rank{rank}.pt")
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+
+
+def write_strided(rank, world, folder):
+    """What FSDP2 makes of a tensor that is split already: a strided split, even and uneven."""
+    import torch.distributed.tensor as upstream
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Linear(4, 8, bias=False)
+    weight = torch.arange(32.0).reshape(8, 4)
+    model.weight = torch.nn.Parameter(upstream.distribute_tensor(weight, mesh["tp"], [upstream.Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"])
+    torch.save(model.state_dict(), f"{folder}/strided_rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks")
+    run_ranks(2, write, str(path))
+    return path
+
+
+@pytest.mark.parametrize("whose", ["torch", "ours"])
+def test_dtensors(folder, whose):
+    with checkpoint.open(folder / f"{whose}_rank*.pt") as ck:
+        for key in ("rows", "columns", "replicated", "two axes"):
+            assert ck[key].numpy().tobytes() == bytes_of(full()), key
+        assert ck["few"].numpy().tolist() == [[0, 1]]
+        assert ck["plain"].numpy().tolist() == [1, 1]
+        assert ck["lr"].value() == 0.5
+        assert ck["columns"].boxes == (Box((0, 0), (5, 2)), Box((0, 2), (5, 1)))
+        stored = ck.layout("two axes")
+        assert repr(stored.sharding) == "(dp=1:R, tp=2:S(0))"
+        assert stored.files == (f"{whose}_rank0.pt", f"{whose}_rank1.pt")
+
+
+def test_shardedtensors(folder):
+    assert checkpoint.open(folder / "sharded_rank*.pt")["st"].numpy().tolist() == [[0, 0]] * 3 + [[1, 1]]
+
+
+def test_fsdp1_dicts(folder, tmp_path):
+    whole = torch.load(folder / "whole.pt")
+    for name, prefix in (("fsdp", "model."), ("full", "")):
+        ck = checkpoint.open(folder / f"{name}_rank*.pt")
+        for key, value in whole.items():
+            assert ck[prefix + key].numpy().tobytes() == bytes_of(value), (name, key)
+    checkpoint.convert(folder / "fsdp_rank*.pt", tmp_path / "out.pt", to="torch", verify=True)
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert all(same_bits(loaded["model"][key], value) for key, value in whole.items())
+    assert loaded["optim"]["state"]["0.weight"]["exp_avg"].shape == (5, 3)
+    assert loaded["optim"]["param_groups"][0]["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_fsdp1_local_dicts_hold_flat_parameters(folder):
+    with pytest.warns(UserWarning, match=r"different on each rank, and kept once a rank: 0\.weight"):
+        ck = checkpoint.open(folder / "local_rank*.pt")
+    whole = torch.load(folder / "whole.pt")
+    assert ck["_flat_param"].numpy()[:15].tobytes() == bytes_of(whole["0.weight"])  # then come gaps for alignment
+
+
+def test_what_differs_is_kept_once_a_rank(folder, tmp_path):
+    with pytest.warns(UserWarning, match=r"kept once a rank: seed, state$"):
+        checkpoint.convert(folder / "different_rank*.pt", tmp_path / "out.pt", to="torch")
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert {key: value for key, value in loaded.items() if not key.startswith("state")} == {
+        "epoch": 3, "seed.rank0": 0, "seed.rank1": 1,
+    }  # fmt: skip
+    assert loaded["state.rank1"].tolist() == [1, 1]
+
+
+def test_strided_splits(tmp_path):
+    run_ranks(4, write_strided, str(tmp_path))
+    entry = checkpoint.open(tmp_path)["weight"]
+    assert entry.numpy().tolist() == torch.arange(32.0).reshape(8, 4).tolist()
+
+
+def test_a_folder_of_rank_files(folder, tmp_path):
+    for rank in (0, 1):
+        shutil.copy(folder / f"ours_rank{rank}.pt", tmp_path)
+    assert len(checkpoint.open(tmp_path)) == 7
+    shutil.copy(folder / "torch_rank0.pt", tmp_path)
+    with pytest.raises(CheckpointError, match="several sets of files"):
+        checkpoint.open(tmp_path)
+
+
+def test_what_is_missing_or_cannot_be(folder, tmp_path):
+    with pytest.raises(CheckpointError, match="Boxes are missing") as caught:
+        checkpoint.open(folder / "torch_rank0.pt")
+    assert "rank*.pt" in caught.value.fix
+    with pytest.raises(CheckpointError, match="A Partial tensor was saved"):
+        checkpoint.open(folder / "partial_rank*.pt")
+    shutil.copy(folder / "torch_rank1.pt", tmp_path)
+    with pytest.raises(CheckpointError, match="file of a rank is missing"):
+        checkpoint.open(tmp_path)
+    shutil.copy(folder / "sharded_rank0.pt", tmp_path / "x_rank0.pt")
+    shutil.copy(folder / "sharded_rank0.pt", tmp_path / "x_rank1.pt")
+    with pytest.raises(CheckpointError, match="Boxes are missing"):
+        checkpoint.open(tmp_path / "x_rank*.pt")
+
+
+def test_the_legacy_format(tmp_path):
+    state = {
+        "w": torch.arange(12.0).reshape(3, 4).t(), "tied": torch.ones(3), "half": torch.ones(2).bfloat16(), "lr": 0.5,
+        "list": [torch.zeros(2, dtype=torch.int64)],
+    }  # fmt: skip
+    state["again"] = state["tied"]
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    ck = checkpoint.open(tmp_path / "a.pt")
+    for key in ("w", "tied", "again", "half"):
+        assert ck[key].numpy().tobytes() == bytes_of(state[key])
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", verify=True)
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert loaded["tied"].data_ptr() == loaded["again"].data_ptr()
+    assert torch.equal(loaded["w"], state["w"])
+    body = (tmp_path / "a.pt").read_bytes()
+    for cut in (10, 100, 400, len(body) - 1):
+        (tmp_path / "cut.pt").write_bytes(body[:cut])
+        with warnings.catch_warnings(), pytest.raises(CheckpointError):
+            checkpoint.open(tmp_path / "cut.pt")
