@@ -7,7 +7,7 @@ switches the optional ones off, so that the fallbacks are tested as they are.
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
@@ -64,6 +64,13 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether destroy_process_group has been called for this group or for all (distributed_c10d._world, 2.11-2.15)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return group not in _world.pg_group_ranks
 
 
 def debug_level() -> str:
@@ -152,6 +159,21 @@ def is_joining(joinable: Any) -> bool:
     Joinable._join_config is how Join tells its joinables; it stays when the context is left.
     """
     return bool(joinable._join_config.enable)
+
+
+def keep_metadata(renamed: Any, state: Any, names: Mapping[str, str]) -> None:
+    """Give a state dict with other keys the versions of modules that torch keeps as its `_metadata` (2.11-2.15).
+
+    Args:
+        renamed: the new one.
+        state: the one with the metadata, if it has any.
+        names: new keys by old ones.
+    """
+    metadata = getattr(state, "_metadata", None)
+    if metadata is None:
+        return
+    modules = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in names.items()}
+    renamed._metadata = type(metadata)((modules.get(path, path), value) for path, value in metadata.items())
 
 
 # ------------------------------------------------------------------------------------------------ autograd
@@ -268,12 +290,6 @@ def device_index(device: Any) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ distributed tensors
-
-
-def is_submesh(mesh: Any) -> bool:
-    """Whether a device mesh was cut out of a larger one (DeviceMesh._get_root_mesh, 2.11-2.15)."""
-    root = getattr(mesh, "_get_root_mesh", None)
-    return bool(root is not None and root() != mesh)
 
 
 def functional_collectives() -> Any:

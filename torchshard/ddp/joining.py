@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torchshard import _torch
 from torchshard.ddp.buffers import Buffers
 from torchshard.ddp.sync import broadcast_coalesced
+from torchshard.errors import RankMismatchError
 
 _HERE, _BUFFERS, _GRADIENTS = 1, 2, 4
 
@@ -62,7 +63,7 @@ class Joining(Buffers, Joinable):
             enable: False leaves it all out.
             throw_on_early_termination: when the first rank runs out of inputs, raise RuntimeError on all of them.
         """
-        return Join(
+        return _Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
@@ -122,6 +123,21 @@ class Joining(Buffers, Joinable):
             tensors += self.modules_buffers
         wait = functools.partial(self.reducer.exchange.wait, what=f"the model of rank {self._authoritative_rank}")
         broadcast_coalesced(tensors, self.process_group, self.broadcast_bucket_size, wait, self._authoritative_rank)
+
+
+class _Join(Join):
+    """torch's context for one wrapper; a lost rank is named."""
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        except RankMismatchError:
+            raise
+        except RuntimeError as error:
+            if self._throw_on_early_termination and str(error).endswith("exhausted all inputs."):
+                raise
+            wrapper: Any = self._joinables[0]
+            wrapper.reducer.exchange.agreement.blame("word from the ranks that still have inputs", error)
 
 
 class _Shadow(JoinHook):

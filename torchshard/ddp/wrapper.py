@@ -17,10 +17,11 @@ from torchshard.ddp.compat import Compatibility
 from torchshard.ddp.explaining import Explaining
 from torchshard.ddp.joining import Joining
 from torchshard.ddp.observed import ObservedReducer
+from torchshard.ddp.states import States
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
 
 
-class DistributedDataParallel(Compatibility, Joining, Explaining, TorchDistributedDataParallel):
+class DistributedDataParallel(Compatibility, Joining, Explaining, States, TorchDistributedDataParallel):
     """Averages the gradients of a module over the ranks of a process group, while backward runs.
 
     A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks
