@@ -145,12 +145,15 @@ class _Shadow(JoinHook):
 
     def __init__(self, wrapper: Joining, divide_by_initial_world_size: bool) -> None:
         self._wrapper = wrapper
+        self._own: list[tuple[torch.nn.Parameter, torch.Tensor | None]] | None = None  # gradients put aside
         wrapper._divide_by_initial_world_size = divide_by_initial_world_size
         wrapper.logger._set_uneven_input_join()
 
     def main_hook(self) -> None:
         """One iteration of the others."""
         wrapper = self._wrapper
+        if self._own is None:
+            self._put_gradients_aside()
         found = wrapper._tell(0)
         if found.buffers:  # before or after forward: here there is none
             wrapper._sync_buffers(max(found.active))
@@ -159,5 +162,14 @@ class _Shadow(JoinHook):
             wrapper.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have joined."""
+        """All ranks have joined: this one gets back the gradients that it had."""
+        for p, grad in self._own or ():
+            p.grad = grad
+        self._own = None
         self._wrapper._sync_final_model(is_last_joiner)
+
+    def _put_gradients_aside(self) -> None:
+        """Meanwhile those of the others stand in their place, for optimizers that share their work between ranks."""
+        self._own = [(p, p.grad) for p in self._wrapper.reducer.params]
+        for p, _ in self._own:
+            p.grad = None
