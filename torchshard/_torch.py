@@ -69,6 +69,13 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
         return dist.default_pg_timeout
 
 
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether destroy_process_group has been called for this group or for all (distributed_c10d._world, 2.11-2.15)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return group not in _world.pg_group_ranks
+
+
 def debug_level() -> str:
     """What TORCH_DISTRIBUTED_DEBUG says: OFF, INFO or DETAIL (torch.distributed.get_debug_level, 2.11-2.15)."""
     return str(cast(Any, dist).get_debug_level().name)
@@ -155,6 +162,21 @@ def is_joining(joinable: Any) -> bool:
     Joinable._join_config is how Join tells its joinables; it stays when the context is left.
     """
     return bool(joinable._join_config.enable)
+
+
+def keep_metadata(renamed: Any, state: Any, names: Mapping[str, str]) -> None:
+    """Give a state dict with other keys the versions of modules that torch keeps as its `_metadata` (2.11-2.15).
+
+    Args:
+        renamed: the new one.
+        state: the one with the metadata, if it has any.
+        names: new keys by old ones.
+    """
+    metadata = getattr(state, "_metadata", None)
+    if metadata is None:
+        return
+    modules = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in names.items()}
+    renamed._metadata = type(metadata)((modules.get(path, path), value) for path, value in metadata.items())
 
 
 # ------------------------------------------------------------------------------------------------ autograd
@@ -311,12 +333,6 @@ def device_index(device: Any) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ distributed tensors
-
-
-def is_submesh(mesh: Any) -> bool:
-    """Whether a device mesh was cut out of a larger one (DeviceMesh._get_root_mesh, 2.11-2.15)."""
-    root = getattr(mesh, "_get_root_mesh", None)
-    return bool(root is not None and root() != mesh)
 
 
 def functional_collectives() -> Any:

@@ -128,6 +128,24 @@ def test_buffer_hooks_are_called_on_all_ranks():
     run_ranks(3, _buffer_hooks)
 
 
+def _own_gradients(rank, world):
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(mlp(8))
+    with model.join():
+        for x in _batches(world, (3, 1))[rank]:
+            model.zero_grad()
+            model(x).sum().backward()
+            kept = [p.grad for p in model.parameters()], [p.grad.clone() for p in model.parameters()]
+    for p, grad, value in zip(model.parameters(), *kept, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, value)
+
+
+def test_a_rank_has_its_gradients_back_at_the_end():
+    run_ranks(2, _own_gradients)
+
+
 def _early(rank, world):
     from torchshard.ddp import DistributedDataParallel
 

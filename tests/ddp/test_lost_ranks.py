@@ -1,6 +1,7 @@
 """A rank that dies or gets stuck is named by the others, with what they waited for, within the group's time limit."""
 
 import os
+import signal
 import time
 from datetime import timedelta
 
@@ -74,3 +75,113 @@ def test_a_rank(case):
         assert "waited in vain for" in message
         assert waited_for in message
         assert "no answer within 3 s from rank 2" in message
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _model(seconds):
+    from torchshard.ddp import DistributedDataParallel
+
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    model = DistributedDataParallel(mlp(8, 3), process_group=group, bucket_cap_mb=0)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _leave(rank, world, how):
+    """The last rank leaves a loop of training; the others end with a named error and whole parameters."""
+    model, optimizer = _model(3)
+    before, caught = [], ""
+    start = time.monotonic()
+    try:
+        for step in range(4):
+            if rank == world - 1 and step == 2:
+                if how == "killed between buckets":
+                    model.module[2].register_forward_hook(lambda m, i, o: Stops.apply(o, _kill))
+                elif how == "raises":
+                    raise ValueError("of the user")
+                else:
+                    break
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+    except RankMismatchError as error:
+        caught = str(error)
+    except ValueError:
+        caught = "its own"
+    assert time.monotonic() - start < 15
+    if rank < world - 1:
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    else:
+        time.sleep(6)  # alive, but somewhere else
+    dist.destroy_process_group()
+    return caught
+
+
+@pytest.mark.parametrize("how", ["killed between buckets", "raises", "returns early"])
+def test_a_rank_that_leaves(how):
+    found = run_ranks(3, _leave, how, expect_dead=(2,) if "killed" in how else (), timeout=60)
+    for message in found[:2]:
+        assert "waited in vain for bucket " in message
+        assert "no answer within 3 s from rank 2" in message
+
+
+def _leave_join(rank, world):
+    model, _ = _model(3)
+
+    def train():
+        with model.join():
+            for step in range(1 if rank == 0 else 4):
+                if rank == 2 and step == 2:
+                    _kill()
+                model(torch.ones(4, 8)).sum().backward()
+
+    with pytest.raises(RankMismatchError) as caught:
+        train()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_rank_killed_in_join():
+    for message in run_ranks(3, _leave_join, expect_dead=(2,), timeout=60)[:2]:
+        assert "waited in vain for" in message
+        assert "no answer within 3 s from rank 2" in message
+
+
+def _slow(rank, world):
+    model, _ = _model(4)
+    for step in range(3):
+        if rank == 1 and step:
+            time.sleep(1.5)
+        model.zero_grad()
+        model(torch.full((4, 8), float(rank))).sum().backward()
+    return model.reducer.counters.backwards
+
+
+def test_a_slow_rank_is_waited_for():
+    assert run_ranks(2, _slow) == [3, 3]
+
+
+def _destroyed(rank, world):
+    group = dist.group.WORLD
+    model, _ = _model(5)
+    x = torch.ones(4, 8)
+    model(x).sum().backward()
+    loss = model(x).sum()
+    dist.barrier()
+    dist.destroy_process_group(model.process_group)
+    for act in (loss.backward, lambda: model(x)):
+        with pytest.raises(RuntimeError, match="the process group of this wrapper has been destroyed"):
+            act()
+    with torch.no_grad():
+        model(x)
+    model._update_process_group(group)
+    model.zero_grad()
+    model(x).sum().backward()
+    return model.reducer.counters.backwards
+
+
+def test_a_process_group_that_is_no_more():
+    assert run_ranks(2, _destroyed) == [1, 1]

@@ -181,9 +181,7 @@ class FlatBucket:
         """Make the average of the others, in memory that is of no other use, the gradients of a rank without inputs."""
         with torch.no_grad():
             for (i, p), piece in zip(self.members.items(), self._split(flat), strict=True):
-                if i in used and p.grad is not None:
-                    p.grad.copy_(piece)
-                elif i in used:
+                if i in used:
                     p.grad = piece.detach()
 
     # ---------------------------------------------------------------------------------------------- out

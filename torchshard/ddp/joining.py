@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torchshard import _torch
 from torchshard.ddp.buffers import Buffers
 from torchshard.ddp.sync import broadcast_coalesced
+from torchshard.errors import RankMismatchError
 
 _HERE, _BUFFERS, _GRADIENTS = 1, 2, 4
 
@@ -62,7 +63,7 @@ class Joining(Buffers, Joinable):
             enable: False leaves it all out.
             throw_on_early_termination: when the first rank runs out of inputs, raise RuntimeError on all of them.
         """
-        return Join(
+        return _Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
@@ -130,17 +131,35 @@ class Joining(Buffers, Joinable):
         broadcast_coalesced(tensors, self.process_group, self.broadcast_bucket_size, wait, self._authoritative_rank)
 
 
+class _Join(Join):
+    """torch's context for one wrapper; a lost rank is named."""
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        except RankMismatchError:
+            raise
+        except RuntimeError as error:
+            if self._throw_on_early_termination and str(error).endswith("exhausted all inputs."):
+                raise
+            wrapper: Any = self._joinables[0]
+            wrapper.reducer.exchange.agreement.blame("word from the ranks that still have inputs", error)
+
+
 class _Shadow(JoinHook):
     """Plays for a rank without inputs what the wrapper does on the others."""
 
     def __init__(self, wrapper: Joining, divide_by_initial_world_size: bool) -> None:
         self._wrapper = wrapper
+        self._own: list[tuple[torch.nn.Parameter, torch.Tensor | None]] | None = None  # gradients put aside
         wrapper._divide_by_initial_world_size = divide_by_initial_world_size
         wrapper.logger._set_uneven_input_join()
 
     def main_hook(self) -> None:
         """One iteration of the others."""
         wrapper = self._wrapper
+        if self._own is None:
+            self._put_gradients_aside()
         found = wrapper._tell(0)
         if found.buffers:  # before or after forward: here there is none
             wrapper._sync_buffers(max(found.active))
@@ -149,5 +168,14 @@ class _Shadow(JoinHook):
             wrapper.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have joined."""
+        """All ranks have joined: this one gets back the gradients that it had."""
+        for p, grad in self._own or ():
+            p.grad = grad
+        self._own = None
         self._wrapper._sync_final_model(is_last_joiner)
+
+    def _put_gradients_aside(self) -> None:
+        """Meanwhile those of the others stand in their place, for optimizers that share their work between ranks."""
+        self._own = [(p, p.grad) for p in self._wrapper.reducer.params]
+        for p, _ in self._own:
+            p.grad = None

@@ -52,7 +52,17 @@ class ObservedReducer(Reducer):
 
     # ---------------------------------------------------------------------------------------------- recording
 
+    def check_group(self) -> None:
+        """Raise RuntimeError if the process group is no more."""
+        if _torch.is_destroyed(self.group):
+            raise RuntimeError(
+                "DistributedDataParallel: the process group of this wrapper has been destroyed; wrap the module anew, "
+                "or use ddp.module, the module inside, where nothing is to be reduced"
+            )
+
     def _enter(self, mode: Any) -> None:
+        if mode.name == "SYNC":
+            self.check_group()
         super()._enter(mode)
         if self.step is not None and mode.name == "SYNC":
             self.step.begin_backward(self._plan)
@@ -94,6 +104,8 @@ class ObservedReducer(Reducer):
 
     def before_forward(self, sync: bool) -> None:
         """As for Reducer."""
+        if sync:
+            self.check_group()
         if _torch.in_distributed_autograd():  # an error in its backward would lose its text
             raise NotImplementedError(
                 "DistributedDataParallel: torch.distributed.autograd collects gradients in a context of its own, where "

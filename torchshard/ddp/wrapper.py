@@ -20,10 +20,11 @@ from torchshard.ddp.engine import Engine
 from torchshard.ddp.explaining import Explaining
 from torchshard.ddp.joining import Joining
 from torchshard.ddp.observed import ObservedReducer
+from torchshard.ddp.states import States
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
 
 
-class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, TorchDistributedDataParallel):
+class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States, TorchDistributedDataParallel):
     """Averages the gradients of a module over the ranks of a process group, while backward runs.
 
     A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks

@@ -1,0 +1,37 @@
+"""State dicts of wrapped modules: loaded with or without the names of wrappers, saved without them on request."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchshard import _torch, keys
+
+
+def bare_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """The state dict of a module without `module.` and `_orig_mod.`, whatever it is wrapped in.
+
+    Raises:
+        ValueError: two entries would get the same key, as the module has parts of its own with such names.
+
+    Example:
+        >>> torch.save(bare_state_dict(ddp), "model.pt")                    # doctest: +SKIP
+    """
+    found: dict[str, Any] = {}
+    for key, value in module.state_dict().items():
+        if keys.bare(key) in found:
+            raise ValueError(f"bare_state_dict: {key} and another entry would both be {keys.bare(key)}")
+        found[keys.bare(key)] = value
+    return found
+
+
+class States:
+    """The part of the wrapper that loads state dicts."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of torch.nn.Module; keys may also lack, or have more of, the names that wrappers put in front."""
+        meant = keys.renamed(state_dict, self.state_dict())  # type: ignore[attr-defined]
+        given = OrderedDict((meant[key], value) for key, value in state_dict.items())
+        _torch.keep_metadata(given, state_dict, meant)
+        return super().load_state_dict(given, strict, assign)  # type: ignore[misc]
