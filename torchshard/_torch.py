@@ -156,7 +156,7 @@ def register_after_grad(param: Tensor, hook: Callable[[Tensor], object]) -> torc
     if frozen:
         param.requires_grad_(True)
     try:
-        handle: torch.utils.hooks.RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        handle: torch.utils.hooks.RemovableHandle = param.register_post_accumulate_grad_hook(hook)
         return handle
     finally:
         if frozen:

@@ -80,7 +80,7 @@ class ReducerCompatibility:
         """The sum over ranks, not divided."""
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
         assert work is not None, "asynchronous collectives return their work"
-        return work.get_future()
+        return work.get_future()  # type: ignore[no-any-return]
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         """The buckets as they are laid out now, holding zeros."""
