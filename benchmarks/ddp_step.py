@@ -12,6 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from benchmarks.harness import Comparison, compare, geometric_mean, table
 from tests.models import GPT, GPTConfig, mlp
@@ -45,8 +46,13 @@ def _compare(rank, world, case, rounds, settings):
 
     torch.manual_seed(rank)
     module, x = _cases()[case]
+    settings = dict(settings)
+    hook = settings.pop("hook", None)
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module), **settings)
     ours = DistributedDataParallel(module, **settings)
+    if hook:
+        theirs.register_comm_hook(None, hook)
+        ours.register_comm_hook(None, hook)
 
     def step(model):
         model.zero_grad()
@@ -73,11 +79,17 @@ def _compare(rank, world, case, rounds, settings):
     return times
 
 
-SETTINGS = {"defaults": {}, "bucket views": {"gradient_as_bucket_view": True}}
+SETTINGS = {
+    "defaults": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "find unused": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+    "fp16 hook": {"hook": fp16_compress_hook},
+}
 
 
 def compared(rounds: int = 31) -> list[Comparison]:
-    """All cases, at the defaults and with gradients as views of the buckets."""
+    """All cases, at all settings."""
     return [
         compare(f"{case}; {name}", run_ranks(2, _compare, case, rounds, settings, timeout=300)[0])
         for name, settings in SETTINGS.items()

@@ -76,3 +76,27 @@ def test_gradients_are_reduced(backend, outside):
 @full
 def test_without_private_ways_to_skip_frames():
     assert all(run_ranks(2, _steps, "eager", True, True))
+
+
+def _hooked(rank, world):
+    """A communication hook reduces the buckets that a graph fills, too."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(mlp(16))
+    reference, x = copy.deepcopy(model.module), torch.randn(world, 3, 16)
+    reference(x.flatten(0, 1)).square().mean().backward()
+    model.register_comm_hook(None, fp16_compress_hook)
+    compiled = torch.compile(model, backend="torchshard")
+    for _ in range(3):
+        model.zero_grad()
+        compiled(x[rank]).square().mean().backward()
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4)
+    return model.reducer.counters.in_graph
+
+
+def test_communication_hooks_in_graphs():
+    assert run_ranks(2, _hooked) == [16, 16]

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from tests.models import mlp
-from torchshard import keys
 from torchshard.ddp import DistributedDataParallel, bare_state_dict
+from torchshard.keys import wrappers
 
 
 def _module():
@@ -15,12 +15,12 @@ def _module():
 
 
 def test_keys():
-    assert keys.bare("module._orig_mod.0.weight") == "0.weight"
+    assert wrappers.bare("module._orig_mod.0.weight") == "0.weight"
     own = ["module.a", "module.module.b"]
-    assert keys.renamed(["a", "module.a", "b", "_orig_mod.b", "c"], own) == {
+    assert wrappers.renamed(["a", "module.a", "b", "_orig_mod.b", "c"], own) == {
         "a": "module.a", "module.a": "module.a", "b": "module.module.b", "_orig_mod.b": "module.module.b", "c": "c",
     }  # fmt: skip
-    assert keys.renamed(["module.b"], ["b", "x.module.b", "_orig_mod.b"]) == {"module.b": "module.b"}  # which one?
+    assert wrappers.renamed(["module.b"], ["b", "x.module.b", "_orig_mod.b"]) == {"module.b": "module.b"}  # which one?
 
 
 def test_any_form_is_loaded(fake_group):

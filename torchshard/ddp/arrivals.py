@@ -15,7 +15,30 @@ if TYPE_CHECKING:
 Hook = Callable[[torch.Tensor], object]
 
 
-def hooks_of(reducer: "Reducer", bucket: FlatBucket) -> dict[int, Hook]:
+class Hooks:
+    """The hooks that are on a reducer's parameters; false if there are none."""
+
+    def __init__(self) -> None:
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._handles)
+
+    def put(self, reducer: "Reducer") -> None:
+        """On each parameter the one that fits the present state, in place of what was there."""
+        self.remove()
+        for bucket in reducer.buckets:
+            for i, hook in _hooks_of(reducer, bucket).items():
+                self._handles.append(_torch.register_after_grad(reducer.params[i], hook))
+
+    def remove(self) -> None:
+        """Leave the parameters as they were found."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _hooks_of(reducer: "Reducer", bucket: FlatBucket) -> dict[int, Hook]:
     """The hooks of a bucket's members, as they have to be now."""
     usage = reducer.usage
     if usage.learning:

@@ -48,7 +48,7 @@ class ObservedReducer(Reducer):
                 "constructed."
             )
         self.usage = StaticUsage(len(self.params))
-        self.hook_up()
+        self._hooks.put(self)
 
     # ---------------------------------------------------------------------------------------------- recording
 

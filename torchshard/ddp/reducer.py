@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, PlannedBucket, names_text, plan_table
 from torchshard.ddp import messages
-from torchshard.ddp.arrivals import hooks_of
+from torchshard.ddp.arrivals import Hooks
 from torchshard.ddp.counters import Counters
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
@@ -93,7 +93,7 @@ class Reducer(ReducerCompatibility):
         self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
         self._existing: set[int] = set()
         self._touched: set[int] = set()  # had a gradient under no_sync
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks = Hooks()
         chosen = set(sparse)
         numbers = frozenset(i for i, n in enumerate(self.names) if n in chosen)
         self._recipe = Recipe(self.params, views_stay, self._existing, numbers, reduce_dtype)
@@ -154,7 +154,7 @@ class Reducer(ReducerCompatibility):
         if not self._listening:
             was, self._listening = self.is_attentive, True
             if not was:
-                self.hook_up()
+                self._hooks.put(self)
 
     def _enter(self, mode: Mode) -> None:
         if _torch.in_compiled_autograd():
@@ -295,7 +295,7 @@ class Reducer(ReducerCompatibility):
             self._learn()
         elif is_milestone(self.counters.backwards) and self.lending.somebody_wishes():
             self.arrived = []
-            self.hook_up()
+            self._hooks.put(self)
 
     def _wait(self) -> None:
         for number, bucket in enumerate(self.buckets):
@@ -336,7 +336,7 @@ class Reducer(ReducerCompatibility):
         Args:
             slots: numbers of the parameters, in the order of the graph's bucket.
         """
-        if not self._handles or torch.is_grad_enabled() or len(self._forwards) > 1:
+        if not self._hooks or torch.is_grad_enabled() or len(self._forwards) > 1:
             return None
         if self.mode is Mode.IDLE and (self._armed or self._forwards):
             self._enter(Mode.SYNC)
@@ -374,19 +374,8 @@ class Reducer(ReducerCompatibility):
         if self._verified:
             self.exchange.agreement.adopt(self._plan_text)
         self.buckets = self._recipe.make(layout, self.reduction.scale, self.usage.never)
-        self.hook_up()
-
-    # ---------------------------------------------------------------------------------------------- hooks
-
-    def hook_up(self) -> None:
-        """Put on each parameter the hook that fits the present state."""
-        self.remove_hooks()
-        for bucket in self.buckets:
-            for i, hook in hooks_of(self, bucket).items():
-                self._handles.append(_torch.register_after_grad(self.params[i], hook))
+        self._hooks.put(self)
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()

@@ -85,14 +85,18 @@ class Hooked:
 
     def ask(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """What the hook returns for this bucket; RuntimeError if that is not a future."""
-        future: torch.futures.Future[torch.Tensor] = self._hook(self._state, bucket)
-        kind = type(future)
-        if not issubclass(kind, _FUTURE):
+        future = self._hook(self._state, bucket)
+        if not _is_future(future):
+            kind = type(future)
             raise RuntimeError(
                 "DDP communication hook's callback must return a torch.futures.Future or torch._C.Future object, but "
                 f"got {kind.__module__}.{kind.__qualname__}"
             )
         return future
+
+
+def _is_future(value: object) -> bool:
+    return isinstance(value, _FUTURE)
 
 
 class Answer:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from torchshard import _torch, keys
+from torchshard import _torch
+from torchshard.keys import wrappers
 
 
 def bare_state_dict(module: torch.nn.Module) -> dict[str, Any]:
@@ -20,9 +21,9 @@ def bare_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in module.state_dict().items():
-        if keys.bare(key) in found:
-            raise ValueError(f"bare_state_dict: {key} and another entry would both be {keys.bare(key)}")
-        found[keys.bare(key)] = value
+        if wrappers.bare(key) in found:
+            raise ValueError(f"bare_state_dict: {key} and another entry would both be {wrappers.bare(key)}")
+        found[wrappers.bare(key)] = value
     return found
 
 
@@ -31,7 +32,7 @@ class States:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of torch.nn.Module; keys may also lack, or have more of, the names that wrappers put in front."""
-        meant = keys.renamed(state_dict, self.state_dict())  # type: ignore[attr-defined]
+        meant = wrappers.renamed(state_dict, self.state_dict())  # type: ignore[attr-defined]
         given = OrderedDict((meant[key], value) for key, value in state_dict.items())
         _torch.keep_metadata(given, state_dict, meant)
         return super().load_state_dict(given, strict, assign)  # type: ignore[misc]
