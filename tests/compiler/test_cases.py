@@ -3,7 +3,6 @@
 import functools
 import gc
 import logging
-import os
 import types
 from datetime import timedelta
 
@@ -266,23 +265,3 @@ def test_what_one_rank_alone_has_to_reduce_is_an_error_on_all():
     for message in run_ranks(2, _run_late_on_one_rank):
         assert "ranks 0 and 1 have different buckets" in message
         assert "late: b.weight" in message
-
-
-def _run_cached(rank, world, folder):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    trial = Trial(rank, world, how="inductor")
-    steps = [trial.step(_plain) for _ in range(3)]
-    counters = torch._dynamo.utils.counters
-    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"], steps
-
-
-@pytest.mark.full
-def test_a_cache_is_shared_by_processes(tmp_path):
-    """A graph that one process has compiled serves another's wrapper, with other ranks."""
-    ((hits, first),) = run_ranks(1, _run_cached, str(tmp_path), timeout=280)
-    assert hits == 0
-    assert first[2][1:] == (6, 0, 0)
-    for hits, steps in run_ranks(2, _run_cached, str(tmp_path), timeout=280):
-        assert hits
-        assert all(worst < 1e-5 for worst, *_ in steps)
-        assert steps[2][1:] == (6, 0, 0)
