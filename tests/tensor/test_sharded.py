@@ -199,6 +199,8 @@ def _computing(rank, world):
         x.sum()
     with pytest.raises(NotImplementedError, match="rand_like"):
         torch.rand_like(x)
+    with pytest.raises(NotImplementedError, match="_foreach_norm"):
+        torch._foreach_norm([x, y])
     with pytest.raises(ValueError, match=re.compile("argument 1 is a plain tensor.*to_sharded_tensor", re.S)):
         x + w
     with pytest.raises(ValueError, match=re.compile("cut in different ways.*reshard", re.S)):

@@ -15,6 +15,7 @@ from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, like
 
 # By element, but of another shape or meaning where parts are taken one by one.
 _OTHERS = {"view_as_real.default", "view_as_complex.default", "bucketize.Tensor"}
+_REDUCING = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}  # on lists, but not by element
 _ALSO = {"_to_copy.default", "copy_.default", "zero_.default"}
 _RANDOM = torch.Tag.nondeterministic_seeded
 
@@ -55,7 +56,7 @@ def _whole_new(x: ShardedTensor, make: Callable[..., Tensor], **options: Any) ->
 
 
 def _by_element(func: Any, name: str) -> bool:
-    if _RANDOM in func.tags or name in _OTHERS:
+    if _RANDOM in func.tags or name in _OTHERS or operator_names(func)[0] in _REDUCING:
         return False
     return torch.Tag.pointwise in func.tags or name in pointwise.RULES or name in _ALSO or on_lists(name)
 
