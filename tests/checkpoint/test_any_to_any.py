@@ -155,7 +155,10 @@ def test_renames_stay_in_the_dict_that_they_name(tmp_path):
     checkpoint.convert(src, tmp_path / "b.pt", to="torch", rename=lambda key: key.replace("layers.", "blocks."))
     loaded = torch.load(tmp_path / "b.pt", weights_only=True)
     assert loaded["model"].keys() == {"blocks.0.weight", "blocks.1.weight", "norm"}
-    checkpoint.convert(src, tmp_path / "c.pt", to="torch", select=["model.*"], rename=lambda key: key[6:])
+    chosen = {"select": ["model.*"], "to": "torch"}
+    checkpoint.convert(src, tmp_path / "e.pt", rename=lambda key: f"{key}.new", **chosen)
+    assert len(torch.load(tmp_path / "e.pt", weights_only=True)["model"]) == 3
+    checkpoint.convert(src, tmp_path / "c.pt", rename=lambda key: key[6:], **chosen)
     assert torch.load(tmp_path / "c.pt", weights_only=True).keys() == {"layers.0.weight", "layers.1.weight", "norm"}
     with pytest.raises(CheckpointError, match="Two keys have the same new name"):
         checkpoint.convert(src, tmp_path / "d.pt", to="torch", rename=lambda key: "x")

@@ -68,7 +68,8 @@ def edited(index: Index, edits: Edits) -> Index:
         return value if isinstance(entry, ObjectEntry) and not isinstance(value, ObjectEntry) else entry
 
     def tree() -> object:
-        return place(edit(index.tree(), leaf, where), moved, where)
+        before: Any = index.tree()
+        return place(edit(before, leaf, where), moved, where, like=before)
 
     return replace(index, entries=entries, tree=tree)
 
@@ -228,7 +229,7 @@ def permuted(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
 
     def find(piece: Piece) -> Place:
         place = piece.place()
-        return place._replace(stride=turned(place.stride))
+        return Place(place.extent, place.start, turned(place.stride))
 
     pieces = tuple(
         [Piece(Box(turned(p.box.offset), turned(p.box.size)), lambda p=p: find(p)) for p in entry.pieces]  # type: ignore[misc]

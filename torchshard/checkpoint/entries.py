@@ -70,7 +70,7 @@ def narrowed(piece: Piece, box: Box, at: tuple[int, ...], itemsize: int) -> Piec
     def find() -> Place:
         place = piece.place()
         steps = [(o - b) * s for o, b, s in zip(box.offset, piece.box.offset, place.stride, strict=True)]
-        return place._replace(start=place.start + sum(steps) * itemsize)
+        return Place(place.extent, place.start + sum(steps) * itemsize, place.stride)
 
     return Piece(Box(at, box.size), find)
 

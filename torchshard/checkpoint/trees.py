@@ -142,28 +142,40 @@ def edit(tree: object, change: Callable[[str, object], object], where: object) -
     return {} if result is DROPPED else result
 
 
-def place(tree: dict[Any, Any], entries: Mapping[str, Entry], where: object) -> dict[Any, Any]:
+def place(
+    tree: dict[Any, Any], entries: Mapping[str, Entry], where: object, like: dict[Any, Any] | None = None
+) -> dict[Any, Any]:
     """Put entries into a state dict, each into the innermost dict whose name its own begins with.
+
+    Args:
+        tree: is changed.
+        entries: by dotted name.
+        where: file, for errors.
+        like: a state dict whose dicts count too, and are made anew where `tree` has lost them.
 
     Raises:
         CheckpointError: the place is taken.
     """
     for key, entry in entries.items():
-        inner, rest = tree, key
-        while (inside := _container(inner, rest)) is not None:
-            inner, rest = inside
-        if rest in inner:
+        inner: Any = tree
+        outline, rest = tree if like is None else like, key
+        while (name := _container(outline, rest)) is not None:
+            outline, rest = outline[name], rest[len(name) + 1 :]
+            inner = inner.setdefault(name, type(outline)())
+            if not isinstance(inner, dict):
+                break
+        if not isinstance(inner, dict) or rest in inner:
             raise CheckpointError("Two entries have the same name.", got=printable(key), where=where)
         inner[rest] = entry
     return tree
 
 
-def _container(tree: dict[Any, Any], key: str) -> tuple[dict[Any, Any], str] | None:
-    """A dict in `tree` whose key is the longest beginning of `key` up to a dot, and what is left of `key`."""
+def _container(tree: dict[Any, Any], key: str) -> str | None:
+    """The key of a dict in `tree` that is the longest beginning of `key` up to a dot."""
     at = key.rfind(".")
     while at > 0:
-        if isinstance(found := tree.get(key[:at]), dict):
-            return found, key[at + 1 :]
+        if isinstance(tree.get(key[:at]), dict):
+            return key[:at]
         at = key.rfind(".", 0, at)
     return None
 

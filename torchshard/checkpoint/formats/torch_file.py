@@ -130,7 +130,7 @@ def lay_out(tree: object, start: int, box: Box | None = None) -> ArchivePlan:
             yield start + at, body
 
     payloads = [record.payload for record in records[len(bodies) : -1]]
-    placed = [slot._replace(offset=start + at) for slot, at in zip(slots, payloads, strict=True)]
+    placed = [Slot(slot.entry, start + at, slot.box) for slot, at in zip(slots, payloads, strict=True)]
     return ArchivePlan(tuple(placed), start + records[-1].end + zips.frame_size(records), finish)
 
 
