@@ -63,9 +63,7 @@ class Joining(Buffers, Joinable):
             enable: False leaves it all out.
             throw_on_early_termination: when the first rank runs out of inputs, raise RuntimeError on all of them.
         """
-        return _Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
+        return _Join(self, enable, throw_on_early_termination, divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this wrapper does when its rank has joined: for torch's Join, maybe with other joinables.
@@ -134,16 +132,19 @@ class Joining(Buffers, Joinable):
 class _Join(Join):
     """torch's context for one wrapper; a lost rank is named."""
 
+    def __init__(self, wrapper: "Joining", enable: bool, throws: bool, divide_by_initial_world_size: bool) -> None:
+        self.wrapper, self.throws = wrapper, throws
+        super().__init__([wrapper], enable, throws, divide_by_initial_world_size=divide_by_initial_world_size)
+
     def __exit__(self, *raised: Any) -> None:
         try:
             super().__exit__(*raised)
         except RankMismatchError:
             raise
         except RuntimeError as error:
-            if self._throw_on_early_termination and str(error).endswith("exhausted all inputs."):
+            if self.throws and str(error).endswith("exhausted all inputs."):
                 raise
-            wrapper: Any = self._joinables[0]
-            wrapper.reducer.exchange.agreement.blame("word from the ranks that still have inputs", error)
+            self.wrapper.reducer.exchange.agreement.blame("word from the ranks that still have inputs", error)
 
 
 class _Shadow(JoinHook):

@@ -68,7 +68,7 @@ class Logger:
         self._shown = {
             "iteration": number,
             "unused_parameter_size": self._reducer.unused_bytes,
-            "num_buckets_reduced": len(step.times),
+            "num_buckets_reduced": sum(t.launched > 0 for t in step.times),
             "has_rebuilt_buckets": int(rebuilt),
             "prev_iteration_grad_ready_order_indices": ", ".join(str(g.index) for b in plan for g in b.gradients),
             "forward_compute_time_start": step.forward,

@@ -81,8 +81,9 @@ class Step:
     @property
     def communication(self) -> tuple[int, int]:
         """From the first bucket that left to the last result, in ns."""
-        begin, end = min(t.launched for t in self.times), max(t.done for t in self.times)
-        return begin, max(begin, end)
+        sent = [t for t in self.times if t.launched]
+        begin = min((t.launched for t in sent), default=self.backward_end)
+        return begin, max(begin, *(t.done for t in sent), 0)
 
     @property
     def timeline(self) -> Timeline:
@@ -98,6 +99,8 @@ class Step:
             ),
         ]
         for k, t in enumerate(self.times):
+            if not t.launched:  # nobody had anything for it
+                continue
             begin, end = (t.launched - self.forward) * second, (t.done - self.forward) * second
             spans.append(Span(f"bucket {k}", "all-reduce", begin, max(begin, end), "communication"))
         return Timeline(spans)
