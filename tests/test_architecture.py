@@ -29,6 +29,7 @@ TOLERATED = {
     "_ddp_params_and_buffers_to_ignore": "of a module: a mark that users of torch's wrapper leave",
     "_placed_parts": "of a module: layouts of its parameters, a mark that local_parameters leaves for placed_parameters",
     "_fields": "of a named tuple: documented by Python",
+    "_replace": "of a named tuple: documented by Python",
     "_fp_param": "of a parameter: its full data under mixed precision, under torch's name",
     "_mp_param": "of a parameter: its low data under mixed precision, under torch's name",
     "_in_backward_optimizers": "of a parameter: a mark that torch leaves",
