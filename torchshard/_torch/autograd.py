@@ -1,0 +1,105 @@
+"""The autograd engine: its callbacks, and what it is about to do."""
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from torchshard._torch.finding import find
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Have the autograd engine call this when the backward that runs now is over.
+
+    Variable._execution_engine.queue_callback (2.11-2.15); nothing public tells that a backward has ended.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether backward is traced or run by compiled autograd (torch._dynamo.compiled_autograd, 2.11-2.15).
+
+    The end of such a backward is not announced: callbacks for it are dropped.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return any(getattr(module, name, False) for name in ("compiled_autograd_enabled", "in_compiled_autograd_region"))
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that runs now will execute this node (torch._C._will_engine_execute_node, 2.11-2.15).
+
+    False for the AccumulateGrad nodes of parameters under torch.autograd.grad, and of those that
+    backward(inputs=...) leaves out; the engine raises for a leaf whose gradient torch.autograd.grad will return.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+def in_distributed_autograd() -> bool:
+    """Whether this thread is in a context of torch.distributed.autograd (_current_context, 2.11-2.15).
+
+    There are such contexts only where an RPC agent runs, which costs less to ask.
+    """
+    is_running = find("distributed.rpc._is_current_rpc_agent_set")
+    if is_running is None or not is_running():
+        return False
+    try:
+        cast(Any, torch.distributed.autograd)._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_other_hooks(param: Tensor) -> bool:
+    """Whether anybody but its reducer has put a hook on this parameter's gradient.
+
+    Tensor._backward_hooks and ._post_accumulate_grad_hooks (2.11-2.15); of the latter the reducer has one itself.
+    """
+    after = getattr(param, "_post_accumulate_grad_hooks", None)
+    return bool(param._backward_hooks) or (after is not None and len(after) > 1)
+
+
+def register_after_grad(param: Tensor, hook: Callable[[Tensor], object]) -> torch.utils.hooks.RemovableHandle:
+    """Register a post-accumulate-grad hook, also on a parameter that is frozen just now, which torch refuses.
+
+    It stays on the tensor and is called again when the parameter is trained again; nothing private is needed.
+    """
+    frozen = not param.requires_grad
+    if frozen:
+        param.requires_grad_(True)
+    try:
+        register: Any = param.register_post_accumulate_grad_hook
+        handle: torch.utils.hooks.RemovableHandle = register(hook)
+        return handle
+    finally:
+        if frozen:
+            param.requires_grad_(False)
+
+
+def remove_optimizer_hooks(params: Iterable[Tensor]) -> None:
+    """Take off the hooks by which torch.distributed.optim steps optimizers in backward, before any reduction.
+
+    torch.distributed.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map (2.11-2.15); there are none
+    unless its `_apply_optimizer_in_backward` was called.
+    """
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    handles = getattr(module, "param_to_optim_hook_handle_map", {})
+    for param in params:
+        for handle in handles.get(param, []):
+            handle.remove()
+
+
+def preserve_versions(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Leave version counters as they are while buffers are overwritten with what they hold on rank 0.
+
+    torch.autograd._unsafe_preserve_version_counter (2.11-2.15): a buffer that a backward still needs may be synced
+    before the next forward. Without it, autograd reports the change.
+    """
+    tensors = tuple(tensors)
+    found = find("autograd._unsafe_preserve_version_counter")
+    return cast(AbstractContextManager[None], found(tensors)) if found and tensors else nullcontext()

@@ -1,0 +1,121 @@
+"""Subclasses of tensors: made cheaply, recognised by torch, and torch's own DTensor and meshes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard._torch.finding import _fast_paths
+
+
+def functional_collectives() -> Any:
+    """The operators `torch.ops._c10d_functional` (2.11-2.15): collectives on a group's name, which compile traces.
+
+    There is no public spelling of them; torch.distributed._functional_collectives wraps their results in a tensor
+    subclass that waits lazily, at some 20 us a call.
+    """
+    return torch.ops._c10d_functional
+
+
+def strided_shard() -> Any:
+    """torch's placement for another nesting order of axes on one dim (2.11-2.15); FSDP2 makes them."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard
+
+
+def norm_partial() -> Any:
+    """torch's placement for terms of a p-norm (2.11-2.15)."""
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    return _NormPartial
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether a tensor only stands for one: values are not there, and ranks cannot be asked (2.11-2.15).
+
+    There is no public test for fake and functional tensors; `torch.compiler.is_compiling` does not cover AOTAutograd.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(x) or x.is_meta
+
+
+def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]:
+    """The fastest way to make a wrapper subclass with slots `_local_tensor` and `_spec`.
+
+    `torch.Tensor._dtensor__new__` (2.11-2.15, 0.7 us) is what torch's DTensor uses; it takes any subclass, and a spec
+    with `tensor_meta.shape`, `.stride` and `.dtype`. Otherwise the public constructor, 1.4 us.
+    """
+
+    class Probe(Tensor):
+        __slots__ = ("_local_tensor", "_spec")
+        _local_tensor: Tensor
+
+    class Meta:
+        shape, stride, dtype = (4,), (1,), torch.float32
+
+    class Spec:
+        tensor_meta = Meta()
+
+    fast = getattr(Tensor, "_dtensor__new__", None)
+    if _fast_paths and fast is not None:
+        try:
+            local = torch.zeros(2)
+            made = fast(Probe, local, Spec(), False)
+            if type(made) is Probe and made.shape == (4,) and made._local_tensor is local:
+                return fast  # type: ignore[no-any-return]
+        except (TypeError, AttributeError, RuntimeError):
+            pass
+    return _portable_constructor
+
+
+def _portable_constructor(cls: type[Tensor], local: Tensor, spec: Any, requires_grad: bool) -> Tensor:
+    made: Any = Tensor._make_wrapper_subclass(
+        cls,
+        spec.shape,
+        strides=spec.stride,
+        dtype=spec.dtype,
+        device=local.device,
+        requires_grad=requires_grad,
+    )
+    made._local_tensor, made._spec = local, spec
+    return made  # type: ignore[no-any-return]
+
+
+def current_mesh() -> Any:
+    """The DeviceMesh of the surrounding `with mesh:` (2.11-2.15 keep it in a private stack).
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_current_mesh()
+
+
+def introduce(cls: type[Tensor]) -> None:
+    """Tell torch's optimizers of a third-party tensor class; done on first use.
+
+    They use their foreach kernels only for the classes in a private list (2.11-2.15; AdamW silently loops on others).
+    """
+    from torch.optim.optimizer import _foreach_supported_types as by_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as by_utilities
+
+    for supported in (by_optimizers, by_utilities):
+        if cls not in supported:
+            supported.append(cls)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The mesh that a device mesh was cut out of, or itself (DeviceMesh._get_root_mesh, 2.11-2.15)."""
+    return mesh._get_root_mesh()
+
+
+def waited(grad: Tensor) -> Tensor:
+    """A gradient that is here (torch.distributed._functional_collectives.AsyncCollectiveTensor, 2.11-2.15)."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad

@@ -1,0 +1,110 @@
+"""Dynamo: frames left alone, graphs read."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+from torchshard._torch.finding import find
+from torchshard._torch.operators import in_backward
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def skip_frame(function: _Function) -> _Function:
+    """Have Dynamo leave this frame alone, and go on with those that it calls.
+
+    What torch.compiler.disable(recursive=False) says, but without a wrapper and without importing torch._dynamo,
+    which takes more than a second (torch._C._dynamo.eval_frame.set_code_exec_strategy, 2.11-2.15).
+    """
+    return _never_trace(function, below=False)
+
+
+def untraced(function: _Function) -> _Function:
+    """Have Dynamo leave this function alone, and all that it calls: torch.compiler.disable without its cost."""
+    return _never_trace(function, below=True)
+
+
+def _never_trace(function: _Function, below: bool) -> _Function:
+    frames = find("_C._dynamo.eval_frame")
+    if not hasattr(frames, "_FrameExecStrategy"):
+        return cast(_Function, torch.compiler.disable(function, recursive=below))
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip if below else default))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def current_node() -> Any:
+    """The autograd node that runs now in this thread, None outside of backward (torch._C, 2.11-2.15).
+
+    Without it compiled graphs cannot know whose gradients they make; hooks then reduce them.
+    """
+    found = find("_C._current_autograd_node")
+    return found() if found and in_backward() else None
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and how they were nested (torch.utils._pytree, 2.11-2.15; 2.11 has no other)."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def tree_of(leaves: Sequence[Any], nesting: Any) -> Any:
+    """Containers nested as `leaves_of` has found it, with these leaves (torch.utils._pytree, 2.11-2.15)."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, nesting)
+
+
+def leaf_of_gradient() -> Any:
+    """The leaf whose gradient the autograd node that runs now makes first, as of AccumulateGrad.variable (2.11-2.15).
+
+    None where that is no leaf, or outside of backward.
+    """
+    node = current_node()
+    edges = node.next_functions if node is not None else ()
+    return getattr(edges[0][0], "variable", None) if edges else None
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into torch's structured trace, where tlparse finds it (torch._logging.trace_structured, 2.11-2.15).
+
+    It is asked for only if somebody traces.
+    """
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def source_name(node: torch.fx.Node) -> str:
+    """What the user calls the parameter that comes in at this node of Dynamo's graph, as in "layers.0.weight".
+
+    Node._dynamo_source (2.11-2.15) says where Dynamo has found it; without it, the node's own name.
+    """
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    text = name() if callable(name) else name
+    quoted = re.findall(r"\['([^']*)'\]", text or "")
+    return ".".join(quoted[1:]) or node.name
+
+
+def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Why and where Dynamo ended a graph before its function did; None if it did not (GraphCompileReason, 2.11-2.15).
+
+    The place is a file and a line, empty if it is not known.
+    """
+    found = getattr(graph, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return None
+    place = found.user_stack[-1] if found.user_stack else None
+    return found.reason.strip(), f"{place.filename}:{place.lineno}" if place else ""
+
+
+def graph_breaks() -> list[str]:
+    """Reasons of all graph breaks that Dynamo has counted in this process (torch._dynamo.utils.counters, 2.11-2.15)."""
+    from torch._dynamo.utils import counters
+
+    return [reason.strip() for reason, times in counters["graph_break"].items() for _ in range(times)]

@@ -1,0 +1,28 @@
+"""Looking a private name up when it is first used; and doing without, for tests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_fast_paths = True
+
+
+@contextmanager
+def without_fast_paths() -> Iterator[None]:
+    """Run the fallbacks instead of the optional private fast paths (for tests; what was looked up before stays)."""
+    global _fast_paths
+    _fast_paths = False
+    try:
+        yield
+    finally:
+        _fast_paths = True
+
+
+def find(path: str) -> Any:
+    """The object at a dotted path below torch; None where it is missing or fast paths are off."""
+    found: Any = torch if _fast_paths else None
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found

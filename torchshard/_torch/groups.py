@@ -1,0 +1,97 @@
+"""Process groups and their stores."""
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from torchshard._torch.finding import _fast_paths
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group, or torch's own ValueError saying that there is none (2.11-2.15)."""
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    return _get_default_group()
+
+
+def group_store(group: dist.ProcessGroup) -> Store:
+    """The store through which the group's ranks found each other (ProcessGroup.get_group_store, 2.11-2.15).
+
+    There is no public way to it; without it an error says so.
+    """
+    return group.get_group_store()
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group's collectives may take (Backend.options, 2.11-2.15), else torch's default for all groups."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether destroy_process_group has been called for this group or for all (distributed_c10d._world, 2.11-2.15)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return group not in _world.pg_group_ranks
+
+
+def debug_level() -> str:
+    """What TORCH_DISTRIBUTED_DEBUG says: OFF, INFO or DETAIL (torch.distributed.get_debug_level, 2.11-2.15)."""
+    return str(cast(Any, dist).get_debug_level().name)
+
+
+def gloo_threads(group: dist.ProcessGroup) -> int:
+    """Threads of a gloo group (ProcessGroupGloo.Options._threads, 2.11-2.15); torch's default of 2 if unknown."""
+    try:
+        options: Any = group._get_backend(torch.device("cpu")).options
+        return int(options._threads)
+    except (AttributeError, RuntimeError):
+        return 2
+
+
+def group_of_members(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A process group made by its members alone; all of them call this, the others do not.
+
+    dist.new_group(use_local_synchronization=True) names such a group by its ranks and by the number of groups that this
+    process is in; members that are in different numbers of groups then wait for each other forever. Here the name is of
+    the ranks, and of how often they have made one (torch.distributed.distributed_c10d._new_process_group_helper,
+    2.11-2.15). Without that, the public way.
+
+    Args:
+        ranks: global ranks, in ascending order.
+        device: of the tensors that will be sent; the default group's time limit for it is that of the new group.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    world = default_group()
+    make, backend = getattr(c10d, "_new_process_group_helper", None), dist.get_backend(world)
+    timeout = group_timeout(world, device)
+    if not _fast_paths or make is None or backend == "fake":
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, use_local_synchronization=True))
+    store, names = group_store(world), "_".join(map(str, ranks))
+    turn = store.add(f"torchshard/groups/{names}/{dist.get_rank()}", 1)
+    name = f"torchshard-{hashlib.sha1(names.encode(), usedforsecurity=False).hexdigest()}-{turn}"
+    place, bound = list(ranks).index(dist.get_rank()), world.bound_device_id
+    group: dist.ProcessGroup = make(
+        len(ranks), place, list(ranks), dist.Backend(backend), store, name, timeout=timeout, device_id=bound
+    )[0]
+    c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
+    return group
+
+
+def stand_in(
+    cls: type[Tensor], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor of a class that answers for its operators, without memory of its own (2.11-2.15).
+
+    Tensor._make_wrapper_subclass is documented in torch's notes on extending it, in spite of its name.
+    """
+    return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)

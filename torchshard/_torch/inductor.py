@@ -1,0 +1,198 @@
+"""Inductor and the compilers behind a backend."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+
+
+def backend_by_name(name: str) -> Callable[..., Any]:
+    """The compiler that `torch.compile(backend=name)` would call (torch._dynamo.lookup_backend, 2.11-2.15).
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        return cast(Callable[..., Any], lookup_backend(name))
+    except InvalidBackend:
+        raise ValueError(name) from None
+
+
+def inductor_options() -> set[str]:
+    """Names of all options of inductor (torch._inductor.config, as torch._inductor.list_options, 2.11-2.15)."""
+    import torch._inductor
+
+    return set(torch._inductor.list_options())
+
+
+def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """What torch.compile would give inductor for this mode and these options, both checked by torch itself.
+
+    torch._TorchCompileInductorWrapper (2.11-2.15) holds it as `.config`.
+
+    Raises:
+        RuntimeError: an unknown mode, or a value of a wrong type.
+    """
+    return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
+
+
+def compile_with_inductor(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], rewrite: "GraphPass | None" = None
+) -> Callable[..., Any]:
+    """Compile what Dynamo hands to a backend (torch._inductor.compile_fx.compile_fx, 2.11-2.15).
+
+    Args:
+        graph: as Dynamo made it.
+        inputs: as Dynamo gave them.
+        patches: options of inductor for this graph only.
+        rewrite: what to do with each graph after inductor's own passes, forward and backward.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    if rewrite is not None:
+        patches = {**patches, "post_grad_custom_post_pass": _inductor_pass(rewrite)}
+    return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches))
+
+
+class GraphPass(Protocol):
+    """What rewrites a graph, and what it depends on besides the graph."""
+
+    key: object
+
+    def __call__(self, graph: torch.fx.Graph) -> None: ...
+
+
+def _inductor_pass(rewrite: GraphPass) -> Any:
+    """A CustomGraphPass (2.11-2.15), after those that the user has configured; its uuid is part of the cache's key."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    configured = config.post_grad_custom_post_pass
+    several = configured if isinstance(configured, list | tuple) else [configured]
+    before = [given for given in several if given is not None]
+
+    class Composed(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for given in before:
+                given(graph)
+            rewrite(graph)
+
+        def uuid(self) -> Any:
+            keys = [given.uuid() if isinstance(given, CustomGraphPass) else None for given in before]
+            return None if None in keys else (*keys, rewrite.key)
+
+    return Composed()
+
+
+def gradient_outputs(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node, int]]:
+    """The gradients of graph inputs among the outputs of a backward graph, after AOTAutograd.
+
+    Position among the outputs, node, and position of the input in Dynamo's graph (AOTAutograd's descriptors,
+    2.11-2.15). Without descriptors, none: hooks then reduce these gradients.
+    """
+    try:
+        from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+    except ImportError:
+        return []
+    output = graph.output_node()
+    return [
+        (position, node, made.grad_of.idx)
+        for position, (node, made) in enumerate(zip(output.args[0], output.meta.get("desc") or (), strict=False))  # type: ignore[arg-type]
+        if isinstance(node, torch.fx.Node)
+        and isinstance(made, GradAOTOutput)
+        and isinstance(made.grad_of, PlainAOTInput)
+    ]
+
+
+def compile_pieces(
+    whole: torch.fx.GraphModule,
+    pieces: torch.fx.GraphModule,
+    compiler: Callable[..., Callable[..., Any]],
+    inputs: Sequence[Any],
+) -> Callable[..., Any]:
+    """Compile the pieces of a split graph one by one, each with inputs as the compiled ones before it make them.
+
+    What torch's DDPOptimizer does with the pieces that it makes (torch._dynamo.backends.distributed, 2.11-2.15):
+    sources and metadata of Dynamo are carried over, the graphs go to torch's trace artifacts.
+
+    Args:
+        whole: the graph before it was split.
+        pieces: what torch.fx.passes.split_module made of it.
+        compiler: called with each piece and its inputs.
+        inputs: of the whole.
+    """
+    from torch._dynamo.backends import distributed as theirs
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+    from torch._guards import TracingContext, detect_fake_mode
+    from torch._logging._internal import trace_structured
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    children = {name: child for name, child in pieces.named_children() if isinstance(child, torch.fx.GraphModule)}
+    theirs.propagate_dynamo_source(whole, pieces)
+    theirs.propagate_metadata(whole, pieces)
+    theirs.ddp_graph_log.debug("whole:\n%s\nsplit:\n%s", whole.graph, pieces.graph)
+    trace_structured("optimize_ddp_split_graph", payload_fn=lambda: pieces.print_readable(print_output=False))
+    for name, child in children.items():
+        trace_structured(
+            "optimize_ddp_split_child",
+            lambda name=name: {"name": name},  # type: ignore[misc]
+            payload_fn=lambda child=child: child.print_readable(print_output=False),  # type: ignore[misc]
+        )
+    fake_mode = detect_fake_mode(inputs) or FakeTensorMode()
+    context = TracingContext.try_get()
+    with _disable_saved_tensors_hooks_during_tracing(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            theirs.SubmodCompiler(pieces, compiler, fake_mode).run(*inputs)
+        finally:
+            if context is not None:  # theirs would wait for the end of the traceback that holds its frame
+                context.fakify_first_call = False
+    pieces.recompile()
+    return pieces
+
+
+def trace_backward(graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: GraphPass) -> Callable[..., Any]:
+    """Trace forward and backward as inductor does, rewrite the backward, and run both node by node.
+
+    AOTAutograd with inductor's decompositions, partitioner and graph passes (torch._inductor.fx_passes, 2.11-2.15).
+    Nothing is compiled, so that a plan can be shown in a second. AOTAutograd would leave the backward for later
+    (torch._functorch.config.force_non_lazy_backward_lowering, 2.11-2.15).
+    """
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def in_fake_mode(module: torch.fx.GraphModule) -> Any:
+        values = (node.meta.get("val") for node in module.graph.nodes)
+        found = next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None)
+        return V.set_fake_mode(found or FakeTensorMode())
+
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        with in_fake_mode(joint):
+            joint_graph_passes(joint)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    def backward(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
+        passes = {"post_grad_custom_post_pass": _inductor_pass(rewrite)}
+        with in_fake_mode(module), torch._inductor.config.patch(passes):
+            post_grad_passes(module, is_inference=False)
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda module, _inputs: make_boxed_func(module.forward),
+        bw_compiler=backward,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        return compiler(graph, inputs)
