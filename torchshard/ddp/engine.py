@@ -23,6 +23,7 @@ class Engine:
     """Methods of torch's DistributedDataParallel that decide how its reducer works."""
 
     reducer: ObservedReducer
+    logger: Any
     module: torch.nn.Module
     process_group: dist.ProcessGroup
     static_graph: bool
@@ -57,7 +58,8 @@ class Engine:
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
-        self.reducer.use_static_graph()
+        with self.logger.noting():
+            self.reducer.use_static_graph()
         self.static_graph = True
         self._warn_static_graph()
 
@@ -77,8 +79,10 @@ class Engine:
         The hook gets the state and a bucket with the methods of dist.GradBucket, undivided gradients in it, and
         returns a future of the tensor that replaces them. Dividing by the number of ranks is up to the hook.
         """
-        self._check_comm_hook(hook)
-        self.reducer.use_hook(hook, state)
+        with self.logger.noting():
+            self._check_comm_hook(hook)
+            self.reducer.use_hook(hook, state)
+        self.logger._set_comm_hook_name(hook.__qualname__ if hasattr(hook, "__qualname__") else str(hook))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -89,6 +93,7 @@ class Engine:
             kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         self.reducer.use_hook(builtin[comm_hook_type], self.process_group)
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         """Raise torch's exceptions for what cannot be a hook. Which dtypes it uses is between it and its backend."""

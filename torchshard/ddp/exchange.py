@@ -1,6 +1,7 @@
 """What the ranks of a wrapper say to one another beside gradients, in a common order of collectives."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,15 @@ class Exchange:
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Place by place the largest on any rank."""
+        return self._reduced(numbers, dist.ReduceOp.MAX)
+
+    def totals(self, numbers: Sequence[int]) -> list[int]:
+        """Place by place the sum over the ranks."""
+        return self._reduced(numbers, dist.ReduceOp.SUM)
+
+    def _reduced(self, numbers: Sequence[int], op: Any) -> list[int]:
         sent = torch.tensor(numbers, dtype=torch.int32).to(self.device)
-        work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        work = dist.all_reduce(sent, op=op, group=self.group, async_op=True)
         self.issued += 1
         self.wait([work])
         return [int(n) for n in sent.tolist()]

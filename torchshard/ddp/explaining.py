@@ -105,6 +105,7 @@ class Explaining:
     def _build_logger(self) -> None:
         self._recorder = Recorder()
         self.logger = Logger(facts_of(self), self.reducer, self._recorder)
+        self.reducer.noting = self.logger.noting
 
     def _begin_step(self) -> None:
         """A forward begins that builds a graph; raise if the last backward has left gradients out."""
@@ -123,11 +124,8 @@ class Explaining:
         self._check_finalized(sync=True)
 
     def _check_finalized(self, sync: bool) -> None:
-        try:
+        with self.logger.noting():
             self.reducer.before_forward(sync)
-        except Exception as error:
-            self.logger.set_error_and_log(f"{type(error)}: {error}")
-            raise
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """What torch's logger gives under the same keys; its durations are of the last recorded step, in ns."""
@@ -136,8 +134,7 @@ class Explaining:
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record every so-many-th step after the first ten; ValueError for less than 1."""
-        if sample_rate < 1:
-            text = "DDP runtime logging sample rate should be equal or greater than 1"
-            self.logger.set_error_and_log(f"{ValueError}: {text}")
-            raise ValueError(text)
+        with self.logger.noting():
+            if sample_rate < 1:
+                raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
         self._recorder.rate = sample_rate

@@ -1,7 +1,8 @@
 """What `_get_ddp_logging_data` gives: the keys of torch's own, filled from what is known here."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +101,15 @@ class Logger:
     def set_error_and_log(self, error: str) -> None:
         """Something was raised."""
         self._facts["has_error"], self._facts["error"] = 1, error
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """What is raised inside is noted."""
+        try:
+            yield
+        except Exception as error:
+            self.set_error_and_log(f"{type(error)}: {error}")
+            raise
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         """All of it, in the two maps that dist.Logger gives."""

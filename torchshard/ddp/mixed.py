@@ -12,8 +12,8 @@ from torchshard.ddp.flat import FlatBucket
 class MixedPrecision:
     """Swaps the data of a module's parameters: low precision from a forward to the end of its backward.
 
-    Each parameter has its full data as `_fp_param`, and while it is low, what forward uses as `_mp_param`; the names
-    are torch's. Buffers are cast once, for good.
+    Each parameter has its full data as `_fp_param`, and as `_mp_param` what forward uses, which is empty between steps;
+    the names are torch's. Buffers are cast once, for good.
 
     Args:
         config: torch's, with param_dtype, reduce_dtype and buffer_dtype; None leaves something as it is.
@@ -27,6 +27,7 @@ class MixedPrecision:
         self._params = [p for n, p in module.named_parameters() if n not in ignored and p.is_floating_point()]
         for p in self._params:
             p._fp_param = p.data  # type: ignore[attr-defined]
+            p._mp_param = p.data.new_empty(0, dtype=self.param_dtype)  # type: ignore[attr-defined]
         if config.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
@@ -38,7 +39,7 @@ class MixedPrecision:
             return
         with torch.no_grad():
             for p in self._params:
-                if not _is_low(p):
+                if p.dtype is not self.param_dtype:
                     full = p.data
                     p._fp_param, p._mp_param = full, full.to(self.param_dtype, copy=True)  # type: ignore[attr-defined]
                     p.data = p._mp_param  # type: ignore[attr-defined]
@@ -117,10 +118,10 @@ def raise_precision(param: torch.Tensor) -> None:
     """Give a parameter its full data back, if it has not, and its gradient the same dtype."""
     if _is_low(param):
         param.data = param._fp_param  # type: ignore[attr-defined]
-        param._mp_param = None  # type: ignore[attr-defined]
+        param._mp_param = param._mp_param.new_empty(0)  # type: ignore[attr-defined]
         if param.grad is not None:
             param.grad.data = param.grad.to(param.dtype)
 
 
 def _is_low(param: Any) -> bool:
-    return getattr(param, "_mp_param", None) is not None
+    return param.dtype is not param._fp_param.dtype

@@ -1,5 +1,7 @@
 """The reducer with what a wrapper asks of it besides: hooks, steps recorded, backwards of others shadowed."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torchshard import _torch
@@ -21,7 +23,10 @@ class ObservedReducer(Reducer):
         link: between the ranks, if sizes of buckets are to be chosen by it.
         last_backward: seconds that the last recorded backward has taken before the last buckets were waited for.
         unused_bytes: of parameters that had no gradient in the last backward that was recorded.
+        noting: a context that notes what is raised inside, for who asks later.
     """
+
+    noting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     step: Step | None = None
     has_learned = False
@@ -51,6 +56,10 @@ class ObservedReducer(Reducer):
         self._hooks.put(self)
 
     # ---------------------------------------------------------------------------------------------- recording
+
+    def _complain(self, index: int) -> None:
+        with self.noting():
+            super()._complain(index)
 
     def check_group(self) -> None:
         """Raise RuntimeError if the process group is no more."""

@@ -95,9 +95,9 @@ class ReducerCompatibility:
         return found
 
     def _get_local_used_map(self) -> torch.Tensor:
-        """For each parameter, 1 if some rank used it in the last backward, else 0."""
+        """For each parameter, how many ranks used it in the last backward; without find_unused_parameters, 1."""
         used = self.usage.anywhere
-        return torch.tensor([int(i in used) for i in range(len(self.params))], dtype=torch.int32)
+        return torch.tensor([used.get(i, 0) for i in range(len(self.params))], dtype=torch.int32)
 
     # ------------------------------------------------------------------------------------------ settings
 

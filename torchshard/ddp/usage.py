@@ -29,7 +29,7 @@ class Usage:
         self.repeated: Mapping[int, int] = {}
         self.left: dict[int, int] = {}
         self.never: frozenset[int] = frozenset()
-        self.anywhere: Collection[int] = self.all  # parameters used on some rank, as of the last backward
+        self.anywhere: Mapping[int, int] = dict.fromkeys(self.all, 1)  # used in the last backward: by how many ranks
 
     def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
         """Parameters that got a gradient on some rank since the last reduction. All ranks call it at the same point.
@@ -94,6 +94,6 @@ class StaticUsage(Usage):
         )
 
 
-def _used_anywhere(every: range, absent: Collection[int], exchange: Exchange) -> set[int]:
-    flags = exchange.largest([int(i not in absent) for i in every])
-    return {i for i, flag in enumerate(flags) if flag}
+def _used_anywhere(every: range, absent: Collection[int], exchange: Exchange) -> dict[int, int]:
+    counts = exchange.totals([int(i not in absent) for i in every])
+    return {i: count for i, count in enumerate(counts) if count}
