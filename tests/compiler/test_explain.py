@@ -73,7 +73,7 @@ graph    bucket    parameters        bytes    in place    launched after
 -------  --------  ----------------  -------  ----------  ----------------
 0        0         a.weight, a.bias  8.2 KiB  1 of 2      view
 1        0         c.weight, c.bias  8.1 KiB  1 of 2      view
-16.4 KiB of gradients in graphs, 98 % of them computed in place
+16.4 KiB of gradients in graphs, 97 % of them computed in place
 not in a graph: b.weight, b.bias
 graph break: Skip calling `torch.compiler.disable()`d function (models.py:29)""",
     )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch.finding import _fast_paths
+from torchshard._torch.finding import has_fast_paths
 
 
 def functional_collectives() -> Any:
@@ -61,7 +61,7 @@ def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]
         tensor_meta = Meta()
 
     fast = getattr(Tensor, "_dtensor__new__", None)
-    if _fast_paths and fast is not None:
+    if has_fast_paths() and fast is not None:
         try:
             local = torch.zeros(2)
             made = fast(Probe, local, Spec(), False)

@@ -26,3 +26,8 @@ def find(path: str) -> Any:
     for name in path.split("."):
         found = getattr(found, name, None)
     return found
+
+
+def has_fast_paths() -> bool:
+    """Whether optional private names may be used."""
+    return _fast_paths

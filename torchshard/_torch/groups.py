@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torchshard._torch.finding import _fast_paths
+from torchshard._torch.finding import has_fast_paths
 
 
 def default_group() -> dist.ProcessGroup:
@@ -74,7 +74,7 @@ def group_of_members(ranks: Sequence[int], device: torch.device) -> dist.Process
     world = default_group()
     make, backend = getattr(c10d, "_new_process_group_helper", None), dist.get_backend(world)
     timeout = group_timeout(world, device)
-    if not _fast_paths or make is None or backend == "fake":
+    if not has_fast_paths() or make is None or backend == "fake":
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, use_local_synchronization=True))
     store, names = group_store(world), "_".join(map(str, ranks))
     turn = store.add(f"torchshard/groups/{names}/{dist.get_rank()}", 1)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchshard._torch.finding import _fast_paths
+from torchshard._torch.finding import has_fast_paths
 
 
 def local_callable(func: Any) -> Callable[..., Any]:
@@ -17,7 +17,7 @@ def local_callable(func: Any) -> Callable[..., Any]:
     1.95 us for add; 2.11-2.15). Bindings take the same arguments in the same order, but take the default reduction of
     a loss for "none".
     """
-    if _fast_paths and func.namespace == "aten" and not any(a.name == "reduction" for a in func._schema.arguments):
+    if has_fast_paths() and func.namespace == "aten" and not any(a.name == "reduction" for a in func._schema.arguments):
         name = func._overloadpacket.__name__
         for home in (torch._C._VariableFunctions, torch._C.TensorBase):
             found = getattr(home, name, None)
