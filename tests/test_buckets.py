@@ -6,10 +6,7 @@ from hypothesis import strategies as st
 from torchshard.buckets import (
     BucketPolicy,
     Gradient,
-    LinkSpeed,
     MiB,
-    best_policy,
-    finish_time,
     plan_buckets,
     plan_table,
     size_text,
@@ -100,36 +97,3 @@ bucket    parameters                          bytes     kind
 2         layer1.weight .. layer4.weight (4)  12.0 MiB  float32 cpu
 3         layer5.weight                       3.0 MiB   float32 cpu""",
     )
-
-
-EVEN = [Gradient(i, str(i), 1 << 20) for i in range(16)]
-
-
-def test_finish_time_of_a_pipeline():
-    link = LinkSpeed(latency=0.5, bandwidth=float(1 << 20))
-    one, each = plan_buckets(EVEN, BucketPolicy(1 << 40, 1 << 40)), plan_buckets(EVEN, BucketPolicy(0, 0))
-    assert finish_time(one, 8.0, link) == 8.0 + 0.5 + 16
-    assert finish_time(each, 8.0, link) == 0.5 + 16 * 1.5  # the link is busy from the first gradient on
-    assert finish_time(each, 80.0, link) == 80.0 + 1.5  # only the last one is waited for
-    assert finish_time((), 8.0, link) == 8.0
-
-
-@given(
-    seconds=st.floats(1e-4, 10.0),
-    latency=st.floats(1e-6, 1e-2),
-    bandwidth=st.floats(1e6, 1e11),
-    sizes=st.lists(st.integers(1, 1 << 22), min_size=1, max_size=12),
-)
-def test_no_other_size_is_clearly_better(seconds, latency, bandwidth, sizes):
-    link = LinkSpeed(latency, bandwidth)
-    gradients = [Gradient(i, str(i), n) for i, n in enumerate(sizes)]
-    found = finish_time(plan_buckets(gradients, best_policy(gradients, seconds, link)), seconds, link)
-    for cap in (1 << 14, 1 << 18, 1 << 20, 25 << 20):
-        other = finish_time(plan_buckets(gradients, BucketPolicy(cap, cap)), seconds, link)
-        assert found <= 1.3 * other or cap < 1 << 15
-
-
-def test_slow_and_fast_links():
-    fast, slow = LinkSpeed(1e-3, 1e12), LinkSpeed(1e-4, 1e8)
-    assert best_policy(EVEN, 1e-4, fast).cap == 16 << 20  # nothing to hide behind: one bucket
-    assert best_policy(EVEN, 0.2, slow).cap < 4 << 20  # the earlier the link is busy, the better

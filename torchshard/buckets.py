@@ -114,53 +114,6 @@ def plan_buckets(ready: Iterable[Gradient], policy: BucketPolicy) -> tuple[Plann
     return tuple(PlannedBucket(tuple(bucket)) for bucket in buckets)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSpeed:
-    """What summing over the ranks costs: seconds for each collective, and bytes a second beyond that."""
-
-    latency: float
-    bandwidth: float
-
-    def seconds(self, nbytes: int) -> float:
-        """Time of one collective."""
-        return self.latency + nbytes / self.bandwidth
-
-
-def finish_time(plan: Iterable[PlannedBucket], seconds: float, link: LinkSpeed) -> float:
-    """When all gradients are reduced, counted from the beginning of a backward that takes `seconds` by itself.
-
-    Gradients are taken to come at an even pace, byte by byte; a bucket leaves when it is full and the one before it
-    has arrived.
-    """
-    buckets = list(plan)
-    total = sum(bucket.nbytes for bucket in buckets) or 1
-    come, free = 0, 0.0
-    for bucket in buckets:
-        come += bucket.nbytes
-        free = max(free, seconds * come / total) + link.seconds(bucket.nbytes)
-    return max(free, seconds)
-
-
-def best_policy(ready: Iterable[Gradient], seconds: float, link: LinkSpeed) -> BucketPolicy:
-    """The sizes of buckets, all alike, with which a backward is over soonest; of equally good ones the largest.
-
-    Args:
-        ready: gradients in the order in which they become ready.
-        seconds: how long the backward takes without communication.
-        link: between the ranks.
-    """
-    gradients = list(ready)
-    cap = max(1, sum(g.nbytes for g in gradients))
-    best, soonest = BucketPolicy(cap, cap), float("inf")
-    while cap >= 1 << 14:
-        policy = BucketPolicy(cap, cap)
-        end = finish_time(plan_buckets(gradients, policy), seconds, link)
-        if end < 0.99 * soonest:
-            best, soonest = policy, end
-        cap //= 2
-    return best
-
-
 def slices(numels: Iterable[int], align: int = 16) -> tuple[list[int], int]:
     """Where each of some tensors begins in a flat one, and the length of that; counted in elements.
 

@@ -10,7 +10,7 @@ its gradients are there on every rank.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchshard.buckets import PlannedBucket, size_text
+from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_buckets, size_text
 from torchshard.timeline import Span, Timeline
 
 ALGORITHMS = ("ring", "tree")
@@ -98,6 +98,18 @@ def _rounds(count: int, nbytes: float, link: Link) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """What summing over the ranks of a live group costs: seconds for each collective, and bytes a second beyond."""
+
+    latency: float
+    bandwidth: float
+
+    def all_reduce(self, nbytes: float) -> float:
+        """As of Network."""
+        return self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """What a step costs without communication, in seconds.
 
@@ -162,14 +174,53 @@ def simulate_step(plan: Iterable[PlannedBucket], network: Network, times: StepTi
     buckets, times = list(plan), times or StepTimes()
     if not buckets:
         raise ValueError("there is no bucket to send: the plan is empty")
-    spans, free = _computing(times), 0.0
-    for number, (bucket, ready) in enumerate(zip(buckets, times.bucket_times(buckets), strict=True)):
-        begin = max(ready, free)
-        free = begin + network.all_reduce(bucket.nbytes)
+    spans = _computing(times)
+    for number, (bucket, (begin, end)) in enumerate(zip(buckets, _under_way(buckets, times, network), strict=True)):
         lane = f"bucket {number}" if len(buckets) <= _LANES else "buckets"
-        spans.append(Span(lane, f"bucket {number}: {size_text(bucket.nbytes)}", begin, free, "communication"))
+        spans.append(Span(lane, f"bucket {number}: {size_text(bucket.nbytes)}", begin, end, "communication"))
     compute = (times.forward + times.backward) * times.slowest
     return Simulation(spans, network, compute, sum(bucket.nbytes for bucket in buckets))
+
+
+def finish_time(plan: Iterable[PlannedBucket], seconds: float, link: LinkSpeed) -> float:
+    """When all gradients are reduced, counted from the beginning of a backward that takes `seconds` by itself.
+
+    Gradients are taken to come at an even pace, byte by byte; a bucket leaves when it is full and the one before it
+    has arrived.
+    """
+    return max([seconds, *[end for _, end in _under_way(list(plan), StepTimes(backward=seconds), link)]])
+
+
+def best_policy(ready: Iterable[Gradient], seconds: float, link: LinkSpeed) -> BucketPolicy:
+    """The sizes of buckets, all alike, with which a backward is over soonest; of equally good ones the largest.
+
+    Args:
+        ready: gradients in the order in which they become ready.
+        seconds: how long the backward takes without communication.
+        link: between the ranks.
+    """
+    gradients = list(ready)
+    cap = max(1, sum(g.nbytes for g in gradients))
+    best, soonest = BucketPolicy(cap, cap), float("inf")
+    while cap >= 1 << 14:
+        policy = BucketPolicy(cap, cap)
+        end = finish_time(plan_buckets(gradients, policy), seconds, link)
+        if end < 0.99 * soonest:
+            best, soonest = policy, end
+        cap //= 2
+    return best
+
+
+def _under_way(
+    plan: Sequence[PlannedBucket], times: StepTimes, network: Network | LinkSpeed
+) -> list[tuple[float, float]]:
+    """When each bucket leaves, full and after the one before it has arrived, and when it arrives."""
+    found, free = [], 0.0
+    for bucket, ready in zip(plan, times.bucket_times(plan), strict=True):
+        begin = max(ready, free)
+        free = begin + network.all_reduce(bucket.nbytes)
+        found.append((begin, free))
+    return found
 
 
 def _computing(times: StepTimes) -> list[Span]:

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from torchshard.buckets import LinkSpeed
+from torchshard.simulation import LinkSpeed
 
 _FEW, _MANY = 64, 1 << 20  # elements of 4 bytes
 _measured: "WeakKeyDictionary[dist.ProcessGroup, LinkSpeed]" = WeakKeyDictionary()

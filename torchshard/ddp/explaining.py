@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchshard.buckets import BucketPolicy, LinkSpeed, PlannedBucket, names_text, plan_table, size_text
+from torchshard.buckets import BucketPolicy, PlannedBucket, names_text, plan_table, size_text
 from torchshard.ddp.logging import Logger, facts_of
 from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.recording import Recorder, Step
+from torchshard.simulation import LinkSpeed
 from torchshard.timeline import Timeline
 
 

@@ -5,13 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torchshard import _torch
-from torchshard.buckets import LinkSpeed, best_policy
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.recording import Step
 from torchshard.ddp.reducer import Reducer
 from torchshard.ddp.reduction import CommHook, Hooked
 from torchshard.ddp.usage import StaticUsage
+from torchshard.simulation import LinkSpeed, best_policy
 
 
 class ObservedReducer(Reducer):
