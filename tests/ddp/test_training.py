@@ -74,6 +74,12 @@ def _mixed(rank, world):
                     torch.testing.assert_close(q.grad, p.grad.float(), rtol=0.1, atol=0.02)
                 reference.zero_grad()
                 model.zero_grad(set_to_none=step != 1)
+        try:
+            raise KeyError
+        except KeyError:  # a forward in a handler of the caller's has not failed
+            loss = _loss(model, x[rank])
+            assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        loss.backward()
         with torch.no_grad():
             model(x[rank])
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

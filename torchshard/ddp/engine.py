@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from torchshard import _torch
 from torchshard.ddp.delayed import Delayed
 from torchshard.ddp.gradbucket import GradBucket
 from torchshard.ddp.mixed import MixedPrecision
@@ -126,6 +127,7 @@ class Engine:
         self.reducer.renew_leaves()
         return self._precision.cast(inputs)
 
+    @_torch.untraced
     def _raise_precision(self) -> None:
         if self._precision:
             self._precision.restore()

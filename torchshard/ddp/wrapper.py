@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import os
-import sys
 import weakref
 from typing import Any
 
@@ -174,6 +173,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         try:
             output = self._call_module(*inputs, **kwargs)
             self._after(output)
+        except BaseException:
+            self._raise_precision()  # no backward will come
+            raise
         finally:
             self._leave(running)
         return output
@@ -192,8 +194,6 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     @_torch.untraced
     def _leave(self, running: contextlib.ExitStack) -> None:
         running.close()
-        if sys.exc_info()[0] is not None:  # no backward will come
-            self._raise_precision()
 
     @_torch.untraced
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
