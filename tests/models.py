@@ -60,3 +60,16 @@ class GPT(nn.Module):
 
 def mlp(width: int = 32, layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())][:-1])
+
+
+class Parts(nn.Module):
+    """Four layers, of which `pick` says which run, and so which parameters have gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.pick = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), (0, 1)
+
+    def forward(self, x):
+        for k in self.pick:
+            x = self.parts[k](x)
+        return x

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import mlp
+from tests.models import Parts, mlp
 from tests.ranks import run_ranks
 
 
@@ -67,22 +67,9 @@ def _checkpoints(rank, world):
                 _compare(make, rank, case + " dynamic", static=False)
 
 
-class Once(nn.Module):
-    """Some parameters are used, some are not; which, may depend on the rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts, self.pick = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), (0, 1)
-
-    def forward(self, x):
-        for k in self.pick:
-            x = self.parts[k](x)
-        return x
-
-
 def _unused_on_ranks(rank, world):
     def make():
-        module = Once()
+        module = Parts()
         module.pick = (0, 2) if rank else (0, 1)
         return module
 
@@ -97,7 +84,7 @@ def _changed(rank, world):
     """A graph that changes is reported, and if that was by exception, the wrapper goes on."""
     from torchshard.ddp import DistributedDataParallel
 
-    model = DistributedDataParallel(Once(), static_graph=True)
+    model = DistributedDataParallel(Parts(), static_graph=True)
     for _ in range(2):
         model(torch.randn(3, 8)).sum().backward()
     model.module.pick = (0, 3)
@@ -135,7 +122,7 @@ def _no_sync_first(rank, world):
 def _afterwards(rank, world):
     from torchshard.ddp import DistributedDataParallel
 
-    model = DistributedDataParallel(Once())
+    model = DistributedDataParallel(Parts())
     model._set_static_graph()
     with pytest.warns(UserWarning, match="no need to set it again"):
         model._set_static_graph()
@@ -146,7 +133,7 @@ def _afterwards(rank, world):
     with pytest.raises(RuntimeError, match="should be called before training loop starts"):
         other._set_static_graph()
     with pytest.warns(UserWarning, match="find_unused_parameters"):
-        DistributedDataParallel(Once(), static_graph=True, find_unused_parameters=True)
+        DistributedDataParallel(Parts(), static_graph=True, find_unused_parameters=True)
 
 
 def _hooked(rank, world):

@@ -12,7 +12,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from tests.models import mlp
+from tests.models import Parts, mlp
 from tests.ranks import run_ranks
 
 
@@ -157,17 +157,6 @@ def _skipped_by_one(rank, world):
     with pytest.raises(RankMismatchError, match="have different buckets"):
         _loss(model, torch.randn(3, 8)).backward()
     dist.destroy_process_group()  # one rank has issued what the other will not join
-
-
-class Parts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts, self.pick = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), (0, 1)
-
-    def forward(self, x):
-        for k in self.pick:
-            x = self.parts[k](x)
-        return x
 
 
 def _skipped(rank, world):

@@ -83,10 +83,8 @@ from torchshard._torch.operators import (
     schema,
 )
 from torchshard._torch.sharded import (
-    around,
     group_of_theirs,
     is_sharded_tensor,
-    sharded_tensor,
     sharded_tensors,
     their_sharded_tensor,
 )
@@ -98,7 +96,6 @@ __all__ = [
     "FSDPUser",
     "GraphPass",
     "aliasing",
-    "around",
     "backend_by_name",
     "below_dispatch",
     "buffer_hook",
@@ -156,7 +153,6 @@ __all__ = [
     "remove_optimizer_hooks",
     "root_mesh",
     "schema",
-    "sharded_tensor",
     "sharded_tensors",
     "skip_frame",
     "source_name",

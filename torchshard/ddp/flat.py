@@ -268,5 +268,6 @@ def gradient_strides(param: torch.Tensor) -> tuple[int, ...]:
 def _refuse_sparse(*grads: torch.Tensor | None) -> None:
     if any(g is not None and g.is_sparse for g in grads):
         raise NotImplementedError(
-            "DistributedDataParallel: sparse gradients are not reduced yet; make the embedding with sparse=False"
+            "DistributedDataParallel: sparse gradients are not reduced yet for parameters that are no weights of "
+            "nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True); use one of these, or sparse=False"
         )

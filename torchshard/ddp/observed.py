@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from torchshard import _torch
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
+from torchshard.ddp.passes import Mode
 from torchshard.ddp.recording import Step
 from torchshard.ddp.reducer import Reducer
 from torchshard.ddp.reduction import CommHook, Hooked
@@ -27,7 +27,6 @@ class ObservedReducer(Reducer):
     """
 
     noting: Callable[[], AbstractContextManager[None]] = nullcontext
-
     step: Step | None = None
     has_learned = False
     link: LinkSpeed | None = None
@@ -42,8 +41,7 @@ class ObservedReducer(Reducer):
         if self.reduction.hooked:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.reduction = Hooked(hook, state)
-        for bucket in self.buckets:
-            bucket.scale = self.reduction.scale
+        self._use_scale()
 
     def use_static_graph(self) -> None:
         """Take all backwards for alike; RuntimeError if one has been reduced already."""
@@ -55,7 +53,11 @@ class ObservedReducer(Reducer):
         self.usage = StaticUsage(len(self.params))
         self._hooks.put(self)
 
-    # ---------------------------------------------------------------------------------------------- recording
+    def _use_scale(self) -> None:
+        for bucket in self.buckets:
+            bucket.scale = self.reduction.scale
+
+    # ---------------------------------------------------------------------------------------------- errors
 
     def _complain(self, index: int) -> None:
         with self.noting():
@@ -69,11 +71,13 @@ class ObservedReducer(Reducer):
                 "or use ddp.module, the module inside, where nothing is to be reduced"
             )
 
-    def _enter(self, mode: Any) -> None:
-        if mode.name == "SYNC":
+    # ---------------------------------------------------------------------------------------------- recording
+
+    def _enter(self, mode: Mode) -> None:
+        if mode is Mode.SYNC:
             self.check_group()
         super()._enter(mode)
-        if self.step is not None and mode.name == "SYNC":
+        if self.step is not None and mode is Mode.SYNC:
             self.step.begin_backward(self._plan)
 
     def _settle(self, bucket: FlatBucket) -> None:
@@ -127,10 +131,9 @@ class ObservedReducer(Reducer):
     def rescale(self, ranks: int, uneven: bool) -> None:
         """Divide by this number of ranks from now on, unless a hook does; uneven: others may only shadow backward."""
         self._uneven, scale = uneven, 1.0 / ranks
-        if not isinstance(self.reduction, Hooked) and scale != self.reduction.scale:
+        if not self.reduction.hooked and scale != self.reduction.scale:
             self.reduction.scale = scale
-            for bucket in self.buckets:
-                bucket.scale = scale
+            self._use_scale()
 
     def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
         """As for Reducer; with uneven inputs all gradients go through hooks, so that shadows know what comes."""

@@ -48,9 +48,6 @@ class ReducerCompatibility:
         """The next backward from these outputs is to be reduced, even if their forward ran under no_sync."""
         self.after_forward([outputs] if isinstance(outputs, torch.Tensor) else list(outputs), sync=True)
 
-    def _check_reducer_finalized(self) -> None:
-        self.before_forward(sync=True)
-
     def _rebuild_buckets(self) -> bool:
         """False: buckets are laid out anew at the end of a backward, not before a forward."""
         return False
@@ -72,16 +69,11 @@ class ReducerCompatibility:
 
     def _run_comm_hook(self, bucket: GradBucket) -> "Future[Any]":
         """What the registered hook, or else the sum over ranks, makes of this bucket."""
-        if isinstance(self.reduction, Hooked):
-            return self.reduction.ask(bucket)
-        return self._run_allreduce_hook(bucket)
+        return self.reduction.ask(bucket)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> "Future[Any]":
         """The sum over ranks, not divided."""
-        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
-        assert work is not None, "asynchronous collectives return their work"
-        future: Future[Any] = work.get_future()
-        return future
+        return Sum(self.group).ask(bucket)
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         """The buckets as they are laid out now, holding zeros."""

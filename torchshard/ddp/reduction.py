@@ -47,6 +47,11 @@ class Sum:
         """What has become of it, once the work is done."""
         return given.buffer()
 
+    def ask(self, bucket: GradBucket) -> "torch.futures.Future[Any]":
+        """The same as a future, as communication hooks give one."""
+        future: torch.futures.Future[Any] = self.send(bucket).get_future()
+        return future
+
 
 class Hooked:
     """A communication hook reduces each bucket, and divides if it wants to; see register_comm_hook.

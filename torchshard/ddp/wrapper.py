@@ -27,8 +27,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     """Averages the gradients of a module over the ranks of a process group, while backward runs.
 
     A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks
-    for torch's class finds it. Arguments mean what torch's documentation says; those that are not supported yet
-    raise NotImplementedError when they are given another value than their default.
+    for torch's class finds it. Arguments mean what torch's documentation says.
 
     With gradient_as_bucket_view=False a `.grad` that exists before backward keeps its identity and receives the
     average, as in torch. A `.grad` that backward creates shares memory with its bucket, which saves a copy and is not

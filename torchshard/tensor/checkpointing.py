@@ -4,7 +4,9 @@ A tensor is written by every rank that holds a part (the planner drops replicas)
 empty part lies at the end of the tensor along the dims where it is empty, as torch has it.
 """
 
-from torch import Tensor
+from collections.abc import Iterable
+
+from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -14,15 +16,20 @@ from torchshard.tensor.dtensor import DTensor
 
 def write_items(x: DTensor, name: str) -> list[WriteItem]:
     """What this rank writes of `x`; nothing on a rank outside of the mesh."""
+    return items(name, x.size(), TensorProperties.create_from_tensor(x._local_tensor), chunks(x))
+
+
+def items(
+    name: str, size: Size, properties: TensorProperties, chunks: Iterable[ChunkStorageMetadata]
+) -> list[WriteItem]:
+    """Write items of a tensor of this size, one for each of these chunks."""
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=chunk, properties=TensorProperties.create_from_tensor(x._local_tensor), size=x.size()
-            ),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
         )
-        for chunk in chunks(x)
+        for chunk in chunks
     ]
 
 
@@ -32,8 +39,6 @@ def chunks(x: DTensor) -> list[ChunkStorageMetadata]:
     Raises:
         ShardingError: `x` is Partial: no rank holds its values.
     """
-    import torch
-
     layout = x._spec
     if layout.sharding.partial:
         raise ShardingError(
@@ -45,7 +50,7 @@ def chunks(x: DTensor) -> list[ChunkStorageMetadata]:
     if layout.box is None:
         return []
     offset = [o if n else whole for o, n, whole in zip(*layout.box, layout.shape, strict=True)]
-    return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(layout.box.size))]
+    return [ChunkStorageMetadata(offsets=Size(offset), sizes=Size(layout.box.size))]
 
 
 def shard(x: DTensor, index: MetadataIndex) -> Tensor:

@@ -4,7 +4,7 @@ Parameters live on a mesh of their own, a part of a larger one: the axes that FS
 all of the larger mesh, as torch's extension has it: FSDP splits rows (dim 0), and axes split a dim from left to right.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torchshard.tensor.interop import from_torch, to_torch
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.sharded import specs
 
 
 def as_ours(x: Any) -> DTensor | None:
@@ -156,9 +157,13 @@ def as_sharded_tensor(
         return _nested(x, world, devices, group, device or tensor.device)
     if not _torch.is_sharded_tensor(tensor):
         return _rows(tensor, world, devices, group, device or tensor.device)
-    (shard,) = tensor.local_shards()  # type: ignore[attr-defined]
-    device = device or shard.tensor.device
-    return _torch.around(tensor, _rows(shard.tensor, world, devices, group, device), device.type, devices)
+    theirs: Any = tensor
+    (shard,) = theirs.local_shards()
+    device = device or shard.tensor.device  # optimizer states may have been brought elsewhere than their parameters
+    metadata = theirs.metadata()
+    held = {s.placement.rank(): specs.box_of(s, metadata.size) for s in metadata.shards_metadata}
+    inner = _rows(shard.tensor, world, devices, group, device)
+    return _of_parts(inner, metadata.size, theirs.dtype, held, device.type, devices, _torch.group_of_theirs(theirs))
 
 
 def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -169,7 +174,7 @@ def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup, device:
         boxes.append(Box((start, *[0] * (x.ndim - 1)), (length, *x.shape[1:])))
     held = {dist.get_global_rank(group, k): box for k, box in enumerate(boxes) if box.numel}
     mine = x.detach()[boxes[rank].slices].to(device, copy=True) if boxes[rank].numel else None
-    return _torch.sharded_tensor(mine, tuple(x.shape), x.dtype, held, device.type, devices, group)
+    return _of_parts(mine, x.shape, x.dtype, held, device.type, devices, group)
 
 
 def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -194,7 +199,38 @@ def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup, devi
         assert place is not None, "a rank of the mesh that has no place there"
         held[rank] = layout.sharding.box(layout.shape, place)
     outer = mesh.process_group(axes)
-    return _torch.sharded_tensor(inner, layout.shape, layout.dtype, held, device.type, devices, outer)
+    return _of_parts(inner, layout.shape, layout.dtype, held, device.type, devices, outer)
+
+
+def _of_parts(
+    mine: Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    held: Mapping[int, Box],
+    kind: str,
+    devices: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """torch's ShardedTensor with one shard a rank at most.
+
+    Args:
+        mine: this rank's shard, a tensor or a ShardedTensor; None where it has none.
+        shape: global shape.
+        dtype: of all shards.
+        held: global rank -> its shard, with elements.
+        kind: type of the devices of all shards.
+        devices: number of devices on a machine, to tell those of other ranks.
+        group: the ranks that may have shards.
+    """
+
+    def metadata(rank: int) -> Any:
+        place = specs.place_of(rank, kind if kind == "cpu" else f"{kind}:{rank % devices}")
+        return specs.ShardMetadata(list(held[rank].offset), list(held[rank].size), place)
+
+    shards = [] if mine is None else [specs.Shard(mine, metadata(dist.get_rank()))]
+    properties = specs.TensorProperties(dtype)
+    whole = specs.ShardedTensorMetadata([metadata(rank) for rank in held], torch.Size(shape), properties)
+    return _torch.their_sharded_tensor(shards, whole, None, group)  # type: ignore[no-any-return]
 
 
 def innermost(tensor: Tensor) -> tuple[Tensor, list[Any]]:

@@ -5,7 +5,8 @@ without a word, and leaves a mixture behind where a rank fails half-way.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from torchshard._torch import default_group, is_sharded_tensor
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout.boxes import Box, check_tiling
+from torchshard.state_dict.trees import leaves, with_leaves
 
 
 def load(
@@ -42,11 +44,12 @@ def load(
             or a file cannot be read; on every rank, naming the keys, and the ranks that found it.
         NotImplementedError: a ShardedTensor, or an object with a state dict of its own.
     """
+    _refuse_others(state_dict)
     agreement = _agreement(process_group)
     if agreement is not None:
-        lines = [f"{name}: {_described(x)}" for name, x in sorted(_leaves(state_dict))]
+        lines = [f"{name}: {_described(x)}" for name, x in sorted(leaves(state_dict), key=itemgetter(0))]
         agreement.confirm("\n".join(lines), 0)
-    fresh = _mapped(state_dict, lambda x: torch.empty_like(x, requires_grad=False) if isinstance(x, Tensor) else x)
+    fresh = with_leaves(state_dict, _fresh)
     try:
         state_dict_loader.load(
             fresh,
@@ -74,30 +77,20 @@ def _agreement(group: dist.ProcessGroup | None) -> Agreement | None:
     return Agreement(group, torch.device("cpu"), "state dicts to load into")
 
 
+def _fresh(_: str, x: Any) -> Any:
+    return torch.empty_like(x, requires_grad=False) if isinstance(x, Tensor) else x
+
+
 def _described(x: Any) -> str:
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Names, as torch.distributed.checkpoint makes them, and values."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else None
-    if items is None:
-        if is_sharded_tensor(tree) or hasattr(tree, "load_state_dict"):
+def _refuse_others(state_dict: dict[str, Any]) -> None:
+    for name, x in leaves(state_dict):
+        if is_sharded_tensor(x) or hasattr(x, "load_state_dict"):
             raise NotImplementedError(
-                f"load: {name} is a {type(tree).__name__}; give its state_dict(), of DTensors or plain tensors"
+                f"load: {name} is a {type(x).__name__}; give its state_dict(), of DTensors or plain tensors"
             )
-        yield name, tree
-        return
-    for key, x in items:
-        yield from _leaves(x, f"{name}.{key}" if name else str(key))
-
-
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict):
-        return {key: _mapped(x, change) for key, x in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_mapped(x, change) for x in tree)
-    return change(tree)
 
 
 def _put(tree: Any, fresh: Any) -> None:

@@ -4,25 +4,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.planner import WriteItem
 
 from torchshard.errors import ShardingError
+from torchshard.tensor.checkpointing import items
 from torchshard.tensor.sharded.moving import parts
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
 
 def write_items(x: ShardedTensor, name: str) -> list[WriteItem]:
     """What this rank writes of `x`: each of its parts."""
-    properties = TensorProperties(dtype=x.dtype, requires_grad=x.requires_grad)
-    return [
-        WriteItem(
-            index=MetadataIndex(name, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x.size()),
-        )
-        for chunk in chunks(x)
-    ]
+    return items(name, x.size(), TensorProperties(dtype=x.dtype, requires_grad=x.requires_grad), chunks(x))
 
 
 def chunks(x: ShardedTensor) -> list[ChunkStorageMetadata]:
