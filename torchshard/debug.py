@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torchshard._torch import intercepting
 from torchshard.errors import ImplicitRedistributionError, ShardingError
 from torchshard.layout.boxes import Box
-from torchshard.layout.transitions import transition
+from torchshard.layout.runs import route
 from torchshard.tensor.dispatch import call_of
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout
@@ -174,7 +174,7 @@ class ExplicitRedistributionContext:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: TensorLayout, target: TensorLayout
     ) -> None:
         if source.mesh is target.mesh and not self._strict:
-            steps = transition(source.sharding, target.sharding, source.shape, source.dtype.itemsize).steps
+            steps = route(source.sharding, target.sharding, source.shape, source.dtype.itemsize).steps
             if all(step.kind in ("slice", "mask") for step in steps):
                 return
         call = call_of(func, args, kwargs)

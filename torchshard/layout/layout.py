@@ -120,11 +120,12 @@ class Sharding:
 
     Attributes:
         splits: dim -> axes that split it, first to split first; only for dims that are split.
+        runs: dim -> number of runs, for dims that are split in several.
         order: the part of `splits` that is not left to right, as in the argument of Mesh.sharding.
         partial: the axes with a Partial placement.
     """
 
-    __slots__ = ("__weakref__", "_layouts", "mesh", "order", "partial", "placements", "splits")
+    __slots__ = ("__weakref__", "_layouts", "mesh", "order", "partial", "placements", "runs", "splits")
 
     def __init__(self, mesh: Mesh, placements: Placements, order: Order) -> None:
         if len(placements) != mesh.ndim or not all(isinstance(p, Placement) for p in placements):
@@ -136,6 +137,7 @@ class Sharding:
             )
         self.mesh, self.placements = mesh, placements
         self.splits = _splits(mesh, placements, order)
+        self.runs = _runs(placements, self.splits)
         self.order = tuple([(d, axes) for d, axes in self.splits.items() if axes != tuple(sorted(axes))])
         self.partial = tuple([a for a, p in enumerate(placements) if type(p) is Partial])
         ops = [p.op for p in placements if type(p) is Partial]
@@ -178,15 +180,34 @@ class Sharding:
         return self.mesh.sharding(without_partial(self.placements), dict(self.order)) if self.partial else self
 
     def boxes(self, shape: Sequence[int]) -> list[Box]:
-        """The boxes of all ranks, in the order of mesh.ranks."""
+        """The boxes of all ranks, in the order of mesh.ranks.
+
+        Raises:
+            ShardingError: a dim is split in runs, so that parts are no boxes; see runs.py.
+        """
+        self._require_boxes()
         return grid.boxes(shape, self.splits, self.mesh.shape)
 
     def box(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
-        """The box of one coordinate."""
+        """The box of one coordinate; raises ShardingError as `boxes` does."""
+        self._require_boxes()
         return grid.box_at(shape, self.splits, self.mesh.shape, coordinate)
 
+    def part(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part of one coordinate, in runs or not."""
+        return grid.box_at(shape, self.splits, self.mesh.shape, coordinate).size
+
+    def _require_boxes(self) -> None:
+        if self.runs:
+            raise ShardingError(
+                "A part of a tensor that is split in runs is no box.",
+                expected="each rank to hold an interval of every dim",
+                got=self,
+                fix="redistribute it to Shard(dim) or Replicate() first",
+            )
+
     def largest(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the largest box, the same on every rank."""
+        """The shape of the largest part, the same on every rank."""
         return grid.largest_shape(shape, self.splits, self.mesh.shape)
 
     @property
@@ -211,12 +232,10 @@ class Layout:
 
     Attributes:
         local_shape: shape of this rank's part; (0,) on a rank outside of the mesh.
-        box: offsets and sizes of this rank's part; None on a rank outside of the mesh.
     """
 
     __slots__ = (
         "__weakref__",
-        "box",
         "dtype",
         "local_shape",
         "mesh",
@@ -238,9 +257,23 @@ class Layout:
                 got=repr(sharding),
                 where=f"axis {', '.join(self.mesh.names[a] for a in sharding.splits[dim])} of the mesh, shape {shape}",
             )
+        for dim, runs in sharding.runs.items():
+            parts = runs * math.prod([self.mesh.shape[a] for a in sharding.splits[dim]])
+            if shape[dim] % parts:
+                raise ShardingError(
+                    "A dim that is split in runs has equal pieces.",
+                    expected=f"a length that {parts} divides",
+                    got=f"length {shape[dim]} of dim {dim}",
+                    where=sharding,
+                )
         coordinate = self.mesh.coordinate
-        self.box = None if coordinate is None else sharding.box(shape, coordinate)
-        self.local_shape = (0,) if self.box is None else self.box.size
+        self.local_shape = (0,) if coordinate is None else sharding.part(shape, coordinate)
+
+    @property
+    def box(self) -> Box | None:
+        """Offsets and sizes of this rank's part; None on a rank outside of the mesh. Raises as Sharding.boxes does."""
+        coordinate = self.mesh.coordinate
+        return None if coordinate is None else self.sharding.box(self.shape, coordinate)
 
     def to(self, sharding: Sharding) -> "Layout":
         """The same tensor in another sharding."""
@@ -282,6 +315,21 @@ def _splits(mesh: Mesh, placements: Placements, order: Order) -> dict[int, tuple
             )
         splits[dim] = axes
     return dict(sorted(splits.items()))
+
+
+def _runs(placements: Placements, splits: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    runs: dict[int, int] = {}
+    for dim, axes in splits.items():
+        found = {p.runs for p in (placements[a] for a in axes) if isinstance(p, Shard)}
+        if len(found) > 1:
+            raise ShardingError(
+                "All axes that split a dim split it in the same number of runs.",
+                expected=f"one number of runs for dim {dim}",
+                got=placements,
+            )
+        if found != {1}:
+            runs[dim] = found.pop()
+    return runs
 
 
 def _sharding(mesh: Mesh, placements: Placements, order: Order) -> Sharding:

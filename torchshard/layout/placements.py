@@ -1,4 +1,4 @@
-"""What one axis of a mesh does to a tensor: `R`, `Shard(dim)` or `Partial(op)`; and the same as text.
+"""What one axis of a mesh does to a tensor: `R`, `Shard(dim)`, `Shard(dim, runs)` or `Partial(op)`; and as text.
 
 Each distinct placement is one object, so placements are compared with `is` and hashed by address. The names are
 torch's; torch's own placement objects are turned into these at the border, in tensor/.
@@ -40,33 +40,38 @@ class Replicate(Placement):
 
 @final
 class Shard(Placement):
-    """The axis splits dim `dim` into pieces, one a coordinate. `dim` is not negative."""
+    """The axis splits dim `dim` into pieces, one a coordinate. `dim` is not negative.
 
-    __slots__ = ("dim",)
+    With `runs` above 1 the dim is cut into so many runs of equal length first, and a coordinate holds its piece of
+    each, joined: what becomes of a split dim when slower ones are flattened into it. Pieces are equal then.
+    """
+
+    __slots__ = ("dim", "runs")
     dim: int
-    _all: ClassVar[dict[int, "Shard"]] = {}
+    runs: int
+    _all: ClassVar[dict[tuple[int, int], "Shard"]] = {}
 
-    def __new__(cls, dim: int) -> "Shard":
-        """The one Shard of this dim."""
-        one = cls._all.get(dim)
+    def __new__(cls, dim: int, runs: int = 1) -> "Shard":
+        """The one Shard of this dim in so many runs."""
+        one = cls._all.get((dim, runs))
         if one is None:
-            if dim < 0:
+            if dim < 0 or runs < 1:
                 raise ShardingError(
-                    "Shard takes the number of a dim.",
-                    expected="a dim of 0 or more",
-                    got=dim,
+                    "Shard takes the number of a dim, and of runs.",
+                    expected="a dim of 0 or more, and at least one run",
+                    got=f"dim {dim}, {runs} runs",
                     fix="count from the front: dim + tensor.ndim",
                 )
             one = super().__new__(cls)
-            one.dim = int(dim)
-            one = cls._all.setdefault(one.dim, one)
+            one.dim, one.runs = int(dim), int(runs)
+            one = cls._all.setdefault((one.dim, one.runs), one)
         return one
 
-    def __reduce__(self) -> tuple[type["Shard"], tuple[int]]:
-        return Shard, (self.dim,)
+    def __reduce__(self) -> tuple[type["Shard"], tuple[int, int]]:
+        return Shard, (self.dim, self.runs)
 
     def __repr__(self) -> str:
-        return f"S({self.dim})"
+        return f"S({self.dim})" if self.runs == 1 else f"S({self.dim}/{self.runs})"
 
 
 @final
@@ -104,11 +109,11 @@ R = Replicate()
 
 Placements = tuple[Placement, ...]
 
-_TOKEN = re.compile(r"\s*(?:(R)|S\((\d+)\)|P\(([a-z]+(?:\([^()]*\))?)\)|P)\s*")
+_TOKEN = re.compile(r"\s*(?:(R)|S\((\d+)(?:/(\d+))?\)|P\(([a-z]+(?:\([^()]*\))?)\)|P)\s*")
 
 
 def parse_placements(text: str) -> Placements:
-    """Placements written as `S(0),R,P(sum)`, one an axis; `P` alone is `P(sum)`.
+    """Placements written as `S(0),R,P(sum)`, one an axis; `P` alone is `P(sum)`, `S(0/4)` is dim 0 in 4 runs.
 
     Raises:
         ShardingError: names the column of what cannot be read.
@@ -124,8 +129,8 @@ def parse_placements(text: str) -> Placements:
                 got=repr(text[at:]),
                 fix="S(0),R",
             )
-        replicate, dim, op = match.groups()
-        found.append(R if replicate else Shard(int(dim)) if dim is not None else Partial(op or "sum"))
+        replicate, dim, runs, op = match.groups()
+        found.append(R if replicate else Shard(int(dim), int(runs or 1)) if dim is not None else Partial(op or "sum"))
         at = match.end()
         if at == len(text):
             return tuple(found)

@@ -39,13 +39,15 @@ class Way:
         operands: what the axis does to each operand.
         results: what it then does to each result.
         factor: the one that is split; None where nothing is.
-        even: every rank must hold an equal piece of the factor.
+        runs: how many runs it is split in.
+        even: every rank must hold an equal piece of each run of the factor.
         full: no rank may hold an empty piece of it.
     """
 
     operands: Placements
     results: Placements
     factor: str | None = None
+    runs: int = 1
     even: bool = False
     full: bool = False
 
@@ -64,7 +66,8 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     """
     mesh = layouts[0].mesh
     kinds = [p for layout in layouts for p in layout.placements if isinstance(p, Partial)]
-    possible = list(ways(bound, options, kinds))
+    runs = {n for layout in layouts for n in layout.sharding.runs.values()}
+    possible = list(ways(bound, options, kinds, runs))
     if options.like and len(possible) == 1:  # results that share no dim with the operands, of which nothing is read
         return Lifted(tuple([o.sharding for o in layouts]), (mesh.replicated(),) * len(bound.results))
     nbytes = [float(layout.largest_nbytes()) for layout in layouts]
@@ -110,15 +113,16 @@ def take(bound: Bound, chosen: Sequence[Way], layouts: Sequence[Layout]) -> Lift
     return _assembled(mesh, bound, chosen, layouts, {}, False)
 
 
-def ways(bound: Bound, options: Options, kinds: Iterable[Partial]) -> Iterator[Way]:
-    """All ways to run on one axis, where operands may hold Partials of these kinds."""
+def ways(bound: Bound, options: Options, kinds: Iterable[Partial], runs: Iterable[int] = ()) -> Iterator[Way]:
+    """All ways to run on one axis, where operands may hold Partials of these kinds, and splits in so many runs."""
     count, results = len(bound.operands), len(bound.results)
     yield Way((R,) * count, (R,) * results)
     factors = dict.fromkeys(f for dims in bound.operands for dim in dims for f in dim if not is_whole(f))
     for factor in factors:
-        way = _split(bound, options, factor)
-        if way is not None:
-            yield way
+        for count_of_runs in (1, *sorted(runs)):
+            way = _split(bound, options, factor, count_of_runs)
+            if way is not None:
+                yield way
     for partial in dict.fromkeys(kinds):
         for group in _passing(partial, options):
             if max(group) < count:
@@ -126,22 +130,29 @@ def ways(bound: Bound, options: Options, kinds: Iterable[Partial]) -> Iterator[W
                 yield Way(operands, (partial,) * results)
 
 
-def _split(bound: Bound, options: Options, factor: str) -> Way | None:
-    """The way that splits one factor; None where some operand or result does not allow it."""
+def _split(bound: Bound, options: Options, factor: str, runs: int) -> Way | None:
+    """The way that splits one factor in `runs` runs; None where some operand or result does not allow it.
+
+    Where other factors of its dim are slower, each of their steps is a run of the dim.
+    """
     lacking = options.reduces.get("..." if factor[0] == "." else factor)
     partial = lacking if isinstance(lacking, Partial) else None
     reduced = not any(factor in dim for dims in bound.results for dim in dims)
-    even = False
+    even = runs > 1
     operands: list[Placement] = []
     results: list[Placement] = []
     for side, placements in ((bound.operands, operands), (bound.results, results)):
         for k, dims in enumerate(side):
             at = [d for d, dim in enumerate(dims) if factor in dim]
-            if len(at) > 1 or (at and dims[at[0]][0] != factor):
+            if len(at) > 1:
                 return None
             if at:
-                even = even or len(dims[at[0]]) > 1
-                placements.append(Shard(at[0]))
+                dim = dims[at[0]]
+                slower = [bound.sizes.get(f) for f in dim[: dim.index(factor)]]
+                if not all(isinstance(n, int) for n in slower):
+                    return None  # a number of runs that is not known
+                even = even or len(dim) > 1
+                placements.append(Shard(at[0], math.prod([n for n in slower if n]) * runs))
             elif side is bound.operands:
                 placements.append(partial if reduced and partial and k in options.plus else R)
             elif lacking is None:
@@ -152,7 +163,7 @@ def _split(bound: Bound, options: Options, factor: str) -> Way | None:
     lossy = partial if any(p is partial for p in results) else None
     even = even or (lossy is not None and lossy.op == "avg")
     full = options.full or (lossy is not None and lossy.op in ("max", "min"))
-    return Way(tuple(operands), tuple(results), factor, even, full)
+    return Way(tuple(operands), tuple(results), factor, runs, even, full)
 
 
 def _passing(partial: Partial, options: Options) -> tuple[tuple[int, ...], ...]:
@@ -173,7 +184,7 @@ def _cut(pieces: dict[str, list[int]], way: Way, parts: int) -> None:
 def _possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Sequence[Way]) -> bool:
     if way.factor is not None:
         lengths = pieces[way.factor]
-        if way.even and any(n % parts for n in lengths):
+        if way.even and any(n % (parts * way.runs) for n in lengths):
             return False
         if way.full and any(piece(n, parts, parts - 1)[1] == 0 for n in lengths):
             return False
@@ -181,6 +192,8 @@ def _possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen:
         for one, other in zip(before.results + before.operands, way.results + way.operands, strict=True):
             if isinstance(one, Partial) and isinstance(other, Partial) and not may_mix(one.op, other.op):
                 return False
+            if isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim and one is not other:
+                return False  # axes split a dim in the same runs
     return True
 
 
@@ -216,7 +229,9 @@ def _move(now: Placement, wanted: Placement, nbytes: float, parts: int) -> float
     share = nbytes * (parts - 1) / parts
     if isinstance(now, Partial):
         return _LAUNCH + share * (1 if isinstance(wanted, Shard) else 2)
-    return _LAUNCH + (share if isinstance(wanted, Shard) else nbytes * (parts - 1))
+    if isinstance(now, Shard) and isinstance(wanted, Shard) and now.dim != wanted.dim:
+        return _LAUNCH + share
+    return _LAUNCH + nbytes * (parts - 1) + (_COPY if isinstance(wanted, Shard) else 0)
 
 
 def _pending(way: Way, layouts: Sequence[Layout], axis: int, parts: int, result_bytes: Sequence[float]) -> float:
@@ -279,4 +294,4 @@ def _by_dim(
     dims: Operand, placements: Sequence[Placement], orders: Mapping[str, tuple[int, ...]]
 ) -> dict[int, tuple[int, ...]]:
     split = {p.dim for p in placements if isinstance(p, Shard)}
-    return {dim: orders[dims[dim][0]] for dim in split}
+    return {dim: next(orders[f] for f in dims[dim] if f in orders) for dim in split}

@@ -14,9 +14,10 @@ def _line(operand: Sequence[str], *results: Sequence[str]) -> str:
 
 
 def _view(x: Layout, size: Sequence[int]) -> Made:
-    """Cut both shapes where their running products meet; within a stretch only the slowest factor may be split.
+    """Factors that both shapes are made of, the slowest first; where they share none, dims are whole.
 
-    (4, 6) viewed as (8, 3) is `(f S) T -> (f U) V`, with f the 4 that the first dims of both have in common.
+    (4, 6) viewed as (8, 3) is `f0 (f1 f2) -> (f0 f1) f2`, with lengths 4, 2 and 3; (6, 4) as (4, 6) is
+    `(f0 S0) S1 -> (f0 T0) T1`, with f0 the 2 that the first dims of both have in common.
     """
     source, target = list(x.shape), list(size)
     if -1 in target:
@@ -26,32 +27,48 @@ def _view(x: Layout, size: Sequence[int]) -> Made:
         whole = [f"Z{d}" for d in range(len(target))]
         sizes = {f"Z{d}": n for d, n in enumerate(target)}
         return Made(_line(letters(x.ndim, range(x.ndim)), whole), sizes, local_size=1)
-    operand: list[str] = []
-    result: list[str] = []
+    operand: list[list[str]] = [[] for _ in source]
+    result: list[list[str]] = [[] for _ in target]
     sizes = {}
-    for k, (ins, outs) in enumerate(_stretches(source, target)):
-        firsts = [next((shape[d] for d in dims if shape[d] != 1), 1) for dims, shape in ((ins, source), (outs, target))]
-        sizes[f"f{k}"] = math.gcd(*firsts)
-        operand += _stretch(f"f{k}", "S", [source[d] for d in ins], sizes)
-        result += _stretch(f"f{k}", "T", [target[d] for d in outs], sizes)
-    return Made(_line(operand, result), sizes, local_size=1)
+    for ins, outs in _stretches(source, target):
+        _name_factors(source, ins, target, outs, operand, result, sizes)
+    return Made(_line(*[list(map(_dim, side)) for side in (operand, result)]), sizes, local_size=1)
 
 
-def _stretch(factor: str, whole: str, lengths: Sequence[int], sizes: dict[str, int]) -> list[str]:
-    """The dims of one side of a stretch: the first that is longer than 1 begins with the factor both sides share."""
-    names, shared = [], False
-    for d, n in enumerate(lengths):
-        rest = f"{whole}{factor}_{d}"
-        if n == 1:
-            names.append("1")
-        elif shared:
-            sizes[rest] = n
-            names.append(rest)
-        else:
-            shared = True
-            sizes[rest] = n // sizes[factor]
-            names.append(factor if sizes[rest] == 1 else f"({factor} {rest})")
-    return names
+def _name_factors(
+    source: Sequence[int],
+    ins: Sequence[int],
+    target: Sequence[int],
+    outs: Sequence[int],
+    operand: list[list[str]],
+    result: list[list[str]],
+    sizes: dict[str, int],
+) -> None:
+    """Name the factors of the dims of one stretch, as long as one side's dim divides the other's."""
+    rest_in, rest_out = {d: source[d] for d in ins if source[d] != 1}, {d: target[d] for d in outs if target[d] != 1}
+    while rest_in and rest_out:
+        (i, n), (j, m) = next(iter(rest_in.items())), next(iter(rest_out.items()))
+        shared = math.gcd(n, m)
+        if shared > 1:
+            factor = f"f{len(sizes)}"
+            sizes[factor] = shared
+            operand[i].append(factor)
+            result[j].append(factor)
+        for rest, d in ((rest_in, i), (rest_out, j)):
+            rest[d] //= shared
+            if rest[d] == 1:
+                del rest[d]
+        if shared not in (n, m):
+            break
+    for rest, names, letter in ((rest_in, operand, "S"), (rest_out, result, "T")):
+        for d, n in rest.items():
+            whole = f"{letter}{len(sizes)}"
+            sizes[whole] = n
+            names[d].append(whole)
+
+
+def _dim(factors: Sequence[str]) -> str:
+    return "1" if not factors else factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
 
 
 def _stretches(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int], list[int]]]:

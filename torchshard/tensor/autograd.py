@@ -218,11 +218,12 @@ def _asked_layout(
             shape[dim] = sum(held[mesh.linear(c)][dim] for c in line)
         stride = dense_stride(shape, local.stride())
     layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
-    for rank, size, box in zip(mesh.ranks, held, layout.boxes(), strict=True):
-        if size != box.size:
+    for rank, size, place in zip(mesh.ranks, held, mesh.coordinates(), strict=True):
+        wanted = sharding.part(shape, place)
+        if size != wanted:
             raise ShardingError(
                 "The local tensors are not the pieces of one tensor.",
-                expected=f"rank {rank} to hold {box.size} of the shape {layout.shape}, as torch.chunk cuts",
+                expected=f"rank {rank} to hold {wanted} of the shape {layout.shape}, as torch.chunk cuts",
                 got=f"{size}; all ranks: {held}",
                 where=f"from_local, {sharding}",
                 fix="use distribute_tensor, or cut into pieces of ceil(n / parts) with a short tail",

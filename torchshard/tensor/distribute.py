@@ -16,6 +16,7 @@ from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
+from torchshard.layout.runs import without
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
@@ -58,9 +59,8 @@ def distribute_tensor(
     elif src_data_rank is None or local.is_meta:
         local = redistribute_local(local, layout.to(mesh.replicated()), layout)
     else:
-        local = _given_out(local, sharding, src_data_rank, mesh)
-        if sharding.partial:
-            local = redistribute_local(local, layout.to(sharding.without_partial()), layout)
+        given = without(sharding.without_partial(), sharding.runs)
+        local = redistribute_local(_given_out(local, given, src_data_rank, mesh), layout.to(given), layout)
     return wrap(local, layout).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 

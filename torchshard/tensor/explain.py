@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from torchshard._torch import intercepting
 from torchshard.layout.layout import Layout
-from torchshard.layout.transitions import Transition, transition
+from torchshard.layout.runs import Route, route
 from torchshard.tensor.dispatch import call_of
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.layout import TensorLayout
@@ -34,22 +34,22 @@ class Move:
         argument: the name of the operator's argument; "" for what it makes on the way.
         source: before.
         target: after.
-        transition: the steps, with the bytes that a rank receives; None from one mesh to another.
+        route: the steps, with the bytes that a rank receives; None from one mesh to another.
     """
 
     argument: str
     source: Layout
     target: Layout
-    transition: Transition | None
+    route: Route | None
 
     @property
     def nbytes(self) -> int:
         """Bytes that a rank receives at most, as the cost model has it; 0 where that is not known."""
-        return self.transition.nbytes if self.transition else 0
+        return self.route.nbytes if self.route else 0
 
     def __str__(self) -> str:
         name = f"{self.argument}: " if self.argument else ""
-        steps = self.transition.steps if self.transition else ()
+        steps = self.route.steps if self.route else ()
         done = " ".join(f"{s.kind}({','.join(s.before.mesh.names[a] for a in s.axes)})" for s in steps)
         return f"{name}{done or 'to another mesh'} -> {_placed(self.target)}"
 
@@ -109,7 +109,7 @@ class Explanation:
                 "\n".join(map(_short, row.inputs)),
                 row.line or row.how,
                 "\n".join(map(str, row.moves)),
-                "\n".join(_size(move.nbytes) if move.transition else "?" for move in row.moves),
+                "\n".join(_size(move.nbytes) if move.route else "?" for move in row.moves),
                 "\n".join(map(_short, row.results)),
             ]
             for row in self.rows
@@ -187,17 +187,17 @@ class _Watch:
 
     def moved(self, source: TensorLayout, target: TensorLayout) -> None:
         """See observing.py."""
-        steps = None
+        way = None
         if source.mesh is target.mesh:
-            steps = transition(source.sharding, target.sharding, source.shape, source.dtype.itemsize)
+            way = route(source.sharding, target.sharding, source.shape, source.dtype.itemsize)
         if not self.running:
-            asked = Row("redistribute", (source,), 0, "asked for", "", [Move("", source, target, steps)], (target,))
+            asked = Row("redistribute", (source,), 0, "asked for", "", [Move("", source, target, way)], (target,))
             self.rows.append(asked)
             return
         found = next((m for m in self.expected if m[1] is source and m[2] is target), None)
         if found is not None:
             self.expected.remove(found)
-        self.running[-1].moves.append(Move(found[0] if found else "", source, target, steps))
+        self.running[-1].moves.append(Move(found[0] if found else "", source, target, way))
 
 
 def _placed(layout: Layout) -> str:

@@ -138,7 +138,7 @@ class FirstRun:
             )
         sharding = self.mesh.replicated() if results is None else results[k]
         shape = shape_of(k, local)
-        last = sharding.box(shape, [n - 1 for n in self.mesh.shape]).size
+        last = sharding.part(shape, [n - 1 for n in self.mesh.shape])
         hidden = any(n <= 1 < whole for n, whole in zip(last, shape, strict=True))
         stride = self._meta_stride(k, shape) if hidden else global_stride(shape, local.stride())
         layout = layout_for(sharding, shape, stride, local.dtype)

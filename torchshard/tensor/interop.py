@@ -3,8 +3,10 @@
 import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import waited
+from torchshard.errors import ShardingError
 from torchshard.tensor.autograd import over as ours_over
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import ASSUMED, TensorLayout, layout_for
@@ -16,15 +18,29 @@ def to_torch(x: DTensor) -> Tensor:
     """torch's DTensor of the same local tensor, mesh and placements.
 
     Raises:
-        ShardingError: axes nest in an order that torch has no placement for.
+        ShardingError: axes nest in an order, or split a dim in runs, that torch cannot be told.
     """
     layout = x._spec
     if layout.marks & ASSUMED:
         check_assumed(x._local_tensor, layout)
-    placements = layout.torch_placements
     return upstream.DTensor.from_local(
-        x.to_local(), x.device_mesh, placements, run_check=False, shape=x.shape, stride=x.stride()
+        x.to_local(), x.device_mesh, _told(layout), run_check=False, shape=x.shape, stride=x.stride()
     )
+
+
+def _told(layout: TensorLayout) -> tuple[TorchPlacement, ...]:
+    """The placements as torch's from_local reads them: strided splits of several axes it takes for an order of axes."""
+    for dim, runs in layout.sharding.runs.items():
+        axes = layout.sharding.splits[dim]
+        if len(axes) > 1:
+            raise ShardingError(
+                "torch's DTensor cannot be told of a dim that several axes split in runs.",
+                expected="at most one axis for each dim that is split in runs",
+                got=f"dim {dim} in {runs} runs, split by {', '.join(layout.mesh.names[a] for a in axes)}",
+                where=layout,
+                fix=f"redistribute it to Shard({dim}) on these axes first",
+            )
+    return layout.torch_placements
 
 
 def from_torch(x: Tensor) -> DTensor:
@@ -49,5 +65,5 @@ def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:
     mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
     shape = torch.Size(layout.shape)
     return upstream.DTensor.from_local(
-        part, mesh.device_mesh, layout.torch_placements, run_check=False, shape=shape, stride=layout.stride
+        part, mesh.device_mesh, _told(layout), run_check=False, shape=shape, stride=layout.stride
     )

@@ -1,6 +1,7 @@
 """Layouts of actual tensors, and the border where torch's placement objects become ours and back."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed.tensor as upstream
@@ -94,16 +95,26 @@ def from_torch(placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence
     orders: dict[int, tuple[int, ...]] = {}
     for dim, by_axis in factors.items():
         if any(factor != 1 for factor in by_axis.values()):
-            order = order_from_factors(shape[dim], by_axis, mesh.shape)
-            if order is None:
-                raise ShardingError(
-                    "A strided split whose pieces are no nesting of axes.",
-                    expected="split factors that nest, and a length that they divide",
-                    got=f"{placements} of dim {dim}, length {shape[dim]}, on the mesh {mesh}",
-                    fix="redistribute to Shard(dim) with torch's own class first",
-                )
-            orders[dim] = order
+            runs, orders[dim] = _nesting(placements, dim, shape[dim], by_axis, mesh)
+            ours = [Shard(dim, runs) if axis in by_axis else p for axis, p in enumerate(ours)]
     return mesh.sharding(ours, orders)
+
+
+def _nesting(
+    placements: Sequence[TorchPlacement], dim: int, n: int, factors: Mapping[int, int], mesh: Mesh
+) -> tuple[int, tuple[int, ...]]:
+    """The runs of a strided split, and the order in which axes split each: what its factors share, and the rest."""
+    runs = math.gcd(*factors.values())
+    parts = math.prod([mesh.shape[a] for a in factors])
+    order = order_from_factors(n // runs, {a: f // runs for a, f in factors.items()}, mesh.shape)
+    if order is None or (runs > 1 and n % (runs * parts)):
+        raise ShardingError(
+            "A strided split whose pieces are no nesting of axes.",
+            expected="split factors that nest, and a length that they divide",
+            got=f"{placements} of dim {dim}, length {n}, on the mesh {mesh}",
+            fix="redistribute to Shard(dim) with torch's own class first",
+        )
+    return runs, order
 
 
 def _from_torch(placement: TorchPlacement, axis: int, mesh: Mesh, ndim: int) -> Placement:
@@ -135,12 +146,14 @@ def to_torch(layout: Layout) -> tuple[TorchPlacement, ...]:
     """The placements of a layout as torch's objects."""
     factors: dict[int, int] = {}
     for dim, order in layout.sharding.order:
-        factors.update(factors_from_order(layout.shape[dim], order, layout.mesh.shape))
+        runs = layout.sharding.runs.get(dim, 1)
+        factors.update(factors_from_order(layout.shape[dim] // runs, order, layout.mesh.shape))
     return tuple([_to_torch(p, factors.get(axis, 1)) for axis, p in enumerate(layout.placements)])
 
 
 def _to_torch(placement: Placement, factor: int) -> TorchPlacement:
     if isinstance(placement, Shard):
+        factor *= placement.runs
         made = upstream.Shard(placement.dim) if factor == 1 else strided_shard()(placement.dim, split_factor=factor)
     elif isinstance(placement, Partial):
         order = parse_norm(placement.op)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torchshard.comm.reducing import prepare
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.layout.boxes import Box
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, Placement
+from torchshard.layout.runs import unrolled, unrolled_shape
 from torchshard.tensor.layout import dense_stride
 
 _FOLD: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -66,8 +66,7 @@ def spread(full: Tensor, sharding: Sharding, generator: torch.Generator) -> list
             for coordinate, value in terms.items()
             for k, term in enumerate(_terms(value, placement, parts, generator))
         }
-    boxes = sharding.boxes(full.shape)
-    return [_cut(terms[c], box) for c, box in zip(mesh.coordinates(), boxes, strict=True)]
+    return [_cut(terms[c], c, sharding) for c in mesh.coordinates()]
 
 
 def _terms(value: Tensor, placement: Placement, parts: int, generator: torch.Generator) -> list[Tensor]:
@@ -92,13 +91,21 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
     return drawn.to(like)
 
 
-def _cut(full: Tensor, box: Box) -> Tensor:
-    part = full[box.slices]
+def _cut(full: Tensor, coordinate: tuple[int, ...], sharding: Sharding) -> Tensor:
+    part = _part(full, coordinate, sharding)
     if part.shape == full.shape:
         return full
     return torch.empty_strided(
         part.shape, dense_stride(part.shape, full.stride()), dtype=full.dtype, device=full.device
     ).copy_(part)
+
+
+def _part(full: Tensor, coordinate: tuple[int, ...], sharding: Sharding) -> Tensor:
+    """The elements of one coordinate."""
+    runs = sharding.runs
+    box = unrolled(sharding, runs).box(unrolled_shape(full.shape, runs), coordinate)
+    part = full.reshape(unrolled_shape(full.shape, runs))[box.slices]
+    return part.reshape(sharding.part(full.shape, coordinate))
 
 
 def reduced(terms: Sequence[Tensor], op: str) -> Tensor:
@@ -134,10 +141,9 @@ def complaint(
     """
     mesh = sharding.mesh
     held = dict(zip(mesh.coordinates(), parts, strict=True))
-    boxes = dict(zip(mesh.coordinates(), sharding.boxes(expected.shape), strict=True))
     for c, part in held.items():
-        if tuple(part.shape) != boxes[c].size:
-            return f"rank {c}: expected a part of shape {boxes[c].size}, got {tuple(part.shape)}"
+        if tuple(part.shape) != (shape := sharding.part(expected.shape, c)):
+            return f"rank {c}: expected a part of shape {shape}, got {tuple(part.shape)}"
         if part.dtype != expected.dtype:
             return f"rank {c}: expected {expected.dtype}, got {part.dtype}"
     if close is None:
@@ -149,7 +155,7 @@ def complaint(
     except UnsupportedOperatorError as error:
         return f"the result cannot be reduced: {error.what}"
     for c, part in held.items():
-        if (found := _difference(part, expected[boxes[c].slices], *within)) is not None:
+        if (found := _difference(part, _part(expected, c, sharding), *within)) is not None:
             return f"rank {c}: {found}"
     return None
 

@@ -25,6 +25,7 @@ from torchshard.tensor.playing import complaint, has_terms, spread, tolerance
 Verdict = Literal["right", "wrong", "not possible"]
 
 _KINDS = tuple(map(Partial, ("sum", "avg", "max", "min")))
+_RUNS = (2,)
 
 # Results of which only shape and dtype are known.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -55,7 +56,7 @@ class Outcome:
     @property
     def split(self) -> bool:
         """Whether some operand stayed sharded along a factor."""
-        return any(" split: " in way for way in self.ways)
+        return any(" split" in way.split(":")[0] for way in self.ways)
 
     def __str__(self) -> str:
         played = f" on {'x'.join(map(str, self.mesh))} ranks, {' and '.join(self.ways)}" if self.mesh else ""
@@ -142,7 +143,7 @@ class _Proof:
             detail = "the rule has no line for these shapes"
             yield Outcome(self.call.name, call, line, (), (), "not possible", detail)
             return
-        possible = list(ways(self.bound, self.options, _KINDS))
+        possible = list(ways(self.bound, self.options, _KINDS, _RUNS))
         for shape in meshes:
             mesh = Mesh(shape)
             count = len(possible) ** len(shape)
@@ -225,7 +226,7 @@ class _Proof:
         """Arguments that are sizes of the result: those of this rank's part."""
         made, constants = self.made, dict[int, Any]()
         if made.local_size is not None:
-            part = lifted.results[0].box(bound.known_shape(0), coordinate).size
+            part = lifted.results[0].part(bound.known_shape(0), coordinate)
             constants[made.local_size] = part
             if made.local_stride is not None:
                 constants[made.local_stride] = global_stride(part, self.call.values[made.local_stride])
@@ -275,7 +276,8 @@ def described(value: Any) -> str:
 
 def _in_words(way: Way) -> str:
     """ "k split: S(1), S(0) -> P(sum)" """
-    name = f"{way.factor} split" if way.factor else "whole" if not _is_partial(way) else "terms"
+    runs = f" in {way.runs} runs" if way.runs > 1 else ""
+    name = f"{way.factor} split{runs}" if way.factor else "whole" if not _is_partial(way) else "terms"
     return f"{name}: {', '.join(map(str, way.operands))} -> {', '.join(map(str, way.results))}"
 
 

@@ -15,7 +15,7 @@ from torchshard._torch import is_traced
 from torchshard.comm import collectives
 from torchshard.errors import RankMismatchError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, contiguous_stride
-from torchshard.layout.transitions import transition
+from torchshard.layout.runs import Runs, route, unrolled_shape
 from torchshard.tensor import crossing
 from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride
 from torchshard.tensor.mesh import BoundMesh
@@ -81,7 +81,7 @@ def redistribute_later(x: Tensor, source: TensorLayout, target: TensorLayout) ->
     if program.last is None:
         return _run(program.runs, x)
     started = program.last(_run(program.before, x))
-    stride = dense_stride(target.local_shape, target.stride) if target.box else (1,)
+    stride = dense_stride(target.local_shape, target.stride) if target.mesh.coordinate is not None else (1,)
     return Pending.of(lambda: _run(program.after, started.wait()), target.local_shape, stride, x.dtype, x.device)
 
 
@@ -118,8 +118,7 @@ def _program(source: TensorLayout, target: TensorLayout, traced: bool) -> Progra
 
 def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, traced: bool) -> Program:
     if target.mesh is mesh:
-        plan = transition(source.sharding, target.sharding, source.shape, source.dtype.itemsize, regular=traced)
-        steps = actions(plan, mesh)
+        steps = _actions_within(mesh, source, target, traced)
     elif traced:
         # What a rank sends differs from rank to rank, and graphs that differ wait for one another.
         raise UnsupportedOperatorError(
@@ -130,13 +129,33 @@ def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, t
         )
     else:
         steps = crossing.actions_between(source, target)
-    if target.box and not _row_major(source):
+    if target.mesh.coordinate is not None and not _row_major(source):
         steps.append(Action(partial(_in_memory_order, like=source.stride)))
     runs = [step.run for step in steps]
     last = max((k for k, step in enumerate(steps) if step.start), default=None)
     if last is None:
         return Program(runs, runs, None, ())
     return Program(runs, runs[:last], steps[last].start, runs[last + 1 :])
+
+
+def _actions_within(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, traced: bool) -> list[Action]:
+    steps: list[Action] = []
+    for hop in route(source.sharding, target.sharding, source.shape, source.dtype.itemsize, regular=traced).hops:
+        inner = actions(hop.transition, mesh)
+        if hop.runs:
+            inner = [Action(partial(_unrolled, runs=hop.runs)), *inner, Action(partial(_rolled, runs=hop.runs))]
+        steps += inner
+    return steps
+
+
+def _unrolled(x: Tensor, runs: Runs) -> Tensor:
+    return x.reshape(unrolled_shape(x.shape, runs))
+
+
+def _rolled(x: Tensor, runs: Runs) -> Tensor:
+    for dim in sorted(runs):
+        x = x.flatten(dim, dim + 1)
+    return x
 
 
 def _row_major(layout: Layout) -> bool:

@@ -15,7 +15,7 @@ from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import made_of, part
+from torchshard.tensor.handlers.parts import in_boxes, made_of, part
 from torchshard.tensor.layout import layout_for
 
 
@@ -118,6 +118,6 @@ def _dims(placements: list[Placement]) -> set[int]:
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
-    "embedding.default": _embedding,
-    "embedding_dense_backward.default": _embedding_backward,
+    "embedding.default": in_boxes(_embedding),
+    "embedding_dense_backward.default": in_boxes(_embedding_backward),
 }

@@ -1,11 +1,14 @@
 """What handlers that work on local tensors share: from DTensors to parts, and back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchshard.layout.layout import Sharding, contiguous_stride
+from torchshard.layout.runs import without
+from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import ASSUMED, layout_for
 from torchshard.tensor.redistribute import check_assumed, redistribute_local
@@ -28,6 +31,21 @@ def part(x: Any, sharding: Sharding | None = None) -> Tensor:
 def made_of(local: Tensor, sharding: Sharding, shape: tuple[int, ...]) -> DTensor:
     """The row-major DTensor of this global shape whose part on this rank is `local`."""
     return wrap(local.contiguous(), layout_for(sharding, tuple(shape), contiguous_stride(shape), local.dtype))
+
+
+def in_boxes(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler of DTensors that asks where parts begin, for those that are split in runs too: they are moved first."""
+
+    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+        return handler(func, *map(_in_boxes, args), **{name: _in_boxes(x) for name, x in kwargs.items()})
+
+    return run
+
+
+def _in_boxes(x: Any) -> Any:
+    if type(x) is not DTensor or not x._spec.sharding.runs:
+        return x
+    return redistribute(x, without(x._spec.sharding, x._spec.sharding.runs))
 
 
 def wide(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torchshard.rules.losses import MEAN, NONE, SUM
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers import losses
-from torchshard.tensor.handlers.parts import made_of, part
+from torchshard.tensor.handlers.parts import in_boxes, made_of, part
 
 _IGNORED = -100  # what a rank's kernel is to ignore
 
@@ -111,8 +111,8 @@ def _split_dim(x: Any) -> int | None:
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
-    "nll_loss_forward.default": _nll_loss,
-    "nll_loss2d_forward.default": _nll_loss2d,
-    "nll_loss_backward.default": _nll_loss_backward,
-    "nll_loss2d_backward.default": _nll_loss_backward,
+    "nll_loss_forward.default": in_boxes(_nll_loss),
+    "nll_loss2d_forward.default": in_boxes(_nll_loss2d),
+    "nll_loss_backward.default": in_boxes(_nll_loss_backward),
+    "nll_loss2d_backward.default": in_boxes(_nll_loss_backward),
 }

@@ -1,0 +1,152 @@
+"""Splits in runs: a split dim stays split when slower dims are flattened into it, and everything goes on from there."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ranks import run_ranks
+from tests.tensor.proving import exact, place
+from torchshard.errors import ShardingError
+
+
+def layer_of_a_split_batch(rank, world):
+    """An encoder layer with the batch split, forward and backward: no collective, and one process's numbers."""
+    from torchshard import Replicate, Shard, distribute_module, distribute_tensor, explain, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(4, 6, 16)
+    layer(x).square().sum().backward()
+    wanted = {name: p.grad for name, p in layer.named_parameters()}
+    y = layer(x).detach()
+    layer.zero_grad()
+    distribute_module(layer, mesh)
+    rows = distribute_tensor(x, mesh, [Shard(0)])
+    seen = explain(lambda: layer(rows))
+    assert not seen.collectives, seen
+    seen.result.square().sum().backward()
+    assert seen.result.placements == (Shard(0),)
+    torch.testing.assert_close(seen.result.full_tensor(), y)
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad.redistribute(placements=[Replicate()]).to_local(), wanted[name])
+
+
+def test_an_encoder_layer_keeps_its_batch_split():
+    run_ranks(2, layer_of_a_split_batch)
+
+
+# What may follow once (time, batch) has been flattened: x is (12, 8), k is (8, 5), t are 12 classes.
+FOLLOWING = {
+    "mm": lambda x, k, t: x @ k,
+    "linear": lambda x, k, t: F.linear(x, k.t(), k[0]),
+    "unflatten": lambda x, k, t: x.view(3, 4, 8).sin(),
+    "unflatten otherwise": lambda x, k, t: x.view(2, 6, 8).sin(),
+    "flatten again": lambda x, k, t: x.reshape(96).exp(),
+    "transpose": lambda x, k, t: (x.t() * 2).t(),
+    "sum of all": lambda x, k, t: x.sum(),
+    "sum of rows": lambda x, k, t: x.sum(0),
+    "largest": lambda x, k, t: x.amax(0),
+    "mean": lambda x, k, t: x.mean((0, 1)),
+    "variance": lambda x, k, t: x.var(0),
+    "softmax of rows": lambda x, k, t: x.softmax(-1),
+    "softmax over rows": lambda x, k, t: x.softmax(0),
+    "layer_norm": lambda x, k, t: F.layer_norm(x, (8,)),
+    "cumsum": lambda x, k, t: x.cumsum(0),
+    "sort": lambda x, k, t: x.sort(0).values,
+    "rows": lambda x, k, t: x[2:7],
+    "one row": lambda x, k, t: x[5],
+    "flip": lambda x, k, t: x.flip(0),
+    "roll": lambda x, k, t: x.roll(1, 0),
+    "cat": lambda x, k, t: torch.cat([x, 2 * x]),
+    "split": lambda x, k, t: x.split(5)[1],
+    "index": lambda x, k, t: x.index_select(0, t.clamp(max=11)),
+    "cross entropy": lambda x, k, t: F.cross_entropy(x @ k, t % 5),
+    "cross entropy of each": lambda x, k, t: F.cross_entropy(x @ k, t % 5, reduction="none"),
+    "embedding": lambda x, k, t: F.embedding(t % 8, k) * x[:, :5],
+    "norm": lambda x, k, t: torch.linalg.vector_norm(x),
+    "mask": lambda x, k, t: torch.where(x > 0, x, -1.0),
+    "triangle": lambda x, k, t: x.tril(),
+    "in place": lambda x, k, t: (x * 1).mul_(3).add_(x),
+    "with another split": lambda x, k, t: x + torch.ones_like(k).sum() + x.sum(1, keepdim=True),
+    "pad": lambda x, k, t: F.pad(x, (0, 0, 1, 2)),
+    "dropout": lambda x, k, t: F.dropout(x, 0.0),
+    "expand": lambda x, k, t: x.unsqueeze(0).expand(2, 12, 8).sin(),
+}
+
+
+def operators_that_follow(rank, world, mesh_shape):
+    from torchshard import Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", mesh_shape)
+    g = torch.Generator().manual_seed(0)
+    full, weight = exact((3, 4, 8), g).requires_grad_(), exact((8, 5), g).requires_grad_()
+    classes = torch.randint(0, 12, (3, 4), generator=g)
+    batch = [Shard(1)] * mesh.ndim if world == 4 else [Shard(1)]
+    whole = [Replicate()] * mesh.ndim
+    for name, fn in FOLLOWING.items():
+        x, k = full.detach().requires_grad_(), weight.detach().requires_grad_()
+        wanted = fn(x.reshape(12, 8), k, classes.reshape(12))
+        weights = exact(tuple(wanted.shape), torch.Generator().manual_seed(1))
+        (wanted * weights).sum().backward()
+        dx, dk = place(full, mesh, batch), place(weight, mesh, whole)
+        rows, labels = dx.reshape(12, 8), place(classes, mesh, batch).reshape(12)
+        assert all(p.dim == 0 and p.split_factor == 3 for p in rows.placements), rows.placements
+        got = fn(rows, dk, labels)
+        (got * place(weights, mesh, whole)).sum().backward()
+        torch.testing.assert_close(got.full_tensor(), wanted.detach(), msg=lambda m, name=name: f"{name}: {m}")
+        for mine, theirs in ((dx, x), (dk, k)):
+            if theirs.grad is None:
+                assert mine.grad is None or not mine.grad.full_tensor().any(), name
+                continue
+            found = mine.grad.full_tensor()
+            torch.testing.assert_close(found, theirs.grad, msg=lambda m, name=name: f"gradient of {name}: {m}")
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_operators_that_follow(mesh_shape):
+    run_ranks(2 * len(mesh_shape), operators_that_follow, mesh_shape)
+
+
+def placements_of_torch(rank, world):
+    """torch writes the same thing as _StridedShard: both ways, and from and to every other placement."""
+    from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard._torch import strided_shard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(64.0).reshape(16, 4)
+    strided = strided_shard()
+    ends = [
+        [strided(0, split_factor=2), Replicate()],
+        [strided(0, split_factor=4), strided(0, split_factor=4)],
+        [strided(0, split_factor=4), strided(0, split_factor=2)],
+        [Shard(1), strided(0, split_factor=2)],
+        [strided(0, split_factor=2), strided(1, split_factor=2)],
+        [Shard(0), Shard(1)],
+        [Replicate(), Shard(0)],
+    ]
+    for before in ends:
+        x = distribute_tensor(full, mesh, before)
+        assert x.placements == tuple(before)
+        if before in ends[1:3]:  # several axes, which torch would take for an order of axes
+            with pytest.raises(ShardingError, match="torch's DTensor cannot be told"):
+                x.to_torch()
+        else:
+            assert DTensor.from_torch(x.to_torch())._spec is x._spec
+            assert torch.equal(x.to_torch().full_tensor(), full), before
+        for after in ends:
+            y = x.redistribute(placements=after)
+            assert y.placements == tuple(after)
+            assert torch.equal(y.to_local(), distribute_tensor(full, mesh, after).to_local()), (before, after)
+            assert torch.equal(y.full_tensor(), full)
+    runs = DTensor.from_local(full[:4], mesh, [strided(0, split_factor=2), Replicate()])
+    assert runs.shape == (8, 4)
+    with pytest.raises(ShardingError, match="no nesting of axes"):
+        distribute_tensor(full[:10], mesh, ends[0])
+    with pytest.raises(ShardingError, match="in runs is no box"):
+        runs.__create_chunk_list__()
+
+
+def test_the_same_as_torch_writes_it():
+    run_ranks(4, placements_of_torch)
