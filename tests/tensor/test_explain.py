@@ -128,7 +128,7 @@ def test_lists_and_handlers(mesh):
 
 def _planned(explained):
     """Collectives that the steps of all moves ask for."""
-    steps = [step for row in explained.rows for move in row.moves for step in move.transition.steps]
+    steps = [step for row in explained.rows for move in row.moves for step in move.route.steps]
     return Counter(KINDS[step.kind] for step in steps if step.kind in KINDS)
 
 
@@ -139,7 +139,7 @@ def test_what_is_planned_is_what_is_called(mesh):
             x, y = placed(mesh, (512, 64), a, b), placed(mesh, (64, 512), b, a)
             explained = explain(lambda x=x, y=y: torch.relu(x @ y).redistribute(placements=[Shard(1), Replicate()]))
             assert explained.collectives == _planned(explained)
-            assert explained.nbytes == sum(m.transition.nbytes for row in explained.rows for m in row.moves)
+            assert explained.nbytes == sum(m.route.nbytes for row in explained.rows for m in row.moves)
 
 
 def test_nothing_is_kept_and_nothing_changed(mesh):

@@ -1,11 +1,15 @@
 """Splits in runs: a split dim stays split when slower dims are flattened into it, and everything goes on from there."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.ranks import run_ranks
+from tests.tensor import proving
+from tests.tensor.cases import GROUPS
 from tests.tensor.proving import exact, place
 from torchshard.errors import ShardingError
 
@@ -107,6 +111,34 @@ def operators_that_follow(rank, world, mesh_shape):
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_operators_that_follow(mesh_shape):
     run_ranks(2 * len(mesh_shape), operators_that_follow, mesh_shape)
+
+
+def all_operators(rank, world):
+    """Every case of cases.py with its operands split in runs, where their lengths allow."""
+    from torch.distributed.tensor import Replicate
+
+    from torchshard import init_device_mesh
+    from torchshard._torch import strided_shard
+
+    def in_runs(t, case):
+        found = [strided_shard()(d, split_factor=2) for d, n in enumerate(t.shape) if n and n % 4 == 0]
+        return [*found, Replicate()] if found else placements_of(t, case)
+
+    placements_of, proving.placements_of = proving.placements_of, in_runs
+    mesh, done, bad = init_device_mesh("cpu", (world,)), 0, []
+    for case in itertools.chain.from_iterable(GROUPS.values()):
+        if any(n and n % 4 == 0 for shape in case.shapes for n in shape):
+            count, complaints = proving.prove(case, mesh, 12)
+            done += count
+            bad += complaints
+    return done, bad
+
+
+@pytest.mark.full
+def test_all_operators_in_runs():
+    for done, bad in run_ranks(2, all_operators, timeout=280.0):
+        assert not bad, bad[:5]
+        assert done > 600
 
 
 def placements_of_torch(rank, world):

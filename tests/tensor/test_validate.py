@@ -83,7 +83,10 @@ def test_no_other_function_passes_as_rising(name):
 
 
 def test_a_factor_that_must_be_whole():
-    assert verdicts(aten._softmax.default, [full(5, 4), 1, False], "a b -> a b") == {"b split: S(1) -> S(1)"}
+    assert verdicts(aten._softmax.default, [full(5, 4), 1, False], "a b -> a b") == {
+        "b split: S(1) -> S(1)",
+        "b split in 2 runs: S(1/2) -> S(1/2)",
+    }
     assert verdicts(aten.cumsum.default, [full(5, 4), 0], "a b -> a b") == {"a split: S(0) -> S(0)"}
 
 
@@ -92,6 +95,7 @@ def test_dims_that_are_mixed_up():
         "whole: R -> R",
         "a split: S(0) -> S(0)",
         "b split: S(1) -> S(1)",
+        "b split in 2 runs: S(1/2) -> S(1/2)",
     }
 
 
@@ -100,8 +104,11 @@ def test_a_reduction_that_is_named_wrongly():
     assert verdicts(aten.sum.dim_IntList, x, "a b -> b", "red=a:sum") == set()
     assert verdicts(aten.sum.dim_IntList, x, "a b -> b", "red=a:avg") == set()  # 5 rows: never even
     assert verdicts(aten.sum.dim_IntList, x, "a b -> b", "red=a:max") == {"a split: S(0) -> P(max)"}
-    even = [full(6, 4), [0]]
-    assert verdicts(aten.sum.dim_IntList, even, "a b -> b", "red=a:avg") == {"a split: S(0) -> P(avg)"}
+    even = [full(8, 4), [0]]
+    assert verdicts(aten.sum.dim_IntList, even, "a b -> b", "red=a:avg") == {
+        "a split: S(0) -> P(avg)",
+        "a split in 2 runs: S(0/2) -> P(avg)",
+    }
 
 
 def test_a_reduction_that_is_missing():
@@ -116,7 +123,10 @@ def test_a_reduction_that_is_missing():
 def test_a_bias_that_would_count_on_every_rank():
     args = full(6), full(5, 4), full(4, 6)
     assert verdicts(aten.addmm.default, args, "j, i k, k j -> i j", "red=k:sum plus=0") == set()
-    assert verdicts(aten.addmm.default, args, "j, i k, k j -> i j", "red=k:sum") == {"k split: R, S(1), S(0) -> P(sum)"}
+    assert verdicts(aten.addmm.default, args, "j, i k, k j -> i j", "red=k:sum") == {
+        "k split: R, S(1), S(0) -> P(sum)",
+        "k split in 2 runs: R, S(1/2), S(0/2) -> P(sum)",
+    }
 
 
 def test_pieces_that_would_have_to_be_even():
@@ -185,7 +195,7 @@ class Messages(expecttest.TestCase):
         self.assertExpectedInline(
             str(caught.value),
             """\
-The rule of exp.default is wrong in 16 of 24 trials.
+The rule of exp.default is wrong in 17 of 26 trials.
   expected: what eager torch gives on the full tensors
   got:      result 0 as (0=2:P(sum)), rank (0,): element (0,) is 3.2921254634857178, expected 1.0 (4 elements differ)
   where:    exp.default(float32[4]), '... -> ...'
@@ -210,14 +220,17 @@ Nothing was proved: no operator that was called has a rule for these samples.
         self.assertExpectedInline(
             str(report),
             """\
-operator    rule             way                              right    wrong    not possible
-mm.default  i k, k j -> i j  whole: R, R -> R                     2        0               0
-mm.default  i k, k j -> i j  i split: S(0), R -> S(0)             2        0               0
-mm.default  i k, k j -> i j  k split: S(1), S(0) -> P(sum)        2        0               0
-mm.default  i k, k j -> i j  j split: R, S(1) -> S(1)             2        0               0
-mm.default  i k, k j -> i j  terms: P(sum), R -> P(sum)           2        0               0
-mm.default  i k, k j -> i j  terms: R, P(sum) -> P(sum)           2        0               0
-mm.default  i k, k j -> i j  terms: P(avg), R -> P(avg)           2        0               0
-mm.default  i k, k j -> i j  terms: R, P(avg) -> P(avg)           2        0               0
-mm.default  i k, k j -> i j  two ways at once                    24        0               0""",
+operator    rule             way                                            right    wrong    not possible
+mm.default  i k, k j -> i j  whole: R, R -> R                                   2        0               0
+mm.default  i k, k j -> i j  i split: S(0), R -> S(0)                           2        0               0
+mm.default  i k, k j -> i j  i split in 2 runs: S(0/2), R -> S(0/2)             0        0               2
+mm.default  i k, k j -> i j  k split: S(1), S(0) -> P(sum)                      2        0               0
+mm.default  i k, k j -> i j  k split in 2 runs: S(1/2), S(0/2) -> P(sum)        1        0               1
+mm.default  i k, k j -> i j  j split: R, S(1) -> S(1)                           2        0               0
+mm.default  i k, k j -> i j  j split in 2 runs: R, S(1/2) -> S(1/2)             1        0               1
+mm.default  i k, k j -> i j  terms: P(sum), R -> P(sum)                         2        0               0
+mm.default  i k, k j -> i j  terms: R, P(sum) -> P(sum)                         2        0               0
+mm.default  i k, k j -> i j  terms: P(avg), R -> P(avg)                         2        0               0
+mm.default  i k, k j -> i j  terms: R, P(avg) -> P(avg)                         2        0               0
+mm.default  i k, k j -> i j  two ways at once                                  15        0               9""",
         )

@@ -90,7 +90,7 @@ def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: 
 def _table_sharding(grad: DTensor, rows: int) -> Sharding | None:
     """How the table is split whose gradient is being made; None where that is not known, or has another mesh."""
     table = leaf_of_gradient()
-    if type(table) is not DTensor or table._spec.mesh is not grad._spec.mesh:
+    if type(table) is not DTensor or table._spec.mesh is not grad._spec.mesh or table._spec.sharding.runs:
         return None
     return table._spec.sharding.without_partial() if table.shape == (rows, grad.shape[-1]) else None
 
