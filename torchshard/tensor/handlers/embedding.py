@@ -23,6 +23,7 @@ def _embedding(
     func: Any, weight: Any, indices: Any, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
     """Rows of a table; padding and frequency matter to the gradient only."""
+    weight = in_boxes(weight)
     if type(weight) is not DTensor or 0 not in weight._spec.sharding.splits or weight._spec.mesh.coordinate is None:
         return NotImplemented
     if sparse:
@@ -56,6 +57,7 @@ def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: 
     """The gradient of a table, split as the table is if that is a leaf; its terms are summed over split batches."""
     if by_frequency or type(grad) is not DTensor or grad._spec.mesh.coordinate is None:
         return NotImplemented
+    grad, indices = in_boxes(grad), in_boxes(indices)
     mesh, n = grad._spec.mesh, indices.ndim
     of_indices = _sharding(indices, mesh)
     table = _table_sharding(grad, rows)
@@ -118,6 +120,6 @@ def _dims(placements: list[Placement]) -> set[int]:
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
-    "embedding.default": in_boxes(_embedding),
-    "embedding_dense_backward.default": in_boxes(_embedding_backward),
+    "embedding.default": _embedding,
+    "embedding_dense_backward.default": _embedding_backward,
 }

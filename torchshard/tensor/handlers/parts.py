@@ -1,6 +1,5 @@
 """What handlers that work on local tensors share: from DTensors to parts, and back."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,16 +32,8 @@ def made_of(local: Tensor, sharding: Sharding, shape: tuple[int, ...]) -> DTenso
     return wrap(local.contiguous(), layout_for(sharding, tuple(shape), contiguous_stride(shape), local.dtype))
 
 
-def in_boxes(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler of DTensors that asks where parts begin, for those that are split in runs too: they are moved first."""
-
-    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
-        return handler(func, *map(_in_boxes, args), **{name: _in_boxes(x) for name, x in kwargs.items()})
-
-    return run
-
-
-def _in_boxes(x: Any) -> Any:
+def in_boxes(x: Any) -> Any:
+    """A DTensor whose part has a place: one that is split in runs is moved; anything else is left as it is."""
     if type(x) is not DTensor or not x._spec.sharding.runs:
         return x
     return redistribute(x, without(x._spec.sharding, x._spec.sharding.runs))

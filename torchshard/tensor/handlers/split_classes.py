@@ -23,7 +23,7 @@ _IGNORED = -100  # what a rank's kernel is to ignore
 
 def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
     """Loss and total weight; the mean is a sum over a total weight, and both are sums over ranks."""
-    dim = _split_dim(x)
+    x, dim = _split_classes(x)
     if dim is None:
         return losses.HANDLERS["nll_loss_forward.default"](func, x, target, weight, reduction, ignore)
     split = _SplitClasses(x, dim)
@@ -35,13 +35,13 @@ def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignor
 
 
 def _nll_loss2d(func: Any, x: Any, *args: Any) -> Any:
-    return NotImplemented if _split_dim(x) is None else _nll_loss(func, x, *args)
+    return NotImplemented if _split_classes(x)[1] is None else _nll_loss(func, x, *args)
 
 
 def _nll_loss_backward(
     func: Any, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any
 ) -> Any:
-    dim = _split_dim(x)
+    x, dim = _split_classes(x)
     if dim is None:
         return NotImplemented
     return _SplitClasses(x, dim).backward(func, grad, target, weight, reduction, ignore, total)
@@ -102,17 +102,20 @@ class _SplitClasses:
         return None if weight is None else part(weight).narrow(0, self.start, self.count)
 
 
-def _split_dim(x: Any) -> int | None:
-    """The dim of classes where it is split; None where it is not, and the rule serves."""
+def _split_classes(x: Any) -> tuple[Any, int | None]:
+    """Scores in boxes, and the dim of classes where it is split; None where it is not, and the rule serves."""
     if type(x) is not DTensor or not x.ndim or x._spec.mesh.coordinate is None:
-        return None
+        return x, None
     dim = 1 if x.ndim > 1 else 0
-    return dim if dim in x._spec.sharding.splits else None
+    if dim not in x._spec.sharding.splits:
+        return x, None
+    x = in_boxes(x)
+    return x, dim if dim in x._spec.sharding.splits else None
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
-    "nll_loss_forward.default": in_boxes(_nll_loss),
-    "nll_loss2d_forward.default": in_boxes(_nll_loss2d),
-    "nll_loss_backward.default": in_boxes(_nll_loss_backward),
-    "nll_loss2d_backward.default": in_boxes(_nll_loss_backward),
+    "nll_loss_forward.default": _nll_loss,
+    "nll_loss2d_forward.default": _nll_loss2d,
+    "nll_loss_backward.default": _nll_loss_backward,
+    "nll_loss2d_backward.default": _nll_loss_backward,
 }
