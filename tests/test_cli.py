@@ -107,7 +107,7 @@ def test_options_of_convert(folder, tmp_path):
     )  # fmt: skip
     done = torchshard(*command, "--dry-run")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "net.w[0:1, 2:3]  bfloat16  1 x 1    1 x float32  2 B     __1_0.distcp" in done.stdout
+    assert "net.w[0:1, 2:3]  bfloat16  1 x 1  1 x float32  2 B   __1_0.distcp" in done.stdout
     assert os.listdir(tmp_path) == ["extra.pt"]
     assert torchshard(*command).returncode == 0
     with checkpoint.open(tmp_path / "out") as ck:

@@ -18,7 +18,7 @@ from torchshard.checkpoint.formats.out import Options, Output, Slot
 from torchshard.checkpoint.moving import destination
 from torchshard.checkpoint.moving.destination import Destination
 from torchshard.checkpoint.moving.runner import MEMORY, Budget, move, write_all
-from torchshard.checkpoint.text import TABLE, format_size, parse_placements, printable
+from torchshard.checkpoint.text import format_size, parse_placements, printable, table
 from torchshard.checkpoint.trees import leaves
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box, Mesh, whole
@@ -61,9 +61,7 @@ class Conversion:
 
     def table(self) -> str:
         """What each tensor of the destination is, and where it goes."""
-        from tabulate import tabulate
-
-        return tabulate(self.rows, ["key", "dtype", "shape", "from", "size", "to"], **TABLE)
+        return table(["key", "dtype", "shape", "from", "size", "to"], self.rows)
 
     def __str__(self) -> str:
         verb = "wrote" if self.written else "would write"

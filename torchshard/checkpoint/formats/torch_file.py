@@ -63,9 +63,6 @@ def _read_archive(files: Files, path: Path) -> object:
     return read_values(archive, ALLOWED)
 
 
-_STEM = "pytorch_model"
-
-
 class ArchivePlan(NamedTuple):
     """An archive that is to lie at [start, end) of a file: where its tensors go, and what gives all other bytes."""
 
