@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+
 from torchshard import layout
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout import Partial, Placement

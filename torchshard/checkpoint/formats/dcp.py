@@ -38,7 +38,9 @@ _OLDER = tuple(
     [f"torch.distributed._shard.sharded_tensor.metadata.{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")]
 )
 _OLDER_PROPERTIES = _OLDER[0]
-_PROPERTIES, _INDEX, _CHUNK = [f"{_METADATA}.{n}" for n in ("TensorProperties", "MetadataIndex", "ChunkStorageMetadata")]
+_PROPERTIES, _INDEX, _CHUNK = [
+    f"{_METADATA}.{n}" for n in ("TensorProperties", "MetadataIndex", "ChunkStorageMetadata")
+]
 _TENSOR, _BYTES = [f"{_METADATA}.{n}" for n in ("TensorStorageMetadata", "BytesStorageMetadata")]
 _ENCODINGS = (f"{_METADATA}._MEM_FORMAT_ENCODING", _OLDER[1])
 _RECORDS = (
