@@ -90,7 +90,7 @@ def test_transforms_on_every_mesh():
 def sharded_tensors(rank, world):
     """chunk_tensor and pre_load_state_dict_transform; ShardedTensors, too, are chunked; meshes of two axes."""
     from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
-    from torchshard._torch import around
+    from torchshard._torch import group_of_theirs, their_sharded_tensor
     from torchshard.errors import ShardingError
     from torchshard.parallel.fsdp import DTensorExtensions
 
@@ -108,7 +108,8 @@ def sharded_tensors(rank, world):
         assert tuple(inner.size()) == tuple(x.to_local().shape)
         if inner is not saved:
             (outer,) = saved.local_shards()
-            whole_part = around(saved, x.to_local(), "cpu", 1)
+            plain = torch.distributed._shard.sharded_tensor.Shard(x.to_local(), outer.metadata)
+            whole_part = their_sharded_tensor([plain], saved.metadata(), None, group_of_theirs(saved))
             again = extension.chunk_tensor(whole_part, group.rank(), 2, 1, group)
             assert torch.equal(extension.pre_load_state_dict_transform(again)[1][0].tensor, rows)
             assert again.local_shards()[0].metadata.shard_offsets == outer.metadata.shard_offsets
