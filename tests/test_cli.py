@@ -120,6 +120,33 @@ def test_options_of_convert(folder, tmp_path):
         assert done.stderr.startswith("torchshard: "), done.stderr
 
 
+COMPLETED = """
+eval "$(_TORCHSHARD_COMPLETE=source_bash torchshard)"
+for line in "torchshard con" "torchshard convert --max" "torchshard convert a b --to s"; do
+  COMP_WORDS=($line) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+  _torchshard_completion torchshard
+  echo "${COMPREPLY[@]}"
+done
+complete -p torchshard
+"""
+
+
+def test_bash_completes_commands_options_and_formats(tmp_path):
+    (tmp_path / "torchshard").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{_MAIN}"\n')
+    (tmp_path / "torchshard").chmod(0o755)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", COMPLETED], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "convert",
+        "--max-memory",
+        "safetensors",
+        "complete -o default -F _torchshard_completion torchshard",  # paths are completed by bash
+    ], done.stderr
+
+
+_MAIN = "import sys; sys.argv[0] = 'torchshard'; from torchshard.cli import main; main()"
+
+
 def test_diff_and_its_exit_codes(folder, tmp_path):
     torch.save({"model": {"w": torch.arange(6.0).reshape(2, 3) + 0.5}, "lr": 0.5}, tmp_path / "a.pt")
     done = torchshard("diff", folder, tmp_path / "a.pt")
