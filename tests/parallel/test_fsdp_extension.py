@@ -145,10 +145,6 @@ def sharded_tensors(rank, world):
         extension.pre_load_state_dict_transform(whole)
 
 
-def test_chunks_that_are_sharded_tensors():
-    run_ranks(4, sharded_tensors)
-
-
 def messages(rank, world):
     from torchshard import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
     from torchshard.parallel.fsdp import DTensorExtensions
@@ -173,9 +169,14 @@ def messages(rank, world):
     return "\n".join(said)
 
 
-def test_messages_name_mesh_axis_and_dim():
+def chunks_and_messages(rank, world):
+    sharded_tensors(rank, world)
+    return messages(rank, world)
+
+
+def test_chunks_that_are_sharded_tensors_and_messages_that_name_mesh_axis_and_dim():
     assert_expected_inline(
-        run_ranks(4, messages)[0],
+        run_ranks(4, chunks_and_messages)[0],
         """\
 A Partial parameter cannot be flattened: no rank holds its values.
   expected: Shard(dim) or Replicate() on every axis
