@@ -5,10 +5,12 @@
 Each turn is a process of its own, with warm page caches and the destination removed before; nothing is flushed to the
 disk, as none of the others does either. Seconds are those of the work, without start and imports of the interpreter.
 Peak memory is that of the process (VmHWM) less that of the bare interpreter. (ru_maxrss would not do: it begins at the
-peak of the process that started this one.)
+peak of the process that started this one.) At the end comes one table of the worst of all and of what each may be.
 """
 
 import argparse
+import itertools
+import json
 import os
 import shutil
 import statistics
@@ -36,7 +38,7 @@ start, cpu = time.perf_counter(), time.process_time()
 {work}
 print(time.perf_counter() - start, time.process_time() - cpu, peak() - bare)
 """
-_OURS = "from torchshard import checkpoint"
+_OURS = "from torchshard.checkpoint import convert"
 _CP = "cp"
 _DCP_TO_TORCH = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save"
 _TORCH_TO_DCP = "from torch.distributed.checkpoint.format_utils import torch_save_to_dcp"
@@ -164,7 +166,7 @@ def measured(
         for (source, to), more in _ROUTES.items():
             say(f"{source} to {to}")
             src, dst = sources[source], folder / "out"
-            ours = f"checkpoint.convert(src, dst, to={to!r}, fsync=False)"
+            ours = f"convert(src, dst, to={to!r}, fsync=False)"
             routes = [("torchshard", _OURS, ours), *(more if others else [])]
             turns: dict[str, list[Turn]] = {_CP: [], **{route: [] for route, _, _ in routes}}
             for _ in range(rounds + 1):
@@ -199,8 +201,8 @@ def table(rows: Sequence[Row]) -> str:
     return str(tabulate(shown, headers, tablefmt="github", floatfmt=formats))
 
 
-def inspected(keys: int = 10_000, rounds: int = 5) -> str:
-    """Seconds of `torchshard inspect`, with the interpreter, on checkpoints of many small tensors."""
+def inspected(keys: int = 10_000, rounds: int = 5) -> list[tuple[str, int, float, float]]:
+    """Format, tensors, seconds and CPU seconds of `torchshard inspect`, with the interpreter."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -221,13 +223,72 @@ def inspected(keys: int = 10_000, rounds: int = 5) -> str:
                 after = os.times()
                 cpu = after.children_user + after.children_system - before.children_user - before.children_system
                 seconds.append((time.perf_counter() - start, cpu))
-            rows.append((kind, keys, *[statistics.median(column) for column in zip(*seconds, strict=True)]))
-    return str(tabulate(rows, ["inspect", "tensors", "seconds", "CPU seconds"], tablefmt="github", floatfmt=".2f"))
+            wall, cpu = [statistics.median(column) for column in zip(*seconds, strict=True)]
+            rows.append((kind, keys, wall, cpu))
+    return rows
+
+
+_READ_ONE = """
+import sys, time
+from torchshard import checkpoint
+import numpy
+def read():
+    with open("/proc/self/io") as io:
+        return int(io.readline().split()[1])
+with checkpoint.open(sys.argv[1]) as ck:
+    ck["w2"][0:1]  # what has to be imported is
+before, start = read(), time.perf_counter()
+with checkpoint.open(sys.argv[1]) as ck:
+    assert ck["w3"].numpy().nbytes == 2**26
+print(time.perf_counter() - start, read() - before)
+"""
+
+
+def read_alone() -> tuple[float, float]:
+    """Seconds and bytes that reading one tensor of 64 MiB out of a file of 4 GiB (of holes) takes."""
+    with tempfile.NamedTemporaryFile(prefix="torchshard-", suffix=".safetensors") as file:
+        sizes = [2**31, 2**30, 2**30 - 2**26, 2**26]
+        ends = list(itertools.accumulate(sizes))
+        spans = [
+            {"dtype": "U8", "shape": [n], "data_offsets": [end - n, end]} for n, end in zip(sizes, ends, strict=True)
+        ]
+        header = json.dumps({f"w{i}": span for i, span in enumerate(spans)}).encode()
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + ends[-1])
+        done = subprocess.run([sys.executable, "-c", _READ_ONE, file.name], capture_output=True, text=True, check=True)
+    seconds, count = map(float, done.stdout.split())
+    return seconds, count
+
+
+def limits(rows: Sequence[Row], inspections: Sequence[tuple[str, int, float, float]], read: float) -> str:
+    """The worst of each, where it was, and what it may be."""
+    medians = {(r.source, r.to, r.route): statistics.median([t.work for t in r.turns]) for r in rows}
+    ours = [row for row in rows if row.route == "torchshard"]
+    shown = []
+    slowest = max(ours, key=lambda row: row.against_cp.ratio)
+    shown.append(("slowest beside cp", f"{slowest.source} to {slowest.to}", slowest.against_cp.ratio, 1.5))
+    for route in dict.fromkeys([r.route for r in rows if r.route not in (_CP, "torchshard")]):
+        pairs = {key: medians[*key[:2], "torchshard"] / medians[key] for key in medians if key[2] == route}
+        worst = max(pairs, key=lambda key: pairs[key])
+        shown.append((f"slowest beside {route}", f"{worst[0]} to {worst[1]}", pairs[worst], 0.3))
+    largest = max(ours, key=lambda row: max(turn.peak for turn in row.turns))
+    peak = max(turn.peak for turn in largest.turns)
+    shown.append(("MiB over the interpreter", f"{largest.source} to {largest.to}", peak, 64))
+    shown += [(f"seconds to inspect {count:,} tensors", kind, wall, 1.5) for kind, count, wall, _ in inspections]
+    shown.append(("bytes read for one tensor of 4 GiB, to its own", "safetensors", read / 2**26, 1.01))
+    headers = ["what", "where", "measured", "limit"]
+    return str(tabulate(shown, headers, tablefmt="github", floatfmt=".2f"))
 
 
 def main(gib: float = 1.0, rounds: int = 5, say: Callable[[str], None] = lambda line: None, others: bool = True) -> str:
     """The tables; arguments as those of `measured`."""
-    return f"{table(measured(gib, rounds, say, others))}\n\n{inspected()}"
+    rows = measured(gib, rounds, say, others)
+    say("inspecting many tensors, reading one")
+    inspections, (seconds, count) = inspected(rounds=rounds), read_alone()
+    headers = ["inspect", "tensors", "seconds", "CPU seconds"]
+    told = tabulate(inspections, headers, tablefmt="github", floatfmt=".2f")
+    one = f"One tensor of 64 MiB out of a file of 4 GiB: {seconds:.2f} s, {count / 2**20:.2f} MiB read"
+    return f"{table(rows)}\n\n{told}\n\n{one}\n\n{limits(rows, inspections, count)}"
 
 
 if __name__ == "__main__":

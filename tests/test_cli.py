@@ -107,7 +107,7 @@ def test_options_of_convert(folder, tmp_path):
     )  # fmt: skip
     done = torchshard(*command, "--dry-run")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "net.w[0:1, 2:3]  bfloat16  1 x 1    1 x float32  2 B     __1_0.distcp" in done.stdout
+    assert "net.w[0:1, 2:3]  bfloat16  1 x 1  1 x float32  2 B   __1_0.distcp" in done.stdout
     assert os.listdir(tmp_path) == ["extra.pt"]
     assert torchshard(*command).returncode == 0
     with checkpoint.open(tmp_path / "out") as ck:
@@ -118,6 +118,33 @@ def test_options_of_convert(folder, tmp_path):
         done = torchshard("convert", folder, tmp_path / "no", "--to", "dcp", option, value)
         assert done.returncode == 2, option
         assert done.stderr.startswith("torchshard: "), done.stderr
+
+
+COMPLETED = """
+eval "$(_TORCHSHARD_COMPLETE=source_bash torchshard)"
+for line in "torchshard con" "torchshard convert --max" "torchshard convert a b --to s"; do
+  COMP_WORDS=($line) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+  _torchshard_completion torchshard
+  echo "${COMPREPLY[@]}"
+done
+complete -p torchshard
+"""
+
+
+def test_bash_completes_commands_options_and_formats(tmp_path):
+    (tmp_path / "torchshard").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{_MAIN}"\n')
+    (tmp_path / "torchshard").chmod(0o755)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", COMPLETED], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "convert",
+        "--max-memory",
+        "safetensors",
+        "complete -o default -F _torchshard_completion torchshard",  # paths are completed by bash
+    ], done.stderr
+
+
+_MAIN = "import sys; sys.argv[0] = 'torchshard'; from torchshard.cli import main; main()"
 
 
 def test_diff_and_its_exit_codes(folder, tmp_path):
@@ -211,11 +238,27 @@ def test_mistakes_in_plan(tmp_path):
         "input 'x' is not known": ("mine.py:mlp", "--input", "x"),
         "bucket_cap_mb=-1.0 is no size": ("mine.py:mlp", "--input", "1,256", "--bucket-cap-mb", "-1"),
     }
-    for message, command in cases.items():
-        done = torchshard("plan", *command, cwd=tmp_path)
-        assert done.returncode == 2, (message, done.stdout, done.stderr)
-        assert message in done.stderr.replace("\n", " ")
-        assert "Traceback" not in done.stderr
+    code = """
+import contextlib, io, json, sys
+from torchshard.cli import main
+said = {}
+for message, command in json.loads(sys.argv[1]).items():  # in one interpreter: each imports torch
+    sys.argv[1:] = ["plan", *command]
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    said[message] = code, err.getvalue()
+print(json.dumps(said))
+"""
+    done = sources.python(code, json.dumps(cases), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for message, (code, err) in json.loads(done.stdout).items():
+        assert (code, done.stderr) == (2, ""), (message, err)
+        assert message in err.replace("\n", " ")
+        assert "Traceback" not in err
 
 
 def test_a_bar_on_a_terminal(folder, tmp_path):

@@ -30,13 +30,13 @@ def test_a_table_of_differences(tmp_path):
     assert_expected_inline(
         "\n".join(line.rstrip() for line in str(found).splitlines()),
         """\
-key    differs in    A          B          elements    largest
------  ------------  ---------  ---------  ----------  ---------
-shape  shape         float32 2  float32 3
-kind   type          float32 2  float16 2
-value  values        float32 4  float32 4  2           nan
-gone   only in A     object
-lr     object        0.5        0.25
+key    differs in  A          B          elements  largest
+-----  ----------  ---------  ---------  --------  -------
+shape  shape       float32 2  float32 3
+kind   type        float32 2  float16 2
+value  values      float32 4  float32 4  2         nan
+gone   only in A   object
+lr     object      0.5        0.25
 
 1 keys are the same, 5 differ""",
     )

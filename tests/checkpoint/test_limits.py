@@ -113,7 +113,7 @@ def test_ten_thousand_tensors_are_shown_in_time(many, tmp_path, to):
     checkpoint.convert(many, tmp_path / "out", to=to, fsync=False)
     done = python(INSPECT, tmp_path / "out")
     assert "10000 tensors" in done.stdout.splitlines()[-1]
-    assert float(done.stderr) < 5
+    assert float(done.stderr) < 3
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ def full(rows=5, columns=3):
 
 def write(rank, world, folder):
     """What two ranks save with torch.save."""
+    import torch.distributed.checkpoint as dcp
     import torch.distributed.tensor as upstream
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
     from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
@@ -49,6 +50,12 @@ def write(rank, world, folder):
     local = torch.full(([3, 1][rank], 2), float(rank))
     shard = LocalShard.from_tensor_and_offsets(local, [3 * rank, 0], rank)
     torch.save({"st": init_from_local_shards([shard], 4, 2)}, f"{folder}/sharded_rank{rank}.pt")
+    ours = {
+        "rows": torchshard.ShardedTensor.from_local(full().tensor_split([3])[rank]),
+        "columns": torchshard.ShardedTensor.from_local(full().tensor_split([1], 1)[rank].contiguous(), dim=1),
+    }
+    torch.save(ours, f"{folder}/our_sharded_rank{rank}.pt")
+    dcp.save(ours, checkpoint_id=f"{folder}/our_sharded")
     torch.save({"seed": rank, "state": torch.full((2,), rank), "epoch": 3}, f"{folder}/different_rank{rank}.pt")
 
     torch.manual_seed(0)
@@ -106,6 +113,13 @@ def test_dtensors(folder, whose):
 
 def test_shardedtensors(folder):
     assert checkpoint.open(folder / "sharded_rank*.pt")["st"].numpy().tolist() == [[0, 0]] * 3 + [[1, 1]]
+    for name in ("our_sharded_rank*.pt", "our_sharded"):  # torchshard's own, with torch.save and in a dcp folder
+        with checkpoint.open(folder / name) as ck:
+            assert ck["rows"].numpy().tobytes() == ck["columns"].numpy().tobytes() == bytes_of(full()), name
+            assert ck["rows"].boxes == (Box((0, 0), (3, 3)), Box((3, 0), (2, 3)))
+            assert ck["columns"].boxes == (Box((0, 0), (5, 1)), Box((0, 1), (5, 2)))
+    with pytest.raises(CheckpointError, match="Boxes are missing"):
+        checkpoint.open(folder / "our_sharded_rank0.pt")
 
 
 def test_fsdp1_dicts(folder, tmp_path):

@@ -49,6 +49,7 @@ def test_tied_weights_stay_tied(tmp_path):
     loaded = again(tmp_path, {"a": weight, "b": weight.detach(), "c": weight[:3]})
     assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
     assert loaded["c"].tolist() == [0.0, 1.0, 2.0]
+    assert loaded["a"].data_ptr() == loaded["c"].data_ptr()
     assert (tmp_path / "b.pt").stat().st_size < (tmp_path / "a.pt").stat().st_size + 400
 
 
@@ -76,6 +77,35 @@ def test_views_are_read_through_their_strides(tmp_path, name, memory):
     loaded = again(tmp_path, {"v": view}, max_memory=memory)["v"]
     assert bytes_of(loaded) == bytes_of(view)
     assert loaded.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_views_that_overlap_stay_views_of_one_storage(tmp_path, dtype):
+    x = torch.arange(200, dtype=torch.float32).reshape(20, 10)
+    apart = {"first": torch.arange(10)[:3], "last": torch.arange(10)[6:]}
+    state = {name: view(x) for name, view in VIEWS.items()} | {"x": x, "apart": apart, "inside": ({1}, x[2:5, 1])}
+    loaded = again(tmp_path, state, dtype=dtype)
+    for name in (*VIEWS, "x"):
+        assert torch.equal(loaded[name], state[name].to(loaded[name].dtype)), name
+        assert loaded[name].stride() == state[name].stride()
+        assert loaded[name].untyped_storage().data_ptr() == loaded["x"].untyped_storage().data_ptr()
+    assert loaded["apart"]["last"].untyped_storage().nbytes() == 4 * 8
+    if dtype is None:
+        assert loaded["inside"][1].untyped_storage().data_ptr() == loaded["x"].untyped_storage().data_ptr()
+
+
+def test_where_memory_cannot_be_shared_it_is_said_once(tmp_path):
+    weight = torch.arange(60.0).reshape(6, 10)
+    torch.save({"w": weight, "tied": weight, "rows": weight[3:], "other": torch.ones(2)}, tmp_path / "a.pt")
+    for to, shard_size in (("safetensors", None), ("dcp", None), ("torch", 250)):
+        with pytest.warns(UserWarning, match="share memory") as caught:
+            checkpoint.convert(tmp_path / "a.pt", tmp_path / f"out.{to}", to=to, shard_size=shard_size, verify=True)
+        assert [str(w.message) for w in caught] == [
+            "Tensors that share memory in the source are written apart: w and tied and rows"
+        ]
+        with checkpoint.open(tmp_path / f"out.{to}") as ck:
+            assert ck["tied"].numpy().tolist() == weight.tolist()
+            assert ck["rows"].numpy().tolist() == weight[3:].tolist()
 
 
 def test_a_large_transposed_tensor_in_little_memory(tmp_path):

@@ -10,7 +10,11 @@ from tests.parallel.llama import RMSNorm, rotary, rotate
 from torchshard.keys import hugging_face
 from torchshard.state_dict import KeyRules
 
-transformers = pytest.importorskip("transformers")
+
+@pytest.fixture
+def transformers():
+    """Imported where it is used: that takes a second, and longer for the first model."""
+    return pytest.importorskip("transformers")
 
 
 class Block(nn.Module):
@@ -63,7 +67,7 @@ def check(theirs, ours, rules, tokens):
     theirs.load_state_dict(back)
 
 
-def test_gpt2():
+def test_gpt2(transformers):
     config = transformers.GPT2Config(
         vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2, activation_function="gelu"
     )
@@ -72,7 +76,7 @@ def test_gpt2():
     check(transformers.GPT2LMHeadModel(config).eval(), plain, hugging_face.gpt2(KeyRules), tokens)
 
 
-def test_llama():
+def test_llama(transformers):
     config = transformers.LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False,

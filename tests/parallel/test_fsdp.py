@@ -37,19 +37,21 @@ def there_and_back(rank, world, shape, names, library, hidden):
         cases.assert_same(*cases.sharded(other, other_optimizer), plain, plain_optimizer, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_training_and_sharded_state_dicts_equal_one_process(mesh):
-    run_ranks(4, there_and_back, *MESHES[mesh], "ours", (10, 7))
+def everywhere(rank, world):
+    """One start for all meshes of four ranks, with parameters of this package and, at last, of torch."""
+    for mesh in MESHES.values():
+        there_and_back(rank, world, *mesh, "ours", (10, 7))
+    there_and_back(rank, world, *MESHES["fsdp x tp"], "torch", (10, 6))
+
+
+def test_training_and_sharded_state_dicts_equal_one_process():
+    run_ranks(4, everywhere, timeout=280)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("library", ["ours", "torch"])
 def test_hybrid_sharding_over_tensor_parallelism(library):
     run_ranks(8, there_and_back, (2, 2, 2), ("rep", "dp", "tp"), library, (10, 7 if library == "ours" else 6))
-
-
-def test_parameters_of_torchs_class():
-    run_ranks(4, there_and_back, *MESHES["fsdp x tp"], "torch", (10, 6))
 
 
 def precision_frozen_summoned(rank, world):

@@ -89,7 +89,7 @@ def test_transforms_on_every_mesh():
 
 def sharded_tensors(rank, world):
     """chunk_tensor and pre_load_state_dict_transform; ShardedTensors, too, are chunked; meshes of two axes."""
-    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard import Replicate, Shard, ShardedTensor, distribute_tensor, init_device_mesh
     from torchshard._torch import group_of_theirs, their_sharded_tensor
     from torchshard.errors import ShardingError
     from torchshard.parallel.fsdp import DTensorExtensions
@@ -98,6 +98,14 @@ def sharded_tensors(rank, world):
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "t0", "t1"))
     group = mesh.get_group("dp")
     whole = torch.arange(35.0).reshape(7, 5)
+    pair = mesh.get_group("t1")
+    mine = whole.tensor_split([2], 1)[pair.rank()].contiguous()
+    x = ShardedTensor.from_local(mine, dim=1, process_group=pair)  # torchshard's own, unevenly cut
+    saved = extension.chunk_tensor(x, group.rank(), 2, 1, group)
+    assert saved.size() == (7, 5)
+    (outer,) = saved.local_shards()
+    assert (outer.metadata.shard_offsets, outer.metadata.shard_sizes) == ([0, 2 * pair.rank()], list(mine.shape))
+    assert torch.equal(extension.pre_load_state_dict_transform(saved)[1][0].tensor, mine.chunk(2)[group.rank()])
     for placements in ([Shard(0), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Shard(1)], [Replicate()] * 2):
         x = distribute_tensor(whole, mesh["t0", "t1"], placements)
         saved = extension.chunk_tensor(x, group.rank(), 2, 1, group)
@@ -137,10 +145,6 @@ def sharded_tensors(rank, world):
         extension.pre_load_state_dict_transform(whole)
 
 
-def test_chunks_that_are_sharded_tensors():
-    run_ranks(4, sharded_tensors)
-
-
 def messages(rank, world):
     from torchshard import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
     from torchshard.parallel.fsdp import DTensorExtensions
@@ -165,9 +169,14 @@ def messages(rank, world):
     return "\n".join(said)
 
 
-def test_messages_name_mesh_axis_and_dim():
+def chunks_and_messages(rank, world):
+    sharded_tensors(rank, world)
+    return messages(rank, world)
+
+
+def test_chunks_that_are_sharded_tensors_and_messages_that_name_mesh_axis_and_dim():
     assert_expected_inline(
-        run_ranks(4, messages)[0],
+        run_ranks(4, chunks_and_messages)[0],
         """\
 A Partial parameter cannot be flattened: no rank holds its values.
   expected: Shard(dim) or Replicate() on every axis

@@ -192,6 +192,17 @@ def _renamed(rank, world, mesh):
         "other": plain["other"],
         **state_dict.to_dtensor({k: v for k, v in plain.items() if v.ndim > 1}, mesh, [Shard(0), Shard(1)]),
     }
+    from torchshard.state_dict import rewriting
+
+    exchanges = []
+    carry = rewriting.carry
+    rewriting.carry = lambda jobs: (exchanges.append(len(jobs)), carry(jobs))
+    new = rules({**made, **{f"two.{name}": value for name, value in made.items()}})
+    rewriting.carry = carry
+    assert exchanges[0] == 2  # both joined tensors in one exchange
+    assert torch.equal(state_dict.to_full(new)["two.new.qkv"], expected["new.qkv"])
+    both = state_dict.KeyRules([*rules.rules, transpose("new.qkv")])(made)  # made of what is yet to be fetched
+    assert torch.equal(state_dict.to_full(both)["new.qkv"], expected["new.qkv"].t())
     for sd in (made, state_dict.to_torch(made)):
         new = rules(sd)
         assert type(new["new.qkv"]) is type(sd["old.q"])

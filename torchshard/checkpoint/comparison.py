@@ -9,7 +9,7 @@ from torchshard.checkpoint import opening
 from torchshard.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from torchshard.checkpoint.moving.casting import decoded
 from torchshard.checkpoint.moving.reading import arrays
-from torchshard.checkpoint.text import TABLE, printable
+from torchshard.checkpoint.text import printable, table
 from torchshard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ class Difference:
         return {"changes": rows, "same": self.same}
 
     def __str__(self) -> str:
-        from tabulate import tabulate
-
         total = f"{self.same} keys are the same, {len(self.changes)} differ"
         if not self.changes:
             return total
@@ -78,7 +76,7 @@ class Difference:
             for c in self.changes
         ]
         headers = ["key", "differs in", "A", "B", "elements", "largest"]
-        return f"{tabulate(rows, headers, **TABLE)}\n\n{total}"
+        return f"{table(headers, rows)}\n\n{total}"
 
 
 def diff(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from torchshard.checkpoint import opening
+from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.editing import Edits, Rename, edited, merged
 from torchshard.checkpoint.entries import Extent, Index, Piece, Place, TensorEntry
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
@@ -18,7 +19,7 @@ from torchshard.checkpoint.formats.out import Options, Output, Slot
 from torchshard.checkpoint.moving import destination
 from torchshard.checkpoint.moving.destination import Destination
 from torchshard.checkpoint.moving.runner import MEMORY, Budget, move, write_all
-from torchshard.checkpoint.text import TABLE, format_size, parse_placements, printable
+from torchshard.checkpoint.text import format_size, parse_placements, printable, table
 from torchshard.checkpoint.trees import leaves
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box, Mesh, whole
@@ -61,9 +62,7 @@ class Conversion:
 
     def table(self) -> str:
         """What each tensor of the destination is, and where it goes."""
-        from tabulate import tabulate
-
-        return tabulate(self.rows, ["key", "dtype", "shape", "from", "size", "to"], **TABLE)
+        return table(["key", "dtype", "shape", "from", "size", "to"], self.rows)
 
     def __str__(self) -> str:
         verb = "wrote" if self.written else "would write"
@@ -124,7 +123,8 @@ def convert(
         CheckpointError: whatever is wrong with source or destination; names file and field.
 
     Warns:
-        UserWarning: names the keys that the format of the destination cannot hold.
+        UserWarning: names the keys that the format of the destination cannot hold, and those whose tensors share memory
+            in the source, but cannot in the destination.
 
     Example:
         >>> convert("step_1000", "model.safetensors", to="safetensors")  # doctest: +SKIP
@@ -147,7 +147,10 @@ def convert(
         if not dry_run:
             work.run(overwrite=overwrite, fsync=fsync, resume=resume)
     if out.left_out:
-        warnings.warn(_left_out(to, out.left_out), stacklevel=2)
+        warnings.warn(f"{to} holds tensors only; left out: {_some(out.left_out)}", stacklevel=2)
+    if out.apart:
+        groups = [" and ".join(map(printable, group)) for group in out.apart]
+        warnings.warn(f"Tensors that share memory in the source are written apart: {_some(groups)}", stacklevel=2)
     files = {file.name: file.nbytes for file in out.files}
     seconds = time.perf_counter() - start
     tensors = len({id(slot.entry) for slot in out.slots})
@@ -210,9 +213,8 @@ def _rows(out: Output) -> tuple[tuple[str, ...], ...]:
     return tuple(rows)
 
 
-def _left_out(to: str, keys: Sequence[str]) -> str:
-    shown = ", ".join(keys[:20]) + (f" and {len(keys) - 20} more" if len(keys) > 20 else "")
-    return f"{to} holds tensors only; left out: {shown}"
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")
 
 
 def _fingerprint(out: Output, to: str) -> str:
@@ -288,7 +290,7 @@ class _Work:
 
     def _check_source(self, extents: Sequence[Extent]) -> None:
         """Compare the source with the checksums that it stores itself."""
-        slots = [Slot(_raw(extent), 0, Box((0,), (extent.nbytes,))) for extent in extents]
+        slots = [Slot(_flat(extent), 0, Box((0,), (extent.nbytes,))) for extent in extents]
         crcs = move([("", slots)], None, self.budget, checksums=True, progress=self._advance)
         for extent, crc in zip(extents, crcs, strict=True):
             if crc != extent.crc32:
@@ -302,7 +304,7 @@ class _Work:
     def _check_written(self, data: Path, crcs: Sequence[int]) -> None:
         """Open what was written as any reader would, and compare type, shape, place and bytes of each tensor."""
         with opening.open(data) as written:
-            found = {place: (entry, piece) for entry in _tensors_of(written.index) for place, piece in _places(entry)}
+            found = {place: its for entry in _tensors_of(written.index) for place, its in _places(entry)}
             slots = [
                 self._written(found, file.name or data.name, slot) for file in self.out.files for slot in file.slots
             ]
@@ -338,14 +340,17 @@ def _tensors_of(index: Index) -> Iterator[TensorEntry]:
 _Place = tuple[str, int, str, tuple[int, ...]]
 
 
-def _places(entry: TensorEntry) -> list[tuple[_Place, Piece]]:
-    """File, first byte, type and shape of each piece."""
-    places = [(piece.place(), piece) for piece in entry.pieces]
-    return [((place.extent.file, place.start, entry.dtype, piece.box.size), piece) for place, piece in places]
+def _places(entry: TensorEntry) -> Iterator[tuple[_Place, tuple[TensorEntry, Piece]]]:
+    """Each piece, and all that is stored with it (of which it may be a view), by file, first byte, type and shape."""
+    for piece in entry.pieces:
+        place = piece.place()
+        stored = _flat(place.extent, entry.dtype)
+        yield (place.extent.file, place.extent.offset, entry.dtype, stored.shape), (stored, stored.pieces[0])
+        yield (place.extent.file, place.start, entry.dtype, piece.box.size), (entry, piece)
 
 
-def _raw(extent: Extent) -> TensorEntry:
-    """A stretch of file as a tensor of bytes."""
-    box = Box((0,), (extent.nbytes,))
-    pieces = (Piece(box, lambda: Place(extent, extent.offset, (1,))),) if extent.nbytes else ()
-    return TensorEntry("uint8", (extent.nbytes,), pieces)
+def _flat(extent: Extent, dtype: str = "uint8") -> TensorEntry:
+    """A stretch of file as a tensor of one dim."""
+    shape = (extent.nbytes // DTYPES[dtype].itemsize,)
+    pieces = (Piece(whole(shape), lambda: Place(extent, extent.offset, (1,))),) if extent.nbytes else ()
+    return TensorEntry(dtype, shape, pieces)

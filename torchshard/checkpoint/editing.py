@@ -1,6 +1,5 @@
 """Another state dict from that of a checkpoint: merged, chosen, renamed, cast. Only names and boxes change."""
 
-import copy
 import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,7 +83,7 @@ def _check_used(edits: Edits, index: Index) -> None:
 
 def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
     if isinstance(rename, KeyRules):
-        rules = copy.copy(rename)
+        rules = KeyRules(rename.rules, strict=rename.strict)
         rules.arrays = _Entries()
         return dict(rules(entries))
     renamed: dict[str, Entry] = {}

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from torchshard.checkpoint import opening
-from torchshard.checkpoint.editing import Edits, edited
-from torchshard.checkpoint.entries import TensorEntry
+from torchshard.checkpoint.entries import Entry, Index, TensorEntry
 from torchshard.checkpoint.statistics import Statistics, statistics
-from torchshard.checkpoint.text import TABLE, format_size, printable
+from torchshard.checkpoint.text import format_size, printable, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,6 @@ class Inspection:
         return {**facts, "entries": rows, "files": self.files, "totals": self.totals}
 
     def __str__(self) -> str:
-        from tabulate import tabulate
-
         with_stats = any(row.statistics is not None for row in self.rows)
         rows = [
             (
@@ -103,10 +100,9 @@ class Inspection:
             for row in self.rows
         ]
         headers = ["key", "dtype", "shape", "pieces", "size", *(_NUMBERS if with_stats else ())]
-        table = tabulate(rows, headers, **TABLE)
         t = self.totals
         return (
-            f"{table}\n\n{self.format}: {t['tensors']} tensors of {t['elements']:,} elements and "
+            f"{table(headers, rows)}\n\n{self.format}: {t['tensors']} tensors of {t['elements']:,} elements and "
             f"{format_size(t['tensor_bytes'])} in {t['pieces']} pieces, {t['objects']} objects, {t['files']} files of "
             f"{format_size(t['file_bytes'])}"
         )
@@ -159,7 +155,7 @@ def inspect(
     """
     with opening.open(path) as checkpoint:
         rows, done = [], 0
-        chosen = edited(checkpoint.index, Edits(tuple(select))).entries
+        chosen = _selected(checkpoint.index, select) if select else checkpoint.index.entries
         total = sum([entry.nbytes for entry in chosen.values() if isinstance(entry, TensorEntry)])
         for key, entry in chosen.items():
             if isinstance(entry, TensorEntry):
@@ -173,3 +169,10 @@ def inspect(
         return Inspection(
             checkpoint.path, checkpoint.format, tuple(rows), checkpoint.index.files, dict(checkpoint.metadata)
         )
+
+
+def _selected(index: Index, select: Sequence[str]) -> dict[str, Entry]:
+    """Entries whose keys match; what edits checkpoints is imported only for this."""
+    from torchshard.checkpoint.editing import Edits, edited
+
+    return edited(index, Edits(tuple(select))).entries

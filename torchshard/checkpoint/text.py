@@ -1,14 +1,12 @@
 """Sizes and untrusted names as text, and sizes back from text."""
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from torchshard import layout
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout import Partial, Placement
 
-TABLE: dict[str, Any] = {"disable_numparse": True, "stralign": "left", "tablefmt": "simple"}  # for tabulate
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30}
 _UNITS |= {"t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -33,6 +31,14 @@ def format_size(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Left-aligned columns below their names and a line; a checkpoint may have many thousand rows."""
+    texts = [headers, *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    texts.insert(1, ["-" * width for width in widths])
+    return "\n".join(["  ".join(map(str.ljust, row, widths)).rstrip() for row in texts])
 
 
 def printable(value: object, limit: int = 120) -> str:

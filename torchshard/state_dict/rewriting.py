@@ -19,7 +19,30 @@ from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
 
 class _Tensors:
-    """Tensors of torch, and DTensors, ours and torch's."""
+    """Tensors of torch, and DTensors, ours and torch's.
+
+    What DTensors lack is fetched for many in one exchange: when all are known, or one of them is used for another.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+        self._lacking: dict[int, Tensor] = {}  # by id: results whose memory is not filled yet
+
+    def settle(self) -> None:
+        """Fetch what is lacking; every rank does this at the same points, which follow from the rules and the keys."""
+        jobs, self._jobs, self._lacking = self._jobs, [], {}
+        carry(jobs)
+
+    def _ready(self, *used: Tensor) -> None:
+        if any(id(x) in self._lacking for x in used):
+            self.settle()
+
+    def _placed(self, like: Tensor, parts: Sequence[tuple[DTensor, tuple[int, int]]], made: TensorLayout) -> Tensor:
+        job, ours = _job(f"renamed tensor {len(self._jobs)}", parts, made)
+        self._jobs.append(job)
+        result = _as(like, ours)
+        self._lacking[id(result)] = result
+        return result
 
     def ndim(self, x: Any) -> int | None:
         """As of keys.Arrays."""
@@ -31,15 +54,17 @@ class _Tensors:
 
     def cut(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
         """As of keys.Arrays; plain results are copies, as parts of a state dict are saved and loaded alone."""
+        self._ready(x)
         if (ours := _ours(x)) is None:
             return x.narrow(dim, start, length).clone()
         source = ours._spec
         shape = (*source.shape[:dim], length, *source.shape[dim + 1 :])
         made = layout_for(source.sharding, shape, contiguous_stride(shape), source.dtype)
-        return _as(x, _placed([(ours, (dim, start))], made))
+        return self._placed(x, [(ours, (dim, start))], made)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """As of keys.Arrays; DTensors are placed as the first of them is."""
+        self._ready(*parts)
         ours = [_ours(part) for part in parts]
         if not all(isinstance(part, DTensor) for part in ours):
             return torch.cat(list(parts), dim)
@@ -51,30 +76,34 @@ class _Tensors:
             assert part is not None, "a plain tensor among DTensors"
             shifted.append((part, (dim, -at)))
             at += part.shape[dim]
-        return _as(parts[0], _placed(shifted, made))
+        return self._placed(parts[0], shifted, made)
 
     def transpose(self, x: Tensor) -> Tensor:
         """As of keys.Arrays."""
+        self._ready(x)
         ours = _ours(x)
         return x.transpose(-1, -2).contiguous() if ours is None else _as(x, ours.transpose(-1, -2).contiguous())
 
     def same(self, a: Any, b: Any) -> bool:
         """As of keys.Arrays."""
+        self._ready(a, b)
         return torch.equal(a, b) if type(a) is Tensor and type(b) is Tensor else bool(a == b)
 
 
 class KeyRules(keys.KeyRules):
-    """keys.KeyRules for tensors: plain ones, and DTensors, of which each rank fetches only what it lacks.
+    """keys.KeyRules for tensors: plain ones, and DTensors, of which each rank fetches only what it lacks, all at once.
 
     Every rank of a DTensor's mesh applies the rules. The results carry no history.
     """
 
-    arrays = _Tensors()
-
     def __call__(self, sd: Mapping[str, Any]) -> Any:
         """See keys.KeyRules."""
+        tensors, once = _Tensors(), keys.KeyRules(self.rules, strict=self.strict)
+        once.arrays = tensors
         with torch.no_grad():
-            return super().__call__(sd)
+            made = once(sd)
+            tensors.settle()
+        return made
 
 
 def _ours(x: Tensor) -> DTensor | None:
@@ -95,8 +124,8 @@ def _as(x: Tensor, made: Tensor) -> Tensor:
     return made.to_torch() if isinstance(x, upstream.DTensor) and isinstance(made, DTensor) else made
 
 
-def _placed(parts: Sequence[tuple[DTensor, tuple[int, int]]], made: TensorLayout) -> DTensor:
-    """The DTensor of a layout that is made of others, whose boxes lie elsewhere in it."""
+def _job(name: str, parts: Sequence[tuple[DTensor, tuple[int, int]]], made: TensorLayout) -> tuple[Job, DTensor]:
+    """The DTensor of a layout that is made of others, whose boxes lie elsewhere in it; and what fills its memory."""
     held: list[tuple[int, Box]] = []
     mine: list[tuple[Box, Tensor]] = []
     for x, (dim, by) in parts:
@@ -110,9 +139,7 @@ def _placed(parts: Sequence[tuple[DTensor, tuple[int, int]]], made: TensorLayout
     goals = [(made.box, local)] if made.box is not None else []
     source, target = Holding.of(made.shape, held), Holding.of_sharding(made.sharding, made.shape)
     plan = f"{made.dtype} of shape {made.shape}, made of {[x.shape for x, _ in parts]}"
-    job = Job("a renamed tensor", plan, made.dtype, source, target, mine, goals, local.device)
-    carry([job])
-    return wrap(local, made)
+    return Job(name, plan, made.dtype, source, target, mine, goals, local.device), wrap(local, made)
 
 
 def _moved(box: Box, dim: int, by: int, shape: Sequence[int]) -> tuple[Box, Box] | None:

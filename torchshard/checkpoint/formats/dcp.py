@@ -38,6 +38,10 @@ _OLDER = tuple(
     [f"torch.distributed._shard.sharded_tensor.metadata.{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")]
 )
 _OLDER_PROPERTIES = _OLDER[0]
+_PROPERTIES, _INDEX, _CHUNK = [
+    f"{_METADATA}.{n}" for n in ("TensorProperties", "MetadataIndex", "ChunkStorageMetadata")
+]
+_TENSOR, _BYTES = [f"{_METADATA}.{n}" for n in ("TensorStorageMetadata", "BytesStorageMetadata")]
 _ENCODINGS = (f"{_METADATA}._MEM_FORMAT_ENCODING", _OLDER[1])
 _RECORDS = (
     *[
@@ -100,15 +104,11 @@ class _Reader:
         """What is known of each stored archive, by key and offset of the box."""
         stored = {}
         for index, info in self.expect(self.metadata.field("storage_data"), dict, "storage_data").items():
-            index = self.expect(index, Record, "storage_data", f"{_METADATA}.MetadataIndex")
+            index = self.expect(index, Record, "storage_data", _INDEX)
             key = self.expect(index.field("fqn"), str, "fqn")
             offset = index.field("offset")
-            stored[key, None if offset is None else sizes(offset, "offset", self.at(key))] = self.expect(
-                info,
-                Record,
-                f"storage_data of {printable(key)}",
-                _STORAGE_INFO,
-            )
+            at = None if offset is None else sizes(offset, "offset", self.where)
+            stored[key, at] = self.expect(info, Record, "storage_data", _STORAGE_INFO, key)
         return stored
 
     def index(self) -> Index:
@@ -118,10 +118,10 @@ class _Reader:
         for key, description in described.items():
             self.expect(key, str, "state_dict_metadata")
             self.expect(description, Record, "state_dict_metadata", key=key)
-            if description.name == f"{_METADATA}.BytesStorageMetadata":
+            if description.name == _BYTES:
                 entries[key] = self.object_entry(key)
             else:
-                self.expect(description, Record, "state_dict_metadata", f"{_METADATA}.TensorStorageMetadata", key)
+                self.expect(description, Record, "state_dict_metadata", _TENSOR, key)
                 entries[key] = self.tensor_entry(key, description)
             entries[key].key = key
         paths = self.paths(entries)
@@ -158,7 +158,7 @@ class _Reader:
         pieces = []
         boxes = set()
         for chunk in self.expect(description.field("chunks"), list, "chunks", key=key):
-            chunk = self.expect(chunk, Record, "chunks", f"{_METADATA}.ChunkStorageMetadata", key)
+            chunk = self.expect(chunk, Record, "chunks", _CHUNK, key)
             box = Box(sizes(chunk.field("offsets"), "offsets", where), sizes(chunk.field("sizes"), "sizes", where))
             if len(box.offset) != len(shape) or len(box.size) != len(shape):
                 raise CheckpointError("A box has another number of dims than its tensor.", got=box, where=where)
@@ -172,12 +172,11 @@ class _Reader:
 
     def dtype(self, key: str, description: Record) -> str:
         """The type's name; the other properties are not used since they say nothing about the bytes."""
-        name = f"properties of {printable(key)}"
-        properties = self.expect(description.field("properties"), Record, name)
+        properties = self.expect(description.field("properties"), Record, "properties", key=key)
         if properties.name != _OLDER_PROPERTIES:
-            self.expect(properties, Record, name, f"{_METADATA}.TensorProperties")
-        state = self.expect(properties.state, tuple, name)
-        dtype = self.expect(state[0] if state else None, Global, name).name.removeprefix("torch.")
+            self.expect(properties, Record, "properties", _PROPERTIES, key)
+        state = self.expect(properties.state, tuple, "properties", key=key)
+        dtype = self.expect(state[0] if state else None, Global, "properties", key=key).name.removeprefix("torch.")
         if dtype not in DTYPES:
             raise CheckpointError("The type of a tensor is not read.", got=dtype, where=self.at(key))
         return str(dtype)

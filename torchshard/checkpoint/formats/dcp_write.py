@@ -14,7 +14,8 @@ from torchshard.checkpoint.formats.dcp import METADATA
 from torchshard.checkpoint.formats.out import Options, OutFile, Output
 from torchshard.checkpoint.formats.torch_file import ArchivePlan, lay_out
 from torchshard.checkpoint.pickles.inert import Global, Record, Size
-from torchshard.checkpoint.pickles.write import Call, dump
+from torchshard.checkpoint.pickles.write import Call, View, dump
+from torchshard.checkpoint.sharing import overlapping
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import Steps, leaves
 from torchshard.errors import CheckpointError, ShardingError
@@ -97,7 +98,8 @@ def write(index: Index, options: Options) -> Output:
     files = [file for rank in ranks for file in _files(rank)]
     body = _metadata(found, chunks, places, ranks)
     files.append(OutFile(METADATA, (), len(body), False, lambda crcs: iter([(0, body)])))
-    return Output(tuple(files))
+    tensors = {key: value for key, _, value in found if isinstance(value, TensorEntry)}
+    return Output(tuple(files), apart=tuple(overlapping(tensors)))
 
 
 def _leaves(index: Index) -> list[tuple[str, Steps, object]]:
@@ -173,10 +175,10 @@ def _metadata(
         "version": "1.0.0",
     }
 
-    def number(entry: TensorEntry) -> tuple[int, tuple[int, ...]]:
+    def view(entry: TensorEntry) -> View:
         raise AssertionError("metadata holds no tensors")
 
-    return dump(_record(f"{_MODULE}.Metadata", fields), number, _NAMES)
+    return dump(_record(f"{_MODULE}.Metadata", fields), view, _NAMES)
 
 
 def _described(value: object, boxes: Sequence[Box]) -> Record:

@@ -68,10 +68,12 @@ class Output:
     Args:
         files: one named "" or several with names.
         left_out: keys that the format cannot hold, each with the reason in brackets where it is not plain data.
+        apart: groups of keys whose tensors share memory in the source, and will not.
     """
 
     files: tuple[OutFile, ...]
     left_out: tuple[str, ...] = ()
+    apart: tuple[Sequence[str], ...] = ()
 
     @property
     def is_folder(self) -> bool:

@@ -18,6 +18,7 @@ from torchshard.checkpoint.formats.out import Options, OutFile, Output, whole_sl
 from torchshard.checkpoint.formats.parts import index_file, named, parts_of
 from torchshard.checkpoint.pickles.inert import RefusedGlobal
 from torchshard.checkpoint.pickles.torch_values import sizes
+from torchshard.checkpoint.sharing import overlapping
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import leaves
 from torchshard.errors import CheckpointError
@@ -111,12 +112,13 @@ def write(index: Index, options: Options) -> Output:
         CheckpointError: a type or a name that the format cannot hold; names the key.
     """
     tensors, left_out = _tensors(index)
+    apart = tuple(overlapping(tensors))
     if options.shard_size is None:
-        return Output((_file("", tensors),), tuple(left_out))
+        return Output((_file("", tensors),), tuple(left_out), apart)
     parts = parts_of({key: entry.nbytes for key, entry in tensors.items()}, options.shard_size)
     files = [_file(name, {key: tensors[key] for key in keys}) for name, keys in named("model", ".safetensors", parts)]
     files.append(index_file("model.safetensors.index.json", "model", ".safetensors", parts, tensors))
-    return Output(tuple(files), tuple(left_out))
+    return Output(tuple(files), tuple(left_out), apart)
 
 
 def _file(name: str, tensors: dict[str, TensorEntry]) -> OutFile:

@@ -4,6 +4,7 @@ An archive: `data.pkl` is the pickled object with tensors described over numbere
 small records name the format's version, the byte order and the alignment. See zips.py for the frame.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,12 +19,13 @@ from torchshard.checkpoint.formats.parts import index_file, named, parts_of
 from torchshard.checkpoint.pickles.inert import RefusedGlobal
 from torchshard.checkpoint.pickles.sharded_values import ALLOWED
 from torchshard.checkpoint.pickles.torch_values import read_values
-from torchshard.checkpoint.pickles.write import dump
+from torchshard.checkpoint.pickles.write import View, dump
+from torchshard.checkpoint.sharing import overlapping, stretch
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import flatten
 from torchshard.checkpoint.zips import Archive
 from torchshard.errors import CheckpointError
-from torchshard.layout import Box
+from torchshard.layout import Box, contiguous_stride
 
 _STEM = "pytorch_model"
 
@@ -63,9 +65,6 @@ def _read_archive(files: Files, path: Path) -> object:
     return read_values(archive, ALLOWED)
 
 
-_STEM = "pytorch_model"
-
-
 class ArchivePlan(NamedTuple):
     """An archive that is to lie at [start, end) of a file: where its tensors go, and what gives all other bytes."""
 
@@ -77,8 +76,8 @@ class ArchivePlan(NamedTuple):
 def write(index: Index, options: Options) -> Output:
     """The file that torch.load reads as the nested state dict; or parts under flat names, with an index.
 
-    Tensors that lie at one place of the source, as tied weights of a torch.save file do, stay one. In parts, objects
-    are in the first.
+    Tensors that overlap in the source, as tied weights of a torch.save file do, stay views of one storage where they
+    are in one file. In parts, objects are in the first.
 
     Raises:
         CheckpointError: an object that is not plain data; names its key.
@@ -91,7 +90,8 @@ def write(index: Index, options: Options) -> Output:
         files = [_file(name, {key: index.entries[key] for key in keys}) for name, keys in named(_STEM, ".bin", parts)]
         tensors = {key: entry for key, entry in index.entries.items() if isinstance(entry, TensorEntry)}
         files.append(index_file(f"{_STEM}.bin.index.json", _STEM, ".bin", parts, tensors))
-        return Output(tuple(files))
+        apart = [group for group in overlapping(tensors) if not any(set(group) <= set(part) for part in parts)]
+        return Output(tuple(files), apart=tuple(apart))
     except RefusedGlobal as error:
         fix = "Save again without it, leave it out (exclude), or convert to safetensors, which holds only tensors."
         raise RefusedGlobal(error.name, error.where, fix) from error
@@ -114,9 +114,11 @@ def lay_out(tree: object, start: int, box: Box | None = None) -> ArchivePlan:
         CheckpointError: something that is not plain data.
     """
     numbered = _Numbered(box)
-    data = dump(tree, numbered.number)
+    data = dump(tree, numbered.view)
+    if box is None and numbered.join():
+        data = dump(tree, numbered.view)
     small = [("data.pkl", data), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
-    slots = [whole_slot(entry, 0) if box is None else Slot(entry, 0, box) for entry in numbered.entries]
+    slots = [whole_slot(entry, 0) if box is None else Slot(entry, 0, box) for entry in numbered.records]
     sizes = [(name, len(body)) for name, body in small]
     sizes += [(f"data/{i}", slot.nbytes) for i, slot in enumerate(slots)]
     records = zips.lay_out([*sizes, ("version", 2)])
@@ -135,20 +137,39 @@ def lay_out(tree: object, start: int, box: Box | None = None) -> ArchivePlan:
 
 
 class _Numbered:
-    """Gives each tensor the number of its record."""
+    """Gives each tensor its record: one of its own, unless tensors that overlap were joined."""
 
     def __init__(self, box: Box | None) -> None:
         self.box = box
-        self.entries: list[TensorEntry] = []
-        self.numbers: dict[object, int] = {}
+        self.records: list[TensorEntry] = []
+        self.views: dict[object, View] = {}
 
-    def number(self, entry: TensorEntry) -> tuple[int, tuple[int, ...]]:
-        """The number of the tensor's record, and the shape that is stored."""
+    def view(self, entry: TensorEntry) -> View:
+        """The tensor's record, and how it lies there."""
         key: object = id(entry)
         if len(entry.pieces) == 1:
             place = entry.pieces[0].place()
             key = (place.extent[:2], place.start, place.stride, entry.shape, entry.dtype, entry.stored_dtype)
-        if key not in self.numbers:
-            self.numbers[key] = len(self.entries)
-            self.entries.append(entry)
-        return self.numbers[key], entry.shape if self.box is None else self.box.size
+        if key not in self.views:
+            shape = entry.shape if self.box is None else self.box.size
+            self.views[key] = View(len(self.records), math.prod(shape), 0, shape, contiguous_stride(shape))
+            self.records.append(entry)
+        return self.views[key]
+
+    def join(self) -> bool:
+        """Put tensors that overlap in the source into one record; False if none do."""
+        groups = overlapping(dict(enumerate(self.records)))
+        if not groups:
+            return False
+        before, joined = self.records, set().union(*groups)
+        alone = {i: number for number, i in enumerate([i for i in range(len(before)) if i not in joined])}
+        self.records = [before[i] for i in alone]
+        views = {i: view._replace(record=alone[i]) for view in self.views.values() if (i := view.record) in alone}
+        for group in groups:
+            flat, starts = stretch([before[i] for i in group])
+            for i, first in zip(group, starts, strict=True):
+                stride = before[i].pieces[0].place().stride
+                views[i] = View(len(self.records), flat.shape[0], first, before[i].shape, stride)
+            self.records.append(flat)
+        self.views = {key: views[view.record] for key, view in self.views.items()}
+        return True

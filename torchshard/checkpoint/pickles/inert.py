@@ -52,10 +52,12 @@ class Record:
     def field(self, name: str) -> Any:
         """An attribute from the state; None where it has none."""
         state = self.state
+        if isinstance(state, dict):
+            return state.get(name)
         if isinstance(state, tuple) and len(state) == 2:  # instance attributes and slots
             parts = [part for part in state if isinstance(part, dict)]
             return next((part[name] for part in parts if name in part), None)
-        return state.get(name) if isinstance(state, dict) else None
+        return None
 
 
 class OrderedDict(dict[Any, Any]):

@@ -49,6 +49,11 @@ def _float_line(m: "Machine") -> None:
     m.stack.append(float(m.line()))
 
 
+def _byte(m: "Machine") -> None:
+    m.stack.append(m.data[m.at])
+    m.at += 1
+
+
 def _fixed(code: str, size: int) -> Step:
     unpack = struct.Struct(code).unpack_from
 
@@ -87,6 +92,10 @@ def _tuple(m: "Machine") -> None:
     m.stack.append(tuple(items))
 
 
+def _tuple_of_one(m: "Machine") -> None:
+    m.stack[-1] = (m.stack[-1],)
+
+
 def _tuple_of(count: int) -> Step:
     def step(m: "Machine") -> None:
         stack = m.stack
@@ -112,8 +121,9 @@ def _set_pairs(m: "Machine", items: list[Any]) -> None:
     target = m.stack[-1]
     if type(target) not in (dict, OrderedDict) or len(items) % 2:
         raise TypeError(f"pairs go into {printable(target)}")
-    for i in range(0, len(items), 2):
-        target[_checked_key(items[i])] = items[i + 1]
+    pairs = iter(items)
+    for key, value in zip(pairs, pairs, strict=True):
+        target[key if type(key) is str else _checked_key(key)] = value
 
 
 def _extend(m: "Machine", items: list[Any]) -> None:
@@ -159,27 +169,13 @@ def _dup(m: "Machine") -> None:
     m.stack.append(m.stack[-1])
 
 
-def _memoize(m: "Machine") -> None:
-    m.memo[len(m.memo)] = m.stack[-1]
-
-
-# These are most of what there is to do in a large pickle: no calls that can be done without.
+# MEMOIZE, BINGET and LONG_BINGET are steps of Machine.run itself.
 _unsigned = struct.Struct("<I").unpack_from
-
-
-def _get1(m: "Machine") -> None:
-    m.stack.append(m.memo[m.data[m.at]])
-    m.at += 1
 
 
 def _put1(m: "Machine") -> None:
     m.memo[m.data[m.at]] = m.stack[-1]
     m.at += 1
-
-
-def _get4(m: "Machine") -> None:
-    m.stack.append(m.memo[_unsigned(m.data, m.at)[0]])
-    m.at += 4
 
 
 def _put4(m: "Machine") -> None:
@@ -218,8 +214,8 @@ def _stack_global(m: "Machine") -> None:
 
 
 def _call(m: "Machine") -> None:
-    args, function = m.stack.pop(), m.stack.pop()
-    m.stack.append(m.call(function, args))
+    args = m.stack.pop()
+    m.stack[-1] = m.call(m.stack[-1], args)
 
 
 def _build(m: "Machine") -> None:
@@ -244,17 +240,17 @@ def _steps() -> tuple[Step, ...]:
         b"\x80": _skip(1), b"\x95": _skip(8),
         b"N": _pushes(None), b"\x88": _pushes(True), b"\x89": _pushes(False), b")": _pushes(()),
         b"I": _int_line, b"L": _int_line, b"F": _float_line,
-        b"J": _fixed("<i", 4), b"K": _fixed("<B", 1), b"M": _fixed("<H", 2), b"G": _fixed(">d", 8),
+        b"J": _fixed("<i", 4), b"K": _byte, b"M": _fixed("<H", 2), b"G": _fixed(">d", 8),
         b"\x8a": _sized(1, _long), b"\x8b": _sized(4, _long),
         b"\x8c": _sized(1, _text), b"X": _sized(4, _text), b"\x8d": _sized(8, _text),
         b"V": lambda m: m.stack.append(m.line().decode("raw-unicode-escape")),
         b"C": _sized(1, bytes), b"B": _sized(4, bytes), b"\x8e": _sized(8, bytes), b"\x96": _sized(8, bytearray),
-        b"(": _mark, b"t": _tuple, b"\x85": _tuple_of(1), b"\x86": _tuple_of(2), b"\x87": _tuple_of(3),
+        b"(": _mark, b"t": _tuple, b"\x85": _tuple_of_one, b"\x86": _tuple_of(2), b"\x87": _tuple_of(3),
         b"]": lambda m: m.stack.append([]), b"l": _list, b"a": _append, b"e": lambda m: _extend(m, m.to_mark()),
         b"}": lambda m: m.stack.append({}), b"d": _dict, b"s": _setitem, b"u": lambda m: _set_pairs(m, m.to_mark()),
         b"\x8f": lambda m: m.stack.append(set()), b"\x90": _additems,
         b"0": _pop, b"1": _pop_mark, b"2": _dup,
-        b"\x94": _memoize, b"h": _get1, b"j": _get4, b"g": _get_line, b"q": _put1, b"r": _put4, b"p": _put_line,
+        b"g": _get_line, b"q": _put1, b"r": _put4, b"p": _put_line,
         b"c": _global, b"\x93": _stack_global, b"R": _call, b"\x81": _call, b"b": _build, b"Q": _binpersid,
     }  # fmt: skip
     refused = {

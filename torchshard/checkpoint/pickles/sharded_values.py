@@ -24,6 +24,7 @@ _DTENSORS = frozenset(
     + ["torchshard.tensor.dtensor.DTensor"]
 )
 _SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_OUR_SHARDED = "torchshard.tensor.sharded.sharded_tensor.restored"
 _SUBCLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
@@ -243,11 +244,30 @@ def _sharded_tensor(state: Any) -> TensorEntry:
     shape = sizes(metadata.field("size"), "size", None)
     properties = metadata.field("tensor_properties")
     dtype = properties.state[0] if isinstance(properties, Record) and isinstance(properties.state, tuple) else None
-    name = dtype.name.removeprefix("torch.") if isinstance(dtype, Global) else ""
+    name = _dtype(dtype)
     pieces: list[Piece] = []
     for shard in shards:
         pieces += _shard(shard, shape, name)
     return TensorEntry(name, shape, tuple(pieces))
+
+
+def _our_sharded_tensor(shape: Any, dtype: Any, _grad: Any, _described: Any, parts: Any, *_: Any) -> TensorEntry:
+    """torchshard's own, which pickles as a call with the offsets, sizes and tensors of this rank's parts."""
+    if not isinstance(parts, list):
+        raise TypeError("a ShardedTensor without parts")
+    shape, name = sizes(shape, "size", None), _dtype(dtype)
+    pieces: list[Piece] = []
+    for part in parts:
+        offset, size, local = part
+        if not isinstance(local, TensorEntry):
+            raise TypeError("a part without a tensor")
+        pieces += _placed(local, sizes(offset, "offsets", None), sizes(size, "sizes", None), shape, name)
+    return TensorEntry(name, shape, tuple(pieces))
+
+
+def _dtype(value: Any) -> str:
+    """The type's name; "" where there is none, which no tensor has."""
+    return value.name.removeprefix("torch.") if isinstance(value, Global) else ""
 
 
 def _shard(shard: Any, shape: tuple[int, ...], dtype: str) -> list[Piece]:
@@ -258,6 +278,13 @@ def _shard(shard: Any, shape: tuple[int, ...], dtype: str) -> list[Piece]:
         raise TypeError("a shard without a tensor or metadata")
     offset = sizes(metadata.field("shard_offsets"), "shard_offsets", None)
     size = sizes(metadata.field("shard_sizes"), "shard_sizes", None)
+    return _placed(local, offset, size, shape, dtype)
+
+
+def _placed(
+    local: TensorEntry, offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...], dtype: str
+) -> list[Piece]:
+    """The pieces of a local tensor that holds the box of these offsets and sizes."""
     if local.shape != size or local.dtype != dtype or len(offset) != len(shape) or len(size) != len(shape):
         raise CheckpointError(
             "A shard is not as its metadata says.", expected=f"{dtype} {size}", got=f"{local.dtype} {local.shape}"
@@ -295,6 +322,7 @@ def _table() -> dict[str, Global]:
     table |= {name: Global(name) for name in (*_DTENSORS, _SHARDED, *_SUBCLASSES, _WRAPPER)}
     encoding = f"{shard}.sharded_tensor.metadata.MEM_FORMAT_ENCODING"
     table["builtins.getattr"] = attribute({_SHARDED: ("ProcessGroupState",), encoding: ()})
+    table[_OUR_SHARDED] = Global(_OUR_SHARDED, _our_sharded_tensor)
     table["torch._tensor._rebuild_from_type_v2"] = Global("torch._tensor._rebuild_from_type_v2", _rebuild)
     return table
 

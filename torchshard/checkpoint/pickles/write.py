@@ -1,6 +1,5 @@
 """Writing pickles that torch.load(weights_only=True) reads, without torch: protocol 2, plain data and tensors."""
 
-import math
 import struct
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -11,24 +10,41 @@ from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Siz
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
-from torchshard.layout import contiguous_stride
-
-Numbering = Callable[[TensorEntry], tuple[int, tuple[int, ...]]]
 
 
-def dump(tree: object, number: Numbering, records: Collection[str] = ()) -> bytes:
+class View(NamedTuple):
+    """Where a tensor lies among the elements of a record.
+
+    Args:
+        record: number of the record.
+        length: how many elements the record has.
+        first: which of them is the tensor's first.
+        shape: of the tensor.
+        stride: steps between neighbours, one a dim, in elements.
+    """
+
+    record: int
+    length: int
+    first: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+Viewing = Callable[[TensorEntry], View]
+
+
+def dump(tree: object, view: Viewing, records: Collection[str] = ()) -> bytes:
     """The pickle of a state dict.
 
     Args:
         tree: plain data, with TensorEntries and ObjectEntries anywhere inside.
-        number: gives a tensor the number of the record that will hold its elements, the last dim fastest, and their
-            shape.
+        view: says in which record a tensor will lie, and how.
         records: names of classes whose Records are written too.
 
     Raises:
         CheckpointError: something that is not plain data, or containers nested too deep.
     """
-    writer = _Writer(number, records)
+    writer = _Writer(view, records)
     writer.put(tree)
     return b"\x80\x02" + bytes(writer.out) + b"."
 
@@ -41,9 +57,9 @@ class Call(NamedTuple):
 
 
 class _Writer:
-    def __init__(self, number: Numbering, records: Collection[str]) -> None:
+    def __init__(self, view: Viewing, records: Collection[str]) -> None:
         self.out = bytearray()
-        self.number, self.records = number, records
+        self.view, self.records = view, records
         self.texts: dict[str, int] = {}
         self.globals: dict[tuple[str, str], int] = {}
         self.objects: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that the id stays its own
@@ -204,17 +220,15 @@ class _Writer:
 
     def _tensor(self, entry: TensorEntry) -> None:
         dtype = DTYPES[entry.dtype]
-        number, shape = self.number(entry)
-        count = math.prod(shape)
-        stride = contiguous_stride(shape)
+        number, length, first, shape, stride = self.view(entry)
         self._global("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
         self.out += b"(("
         self.put("storage")
         self._global(*(("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage")))
-        for item in (str(number), "cpu", count if dtype.storage else count * dtype.itemsize):
+        for item in (str(number), "cpu", length if dtype.storage else length * dtype.itemsize):
             self.put(item)
         self.out += b"tQ"
-        for value in (0, shape, stride, False):
+        for value in (first, shape, stride, False):
             self.put(value)
         self._call("collections", "OrderedDict", ())
         if not dtype.storage:

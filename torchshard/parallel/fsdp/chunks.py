@@ -25,6 +25,7 @@ from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import redistribute_local
 from torchshard.tensor.sharded import specs
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
 
 def as_ours(x: Any) -> DTensor | None:
@@ -155,9 +156,17 @@ def as_sharded_tensor(
     """See DTensorExtensions.chunk_tensor."""
     if (x := as_ours(tensor)) is not None:
         return _nested(x, world, devices, group, device or tensor.device)
-    if not _torch.is_sharded_tensor(tensor):
+    theirs: Any = tensor.to_torch() if isinstance(tensor, ShardedTensor) else tensor
+    if not _torch.is_sharded_tensor(theirs):
         return _rows(tensor, world, devices, group, device or tensor.device)
-    theirs: Any = tensor
+    if len(theirs.local_shards()) != 1:
+        raise ShardingError(
+            "A ShardedTensor is chunked where every rank has one part of it.",
+            expected="one part",
+            got=f"{len(theirs.local_shards())} parts",
+            where=f"rank {dist.get_rank()}, a tensor of shape {tuple(theirs.size())}",
+            fix="DTensor parameters: state_dict.to_dtensor(x, mesh, placements)",
+        )
     (shard,) = theirs.local_shards()
     device = device or shard.tensor.device  # optimizer states may have been brought elsewhere than their parameters
     metadata = theirs.metadata()
