@@ -136,10 +136,12 @@ EVEN = [Gradient(i, str(i), 1 << 20) for i in range(16)]
 def test_finish_time_of_a_pipeline():
     link = LinkSpeed(latency=0.5, bandwidth=float(1 << 20))
     one, each = plan_buckets(EVEN, BucketPolicy(1 << 40, 1 << 40)), plan_buckets(EVEN, BucketPolicy(0, 0))
-    assert finish_time(one, 8.0, link) == 8.0 + 0.5 + 16
-    assert finish_time(each, 8.0, link) == 0.5 + 16 * 1.5  # the link is busy from the first gradient on
-    assert finish_time(each, 80.0, link) == 80.0 + 1.5  # only the last one is waited for
-    assert finish_time((), 8.0, link) == 8.0
+    assert finish_time(one, StepTimes(backward=8.0), link) == 8.0 + 0.5 + 16
+    assert (
+        finish_time(each, StepTimes(backward=8.0), link) == 0.5 + 16 * 1.5
+    )  # the link is busy from the first gradient on
+    assert finish_time(each, StepTimes(backward=80.0), link) == 80.0 + 1.5  # only the last one is waited for
+    assert finish_time((), StepTimes(backward=8.0), link) == 8.0
 
 
 @given(
@@ -150,14 +152,21 @@ def test_finish_time_of_a_pipeline():
 )
 def test_no_other_size_is_clearly_better(seconds, latency, bandwidth, sizes):
     link = LinkSpeed(latency, bandwidth)
-    gradients = [Gradient(i, str(i), n) for i, n in enumerate(sizes)]
-    found = finish_time(plan_buckets(gradients, best_policy(gradients, seconds, link)), seconds, link)
+    gradients, times = [Gradient(i, str(i), n) for i, n in enumerate(sizes)], StepTimes(backward=seconds)
+    found = finish_time(plan_buckets(gradients, best_policy(gradients, times, link)), times, link)
     for cap in (1 << 14, 1 << 18, 1 << 20, 25 << 20):
-        other = finish_time(plan_buckets(gradients, BucketPolicy(cap, cap)), seconds, link)
+        other = finish_time(plan_buckets(gradients, BucketPolicy(cap, cap)), times, link)
         assert found <= 1.3 * other or cap < 1 << 15
 
 
 def test_slow_and_fast_links():
     fast, slow = LinkSpeed(1e-3, 1e12), LinkSpeed(1e-4, 1e8)
-    assert best_policy(EVEN, 1e-4, fast).cap == 16 << 20  # nothing to hide behind: one bucket
-    assert best_policy(EVEN, 0.2, slow).cap < 4 << 20  # the earlier the link is busy, the better
+    assert best_policy(EVEN, StepTimes(backward=1e-4), fast).cap == 16 << 20  # nothing to hide behind: one bucket
+    assert best_policy(EVEN, StepTimes(backward=0.2), slow).cap < 4 << 20  # the earlier the link is busy, the better
+
+
+def test_sizes_fit_what_is_ready_when():
+    """One bucket for what is ready at once; two, if half of it is there at the beginning."""
+    link, late, early = LinkSpeed(1e-2, 1e8), {str(i): 0.1 for i in range(16)}, {str(i): 0.0 for i in range(8)}
+    assert best_policy(EVEN, StepTimes(backward=0.1, ready=late), link).cap == 16 << 20
+    assert best_policy(EVEN, StepTimes(backward=0.1, ready={**late, **early}), link).cap == 8 << 20

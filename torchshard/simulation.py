@@ -182,21 +182,20 @@ def simulate_step(plan: Iterable[PlannedBucket], network: Network, times: StepTi
     return Simulation(spans, network, compute, sum(bucket.nbytes for bucket in buckets))
 
 
-def finish_time(plan: Iterable[PlannedBucket], seconds: float, link: LinkSpeed) -> float:
-    """When all gradients are reduced, counted from the beginning of a backward that takes `seconds` by itself.
+def finish_time(plan: Iterable[PlannedBucket], times: StepTimes, link: LinkSpeed) -> float:
+    """When all gradients are reduced, counted from the beginning of a backward with these times and no forward.
 
-    Gradients are taken to come at an even pace, byte by byte; a bucket leaves when it is full and the one before it
-    has arrived.
+    A bucket leaves when it is full and the one before it has arrived.
     """
-    return max([seconds, *[end for _, end in _under_way(list(plan), StepTimes(backward=seconds), link)]])
+    return max([times.backward, *[end for _, end in _under_way(list(plan), times, link)]])
 
 
-def best_policy(ready: Iterable[Gradient], seconds: float, link: LinkSpeed) -> BucketPolicy:
+def best_policy(ready: Iterable[Gradient], times: StepTimes, link: LinkSpeed) -> BucketPolicy:
     """The sizes of buckets, all alike, with which a backward is over soonest; of equally good ones the largest.
 
     Args:
         ready: gradients in the order in which they become ready.
-        seconds: how long the backward takes without communication.
+        times: of the backward without communication, and of what is ready when.
         link: between the ranks.
     """
     gradients = list(ready)
@@ -204,7 +203,7 @@ def best_policy(ready: Iterable[Gradient], seconds: float, link: LinkSpeed) -> B
     best, soonest = BucketPolicy(cap, cap), float("inf")
     while cap >= 1 << 14:
         policy = BucketPolicy(cap, cap)
-        end = finish_time(plan_buckets(gradients, policy), seconds, link)
+        end = finish_time(plan_buckets(gradients, policy), times, link)
         if end < 0.99 * soonest:
             best, soonest = policy, end
         cap //= 2

@@ -20,7 +20,7 @@ def _inserted(plan):
         for line in graph.code.splitlines():
             found = re.search(r"(torchshard\.\w+|aten\.mm)\.default\]\((args = .*), kwargs", line)
             if found:
-                arguments = re.sub(r"as_strided_default", "slot", found[2]).replace("open_bucket_default", "flat")
+                arguments = found[2].replace("open_bucket_default", "flat")
                 lines.append(f"  {found[1]} {arguments.replace('%empty_memory_format', '%token')}")
     return "\n".join(lines)
 

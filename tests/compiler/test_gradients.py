@@ -24,7 +24,7 @@ IN_GRAPH = {  # of the parameters with a gradient, those that only graphs use
 CAP = 0.01  # MiB: several buckets in each model
 
 
-def _train(rank, world, how, names, sizes=(8, 8, 8), parts=1, zero=True, settings=None):
+def train(rank, world, how, names, sizes=(8, 8, 8), parts=1, zero=True, settings=None):
     """Train each model for a step per size; worst error and what was counted in each."""
     from tests.compiler.traced import BACKENDS
     from torchshard.ddp import DistributedDataParallel
@@ -56,7 +56,7 @@ def _train(rank, world, how, names, sizes=(8, 8, 8), parts=1, zero=True, setting
     return answers
 
 
-def _check(answers, expected):
+def check(answers, expected):
     for name, steps in answers.items():
         assert all(worst < 1e-5 for worst, *_ in steps), (name, steps)
         for _, in_graph, _, late in steps[2:]:
@@ -65,40 +65,33 @@ def _check(answers, expected):
 
 @pytest.mark.parametrize("names", [["mlp", "normed", "tied", "unused"], ["gpt", "tied gpt", "checkpoint", "both"]])
 def test_every_model(names):
-    for answers in run_ranks(2, _train, "traced", names):
-        _check(answers, IN_GRAPH)
-
-
-def test_the_string_and_inductor():
-    for answers in run_ranks(2, _train, "inductor", ["mlp", "both"], timeout=280):
-        _check(answers, IN_GRAPH)
+    for answers in run_ranks(2, train, "traced", names):
+        check(answers, IN_GRAPH)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", IN_GRAPH)
 def test_every_model_with_inductor(name):
-    for answers in run_ranks(2, _train, "inductor", [name], timeout=280):
-        _check(answers, IN_GRAPH)
+    for answers in run_ranks(2, train, "inductor", [name], timeout=280):
+        check(answers, IN_GRAPH)
 
 
 def test_split():
     names = ["mlp", "tied gpt", "both", "unused"]
-    for answers in run_ranks(2, _train, "split", names):
-        _check(answers, dict.fromkeys(names, 0))
+    for answers in run_ranks(2, train, "split", names):
+        check(answers, dict.fromkeys(names, 0))
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
 def test_worlds(world):
-    for answers in run_ranks(world, _train, "traced", ["plain"], (12, 12, 12)):
-        _check(answers, IN_GRAPH)
+    for answers in run_ranks(world, train, "traced", ["plain"], (12, 12, 12)):
+        check(answers, IN_GRAPH)
 
 
 def _accumulate(rank, world):
     """All wrappers go through one compiled graph, which serves any of them."""
     return [
-        _train(
-            rank, world, "traced", ["plain", "break"], (8, 8, 8, 16), parts, zero, {"gradient_as_bucket_view": views}
-        )
+        train(rank, world, "traced", ["plain", "break"], (8, 8, 8, 16), parts, zero, {"gradient_as_bucket_view": views})
         for parts, zero in ((1, True), (1, False), (1, None), (2, True), (2, False))
         for views in (False, True)
     ]
@@ -108,9 +101,9 @@ def test_accumulation():
     """Gradients that are there before the reduction: from no_sync, from before, or zeros."""
     for answers in run_ranks(2, _accumulate):
         for answer in answers:
-            _check(answer, IN_GRAPH)
+            check(answer, IN_GRAPH)
 
 
 def test_dynamic_batch_sizes():
-    for answers in run_ranks(2, _train, "traced", ["plain", "gpt"], (8, 8, 12, 16, 8), timeout=240):
-        _check(answers, IN_GRAPH)
+    for answers in run_ranks(2, train, "traced", ["plain", "gpt"], (8, 8, 12, 16, 8), timeout=240):
+        check(answers, IN_GRAPH)

@@ -27,7 +27,7 @@ class Trial:
         self.rank, self.world, self.ranks = rank, world, [rank] if alone else range(world)
         module = make()
         self.reference = copy.deepcopy(module)
-        self.ddp = DistributedDataParallel(module, bucket_cap_mb=0.01, **settings)
+        self.ddp = DistributedDataParallel(module, **{"bucket_cap_mb": 0.01, **settings})
         self.model = torch.compile(self.ddp, **BACKENDS[how](), **(compile or {}))
 
     def step(self, objective, size=8):

@@ -38,7 +38,7 @@ class Call:
         slots = tuple(self._numbers[i] for i in params)
         lent = self._reducer.lend(slots)
         self._open[bucket] = params, slots, lent
-        return lent.lend() if lent else None
+        return lent.lend(slots) if lent else None
 
     def factors(self, bucket: int, slot: int) -> tuple[float, float]:
         """Alpha and beta: how a gradient is written to its slot."""
@@ -59,7 +59,7 @@ class Call:
                 else:  # another bucket's parameter; the slot itself is about to be reduced
                     self._instead[self._positions[param]] = view.clone()
             lent.fill(filled)
-        self._reducer.graph_filled(slots, lent)
+        self._reducer.graph_filled(slots, lent, views)
 
     def _hand_over(self, results: tuple[Any, ...], _given: object) -> tuple[Any, ...] | None:
         """The node has run: keep from autograd the gradients that are being reduced."""

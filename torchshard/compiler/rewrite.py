@@ -1,6 +1,7 @@
 """The pass over a backward graph: gradients of parameters into flat buckets, launched where they are complete."""
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,8 +159,13 @@ class _Insertion:
         return self._first if node.op == "placeholder" else node
 
     def _slot(self, flat: torch.fx.Node, i: int, start: int) -> torch.fx.Node:
-        p = self._parameters[i]
-        return self._graph.call_function(_aten.as_strided.default, (flat, list(p.shape), list(p.strides), start))
+        """A gradient's place; not as_strided, whose offset would count from the beginning of the memory of `flat`."""
+        p, graph = self._parameters[i], self._graph
+        outward = sorted(range(len(p.shape)), key=lambda dim: -p.strides[dim])  # strides without holes
+        inward = sorted(range(len(outward)), key=outward.__getitem__)
+        place = graph.call_function(_aten.slice.Tensor, (flat, 0, start, start + math.prod(p.shape)))
+        ordered = graph.call_function(_aten.view.default, (place, [p.shape[dim] for dim in outward]))
+        return graph.create_node("call_function", _aten.permute.default, (ordered, inward), name="slot")
 
     def _can_write_to_slot(self, node: torch.fx.Node) -> bool:
         """Whether this is a matrix product that nothing but the output needs."""

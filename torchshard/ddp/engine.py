@@ -115,10 +115,9 @@ class Engine:
         return MixedPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
 
     def _connect_precision(self) -> None:
-        """Full precision comes back when a backward is over; graphs with buckets of their own do not know dtypes."""
+        """Full precision comes back when a backward is over."""
         if self._precision:
             self.reducer.at_end.append(self._precision.restore)
-            self.reducer.lending.refused = True
 
     def _lower_precision(self, *inputs: Any) -> Any:
         """Cast parameters and inputs for a forward."""

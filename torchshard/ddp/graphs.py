@@ -1,8 +1,8 @@
 """Buckets that compiled graphs fill: gradients are born in their place, and the bucket leaves while the graph runs.
 
-A graph that has the gradients of some parameters in one bucket of its own asks the reducer for the memory of the
-bucket with just these parameters. It writes each gradient, scaled, into its slot and hands autograd nothing for it;
-`.grad` is set when the backward is over. So what autograd still brings for such a parameter came from elsewhere, and
+A graph that has the gradients of some parameters in one segment asks the reducer for the memory of this segment in a
+bucket. It writes each gradient, scaled, into its slot and hands autograd nothing for it; `.grad` is set when the
+backward is over. So what autograd still brings for such a parameter came from elsewhere, and
 is reduced by itself: averaging is linear.
 """
 
@@ -16,10 +16,10 @@ from torchshard.ddp.flat import FlatBucket, gradient_strides
 
 
 class GraphBucket(FlatBucket):
-    """A bucket laid out by a compiled graph. Hooks fill it in a backward in which the graph does not.
+    """A bucket laid out by compiled graphs. Hooks fill what graphs do not in some backward.
 
     Args:
-        slots: numbers of the parameters, in the graph's order.
+        segments: what a graph fills at once: numbers of the parameters, in its order.
         members: those whose gradients this bucket reduces; the slots of others are holes, with unused contents.
         params: all parameters of the reducer.
         scale, views_stay, existing, never: as for FlatBucket.
@@ -27,7 +27,7 @@ class GraphBucket(FlatBucket):
 
     def __init__(
         self,
-        slots: Sequence[int],
+        segments: Sequence[tuple[int, ...]],
         members: Collection[int],
         params: Sequence[torch.nn.Parameter],
         scale: float,
@@ -35,33 +35,44 @@ class GraphBucket(FlatBucket):
         existing: Collection[int],
         never: Collection[int] = (),
     ) -> None:
+        slots = [i for part in segments for i in part]
         chosen = {i: params[i] for i in slots if i in members}
         super().__init__(chosen, scale, views_stay, existing, never, small=0)
-        self.slots = tuple(slots)
         starts, self._numel = slices(params[i].numel() for i in slots)
         self._offsets = {i: start for i, start in zip(slots, starts, strict=True) if i in members}
+        self._segments: dict[tuple[int, ...], tuple[int, int]] = {}  # where each begins and ends
+        end = 0
+        for part in segments:
+            begin, end = end, end + slices(params[i].numel() for i in part)[1]
+            self._segments[part] = begin, end
         self._accumulated: set[int] = set()  # gradients that lie in their slots already
         self._before: dict[int, torch.Tensor] = {}  # gradients that were there and take part
-        self._filled: Mapping[int, torch.Tensor] = {}
+        self._filled: dict[int, torch.Tensor] = {}
 
-    def ready_for_graph(self) -> bool:
-        """Whether nothing has come yet, and autograd would give each member's gradient to `.grad` and nobody else."""
+    @property
+    def segments(self) -> Iterable[tuple[int, ...]]:
+        """What graphs may fill at once."""
+        return self._segments
+
+    def ready_for_graph(self, slots: tuple[int, ...]) -> bool:
+        """Whether nothing of a segment has come, and autograd would give it to each `.grad` and nobody else."""
+        members = [i for i in slots if i in self.members]
         return (
             self.work is None
-            and len(self.pending) == len(self.members)
-            and not any(map(_torch.has_other_hooks, self.members.values()))
+            and self.pending.issuperset(members)
+            and not any(_torch.has_other_hooks(self.members[i]) for i in members)
         )
 
-    def lend(self) -> torch.Tensor:
-        """The flat memory, for a graph to write; beforehand, see what lies there."""
+    def lend(self, slots: tuple[int, ...]) -> torch.Tensor:
+        """The flat memory of a segment, for a graph to write; beforehand, see what lies there."""
         flat = self._open()
         start, size = flat.data_ptr(), flat.element_size()
-        self._accumulated = {
-            i
-            for i, p in self.members.items()
-            if p.grad is not None and p.grad.data_ptr() == start + size * self._offsets[i]
-        }
-        return flat.detach()
+        for i in slots:
+            grad = self.members[i].grad if i in self.members else None
+            if grad is not None and grad.data_ptr() == start + size * self._offsets[i]:
+                self._accumulated.add(i)
+        begin, end = self._segments[slots]
+        return flat.detach()[begin:end]
 
     def factors(self, index: int) -> tuple[float, float]:
         """How a gradient is written: alpha times the new one plus beta times what lies in its slot."""
@@ -70,16 +81,18 @@ class GraphBucket(FlatBucket):
         return self.scale, self.scale if index in self._accumulated else 0.0
 
     def fill(self, views: Mapping[int, torch.Tensor]) -> None:
-        """The graph has written the members' gradients; these are its views of the slots."""
-        for i, p in self.members.items():
+        """The graph has written gradients of members; these are its views of the slots."""
+        for i, view in views.items():
+            p = self.members[i]
             grad = p.grad
             if grad is not None:
                 if i not in self._accumulated:
-                    views[i].add_(grad, alpha=self.scale)
+                    view.add_(grad, alpha=self.scale)
                 self._before[i] = grad
                 p.grad = None
-        self._filled, self.graph_filled = views, len(views)
-        self.pending.clear()
+        self._filled.update(views)
+        self.graph_filled += len(views)
+        self.pending.difference_update(views)
 
     def is_filled(self, index: int) -> bool:
         """Whether a graph has given this parameter's gradient in the backward that runs."""
@@ -108,6 +121,7 @@ class GraphBucket(FlatBucket):
         """Get ready for the next backward."""
         super().reset()
         self._filled, self.graph_filled = {}, 0
+        self._accumulated.clear()
         for i, grad in self._before.items():  # the backward failed after they were put aside
             self.members[i].grad = grad
         self._before.clear()

@@ -1,14 +1,52 @@
 """Which bucket each gradient goes to, from what was seen in one backward: arithmetic, and its form on the wire."""
 
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_buckets
+from torchshard.simulation import StepTimes
 
 Event = int | tuple[int, ...]
-"""A parameter's gradient arrived through its hook; or a graph had the gradients of these parameters in one bucket."""
+"""A parameter's gradient arrived through its hook; or a graph had the gradients of these parameters in one segment."""
 
-_HOOKS, _GRAPH, _HOLE = -1, -2, -3
+_EACH = BucketPolicy(cap=0, first=0)
+
+_HOOKS, _GRAPH, _NEXT, _HOLE = -1, -2, -3, -4
+
+
+class Events(list[Event]):
+    """What happens in one backward, in order.
+
+    Attributes:
+        begin, end: of the backward, in seconds of time.perf_counter.
+        moments: when each event happened last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = self.end = 0.0
+        self.moments: dict[Event, float] = {}
+
+    def append(self, event: Event) -> None:
+        """It happens now."""
+        super().append(event)
+        self.moments[event] = time.perf_counter()
+
+    def as_gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """What has come, in order: gradients of parameters, and of whole segments, which count as one."""
+        parts = [(event,) if isinstance(event, int) else event for event in self]
+        return segment_gradients(parts, gradients)
+
+    def times(self, came: Iterable[Gradient]) -> StepTimes:
+        """When that was, counted from the beginning of the backward."""
+        moments = (self.moments[event] - self.begin for event in self)
+        ready = {gradient.name: moment for gradient, moment in zip(came, moments, strict=True)}
+        return StepTimes(backward=self.end - self.begin, ready=ready)
+
+    def has_graphs(self) -> bool:
+        """Whether a compiled graph has made some of the gradients."""
+        return any(isinstance(event, tuple) for event in self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +55,20 @@ class LaidBucket:
 
     Attributes:
         members: the parameters whose gradients it reduces.
-        slots: if a graph fills it, the parameters in the graph's order; some may belong to other buckets, and their
-            places are holes. Else empty.
+        segments: if graphs fill it, what they fill at once, one after another: the parameters in the graph's order;
+            some may belong to other buckets, and their places are holes. Else empty.
     """
 
     members: tuple[int, ...]
-    slots: tuple[int, ...] = ()
+    segments: tuple[tuple[int, ...], ...] = ()
 
 
 def lay_out(
-    events: Sequence[Event], gradients: Sequence[Gradient], shared: Collection[int], policy: BucketPolicy
+    events: Sequence[Event],
+    gradients: Sequence[Gradient],
+    shared: Collection[int],
+    policy: BucketPolicy,
+    joins: bool = False,
 ) -> tuple[LaidBucket, ...]:
     """Buckets in the order in which they were complete.
 
@@ -35,14 +77,17 @@ def lay_out(
         gradients: of all parameters, by number.
         shared: parameters that have other sources of gradient than one graph: left to hooks.
         policy: for the gradients that come through hooks.
+        joins: whether it also holds for what graphs make, which are then compiled with small segments; else each
+            segment is a bucket.
     """
     graphs = {event: at for at, event in enumerate(events) if isinstance(event, tuple)}
     owned = {i for i in range(len(gradients)) if i not in shared and sum(i in slots for slots in graphs) == 1}
-    found = [
-        (at, LaidBucket(tuple(i for i in slots if i in owned), slots))
-        for slots, at in graphs.items()
-        if not owned.isdisjoint(slots)
-    ]
+    segments = [slots for slots in graphs if not owned.isdisjoint(slots)]
+    found = []
+    for joined in plan_buckets(segment_gradients(segments, gradients), policy if joins else _EACH):
+        parts = tuple(segments[g.index] for g in joined.gradients)
+        members = tuple(i for slots in parts for i in slots if i in owned)
+        found.append((graphs[parts[-1]], LaidBucket(members, parts)))
     when = {event: at for at, event in enumerate(events) if isinstance(event, int)}
     by_graph = {i for _, bucket in found for i in bucket.members}
     missing = [i for i in reversed(range(len(gradients))) if i not in when and i not in by_graph]
@@ -54,6 +99,14 @@ def lay_out(
     return tuple(bucket for _, bucket in found)
 
 
+def segment_gradients(segments: Sequence[tuple[int, ...]], gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Each segment of a graph as one gradient, for the planner."""
+    return [
+        Gradient(k, str(slots), sum(gradients[i].nbytes for i in slots), gradients[slots[0]].kind)
+        for k, slots in enumerate(segments)
+    ]
+
+
 def planned(layout: Iterable[LaidBucket], gradients: Sequence[Gradient]) -> tuple[PlannedBucket, ...]:
     """The layout in the planner's words."""
     return tuple(PlannedBucket(tuple(gradients[i] for i in bucket.members)) for bucket in layout)
@@ -63,26 +116,30 @@ def encode(layout: Iterable[LaidBucket]) -> list[int]:
     """The layout as integers, to be broadcast."""
     numbers: list[int] = []
     for bucket in layout:
-        numbers.append(_GRAPH if bucket.slots else _HOOKS)
-        numbers += [i if i in bucket.members else _HOLE - i for i in bucket.slots or bucket.members]
+        numbers.append(_GRAPH if bucket.segments else _HOOKS)
+        for number, slots in enumerate(bucket.segments or (bucket.members,)):
+            numbers += [_NEXT] if number else []
+            numbers += [i if i in bucket.members else _HOLE - i for i in slots]
     return numbers
 
 
 def decode(numbers: Iterable[int]) -> tuple[LaidBucket, ...]:
     """The layout that `encode` was given."""
     kinds: list[int] = []
-    entries: list[list[int]] = []
+    entries: list[list[list[int]]] = []
     for number in numbers:
         if number in (_HOOKS, _GRAPH):
             kinds.append(number)
-            entries.append([])
+            entries.append([[]])
+        elif number == _NEXT:
+            entries[-1].append([])
         else:
-            entries[-1].append(number)
+            entries[-1][-1].append(number)
     layout = []
     for kind, found in zip(kinds, entries, strict=True):
-        members = tuple(i for i in found if i >= 0)
-        slots = tuple(i if i >= 0 else _HOLE - i for i in found) if kind == _GRAPH else ()
-        layout.append(LaidBucket(members, slots))
+        members = tuple(i for part in found for i in part if i >= 0)
+        parts = (tuple(i if i >= 0 else _HOLE - i for i in part) for part in found)
+        layout.append(LaidBucket(members, tuple(parts) if kind == _GRAPH else ()))
     return tuple(layout)
 
 

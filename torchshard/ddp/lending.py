@@ -1,15 +1,19 @@
 """Buckets lent to compiled graphs, and gradients that come beside what a graph has reduced already."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from torchshard.buckets import BucketPolicy, MiB
+from torchshard.ddp import messages
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 
 if TYPE_CHECKING:
     from torchshard.ddp.reducer import Reducer
+
+_SEGMENTS = BucketPolicy(cap=MiB // 4, first=MiB // 4)
 
 
 class Lending:
@@ -19,25 +23,61 @@ class Lending:
         shared: parameters with gradients from a graph and from elsewhere.
         late: gradients that came after a graph had filled their place, in the backward that runs.
         refused: every gradient has to come through its hook.
+        joins: sizes of buckets are chosen after graphs have been compiled, with small segments.
     """
 
     def __init__(self, reducer: "Reducer") -> None:
         self._reducer = reducer
         self.shared: set[int] = set()
         self.late: dict[int, torch.Tensor] = {}
-        self.refused = False
+        self.refused = self.joins = False
+        self._bucket_of: dict[tuple[int, ...], GraphBucket] = {}  # by segment
         self._known: set[tuple[int, ...]] = set()  # the layout knew of them, or they have been asked for since
         self._wish = False  # for another layout
+        self._checks: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def policy(self) -> BucketPolicy:
+        """Sizes of the segments of gradients that graphs are compiled to fill at once."""
+        return _SEGMENTS if self.joins else self._reducer.policy
 
     def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
         """See Reducer.lend."""
         reducer = self._reducer
-        bucket = next((b for b in reducer.buckets if isinstance(b, GraphBucket) and b.slots == slots), None)
-        if self.refused or bucket is None or not bucket.ready_for_graph():
+        bucket = self._bucket_of.get(slots)
+        if self.refused or bucket is None or not bucket.ready_for_graph(slots):
             self._wish = self._wish or (reducer.arrived is None and slots not in self._known and not self.refused)
             self._known.add(slots)
             return None
-        return bucket if all(map(reducer.will_run, bucket.members)) else None
+        return bucket if all(reducer.will_run(i) for i in slots if i in bucket.members) else None
+
+    def adopt(self, buckets: Iterable[FlatBucket]) -> None:
+        """These are the reducer's buckets from now on."""
+        self._bucket_of = {slots: b for b in buckets if isinstance(b, GraphBucket) for slots in b.segments}
+
+    def check(self, slots: tuple[int, ...], views: Sequence[torch.Tensor]) -> None:
+        """In a backward whose order is learned: whether autograd brings just these tensors, which a graph has made.
+
+        If it brings others, there are more sources of these gradients than the graph.
+        """
+        for i, view in zip(slots, views, strict=True):
+            self._checks.append(self._reducer.leaves[i].register_prehook(self._comparing(i, view)))
+
+    def _comparing(self, index: int, made: torch.Tensor) -> Callable[[tuple[torch.Tensor, ...]], None]:
+        memory = made.untyped_storage()  # kept, so that nothing else comes to lie there; a tensor kept would be copied
+        offset = made.data_ptr() - memory.data_ptr()
+
+        def compare(brought: tuple[torch.Tensor, ...]) -> None:
+            if brought[0].data_ptr() != memory.data_ptr() + offset:
+                self.shared.add(index)
+
+        return compare
+
+    def end_checks(self) -> None:
+        """The backward is over."""
+        for handle in self._checks:
+            handle.remove()
+        self._checks.clear()
 
     def know(self, slots: Iterable[tuple[int, ...]]) -> None:
         """A layout that takes these into account is about to be made."""
@@ -59,7 +99,10 @@ class Lending:
         if not self.late:
             return
         reducer, kinds = self._reducer, dict[tuple[torch.dtype, torch.device], list[int]]()
-        reducer.exchange.confirm("late: " + ", ".join(reducer.names[i] for i in sorted(self.late)))
+        late = ", ".join(reducer.names[i] for i in sorted(self.late))
+        reducer.exchange.confirm("late: " + late)
+        if not reducer.reduction.is_linear:
+            raise RuntimeError(messages.late_text(late))
         for i in sorted(self.late):
             kinds.setdefault((self.late[i].dtype, self.late[i].device), []).append(i)
         for number, members in enumerate(kinds.values(), len(reducer.buckets)):

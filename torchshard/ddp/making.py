@@ -9,7 +9,7 @@ from torchshard.buckets import Gradient
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.layouts import LaidBucket
-from torchshard.ddp.mixed import MixedBucket
+from torchshard.ddp.mixed import MixedBucket, MixedGraphBucket
 from torchshard.ddp.sparse import SparseBucket
 
 
@@ -50,8 +50,14 @@ class Recipe:
         for laid in layout:
             members = {i: self.params[i] for i in laid.members}
             common = scale, self.views_stay, self.existing, never
-            if laid.slots:
-                made.append(GraphBucket(laid.slots, laid.members, self.params, *common))
+            if laid.segments and self.reduce_dtype is not None:
+                made.append(
+                    MixedGraphBucket(
+                        laid.segments, laid.members, self.params, scale, self.existing, never, self.reduce_dtype
+                    )
+                )
+            elif laid.segments:
+                made.append(GraphBucket(laid.segments, laid.members, self.params, *common))
             elif self.sparse and not self.sparse.isdisjoint(members):
                 made.append(SparseBucket(members, *common))
             elif self.reduce_dtype is not None:

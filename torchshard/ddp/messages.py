@@ -49,3 +49,13 @@ def twice_text(index: int, name: str) -> str:
         "backward ran twice for one forward. "
         f"Parameter at index {index} with name {name} has been marked as ready twice."
     )
+
+
+def late_text(names: str) -> str:
+    """Gradients came beside what a compiled graph had given to a communication hook already."""
+    return (
+        f"DistributedDataParallel: after a compiled graph had given the gradients of {names} to the communication "
+        "hook, more came for them from outside of the graph; the hook is not known to be linear, so they cannot be "
+        "reduced in two parts. Have all losses use these parameters from the first step on, when it is found out where "
+        "gradients come from, or compile with options={'reduction': 'split'}"
+    )

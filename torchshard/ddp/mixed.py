@@ -1,12 +1,13 @@
 """Parameters of lower precision in forward and backward, gradients reduced in a dtype of its own."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchshard import _torch
 from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.graphs import GraphBucket
 
 
 class MixedPrecision:
@@ -60,8 +61,43 @@ class MixedPrecision:
             raise_precision(p)
 
 
-class MixedBucket(FlatBucket):
-    """A bucket in the dtype of the reduction; gradients are copied in from theirs and out to the full parameter's.
+class _OfAnotherDtype(FlatBucket):
+    """A bucket in the dtype of the reduction; gradients are copied in from theirs and out to the full parameter's."""
+
+    _dtype: torch.dtype
+
+    def take(self, param: torch.Tensor, index: int) -> None:
+        """Move the gradient of one parameter in, scaled; none counts as unused."""
+        with torch.no_grad():
+            if param.grad is None:
+                self._take_absent(index)
+            else:
+                torch.mul(param.grad, self.scale, out=self._places()[index])
+
+    def finish(self, used: Collection[int]) -> None:
+        """The sum is there: give it out in full precision. A gradient that was there keeps its identity."""
+        self.install()
+        places = self._places()
+        for i, p in self.members.items():
+            if i in self._absent and i not in used:
+                continue
+            raise_precision(p)
+            result = torch.empty_like(p).copy_(places[i].detach()).detach()
+            if p.grad is None:
+                p.grad = result
+            else:
+                p.grad.data = result
+
+    def zeros(self) -> torch.Tensor:
+        """What a rank without gradients would contribute."""
+        return super().zeros().to(self._dtype)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        return super()._allocate(like).to(self._dtype)
+
+
+class MixedBucket(_OfAnotherDtype):
+    """Filled by hooks.
 
     Args:
         members, scale, existing, never: as for FlatBucket.
@@ -79,39 +115,52 @@ class MixedBucket(FlatBucket):
         super().__init__(members, scale, True, existing, never, small=0)
         self._dtype = dtype
 
-    def take(self, param: torch.Tensor, index: int) -> None:
-        """Move the gradient of one parameter in, scaled; none counts as unused."""
-        with torch.no_grad():
-            if param.grad is None:
-                self._take_absent(index)
-            else:
-                torch.mul(param.grad, self.scale, out=self._places()[index])
-
-    def finish(self, used: Collection[int]) -> None:
-        """The sum is there: give it out in full precision. A gradient that was there keeps its identity."""
-        places = self._places()
-        for i, p in self.members.items():
-            if i in self._absent and i not in used:
-                continue
-            raise_precision(p)
-            result = torch.empty_like(p).copy_(places[i].detach()).detach()
-            if p.grad is None:
-                p.grad = result
-            else:
-                p.grad.data = result
-
-    def zeros(self) -> torch.Tensor:
-        """What a rank without gradients would contribute."""
-        return super().zeros().to(self._dtype)
-
     def _split(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
         return [part.view(p.shape) for part, p in zip(flat.split(self._numels()), self.members.values(), strict=True)]
 
     def _numels(self) -> list[int]:
         return [p.numel() for p in self.members.values()]
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(self._numel, dtype=self._dtype, device=like.device)
+
+class MixedGraphBucket(_OfAnotherDtype, GraphBucket):
+    """Filled by a compiled graph, whose gradients are of the parameters' low precision.
+
+    Args:
+        segments, members, params, scale, existing, never: as for GraphBucket.
+        dtype: of the reduction.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[tuple[int, ...]],
+        members: Collection[int],
+        params: Sequence[torch.nn.Parameter],
+        scale: float,
+        existing: Collection[int],
+        never: Collection[int],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(segments, members, params, scale, True, existing, never)
+        self._dtype = dtype
+
+    def lend(self, slots: tuple[int, ...]) -> torch.Tensor:
+        """As of GraphBucket; other memory if the graph's dtype is another."""
+        flat, low = super().lend(slots), next(iter(self.members.values())).dtype
+        return flat if flat.dtype is low else torch.empty_like(flat, dtype=low)
+
+    def fill(self, views: Mapping[int, torch.Tensor]) -> None:
+        """As of GraphBucket; what was written elsewhere moves to the dtype of the reduction."""
+        super().fill(views)
+        for i, view in views.items():
+            if view.dtype is not self._dtype:
+                self._places()[i].copy_(view)
+
+    def install(self) -> None:
+        """The backward is over: gradients that were there are back; `finish` gives them, or new ones, the result."""
+        for i in self._filled:
+            self.members[i].grad = self._before.get(i)
+        self._filled = {}
+        self._before.clear()
 
 
 def raise_precision(param: torch.Tensor) -> None:

@@ -21,7 +21,6 @@ class ObservedReducer(Reducer):
         step: that is being recorded, if one is.
         has_learned: whether the buckets are those of a backward that was seen.
         link: between the ranks, if sizes of buckets are to be chosen by it.
-        last_backward: seconds that the last recorded backward has taken before the last buckets were waited for.
         unused_bytes: of parameters that had no gradient in the last backward that was recorded.
         noting: a context that notes what is raised inside, for who asks later.
     """
@@ -30,7 +29,6 @@ class ObservedReducer(Reducer):
     step: Step | None = None
     has_learned = False
     link: LinkSpeed | None = None
-    last_backward = 0.0
     unused_bytes = 0
     _uneven = False
 
@@ -42,6 +40,10 @@ class ObservedReducer(Reducer):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.reduction = Hooked(hook, state)
         self._use_scale()
+
+    def choose_sizes(self, link: LinkSpeed | None) -> None:
+        """Find out which sizes of buckets suit this link between the ranks; None if there is none."""
+        self.link, self.lending.joins = link, link is not None
 
     def use_static_graph(self) -> None:
         """Take all backwards for alike; RuntimeError if one has been reduced already."""
@@ -102,16 +104,20 @@ class ObservedReducer(Reducer):
         if self.step is not None and self.step.times:
             self.unused_bytes = sum(self._gradients[i].nbytes for b in self.buckets for i in b.absent)
             self.step.finish()
-            self.last_backward = (self.step.backward_end - self.step.backward) * 1e-9
             self.step = None
         super()._reset()
 
     def _learn(self) -> None:
-        if self.link is not None and self.last_backward:
-            ready = [self._gradients[i] for i in reversed(range(len(self.params)))]
-            self.policy = best_policy(ready, self.last_backward, self.link)
+        events = self.arrived
+        assert events is not None, "there is something to learn from"
+        first, self.has_learned = not self.has_learned, True
+        compiled = first and events.has_graphs()  # while it ran
+        if self.link is not None and events and not compiled:
+            ready = events.as_gradients(self._gradients)
+            self.policy = best_policy(ready, events.times(ready), self.link)
         super()._learn()
-        self.has_learned = True
+        if self.link is not None and first and any(isinstance(b, GraphBucket) for b in self.buckets):
+            self._learn_again()  # decided by the layout, which all ranks have in common
 
     # ---------------------------------------------------------------------------------------------- forward
 

@@ -11,6 +11,7 @@ whose graph is another, or that has none, fills the same buckets through its hoo
 """
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -27,7 +28,7 @@ from torchshard.ddp.counters import Counters
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
-from torchshard.ddp.layouts import Event, LaidBucket, decode, encode, is_milestone, lay_out, planned
+from torchshard.ddp.layouts import Events, LaidBucket, decode, encode, is_milestone, lay_out, planned
 from torchshard.ddp.lending import Lending
 from torchshard.ddp.making import Recipe
 from torchshard.ddp.passes import ForwardPass, Mode, watch
@@ -76,7 +77,7 @@ class Reducer(ReducerCompatibility):
         self.exchange = Exchange(group, self.device)
         self.lending = Lending(self)
         self.mode = Mode.IDLE
-        self.arrived: list[Event] | None = []  # in a backward whose order is to be learned
+        self.arrived: Events | None = Events()  # in a backward whose order is to be learned
         self.numbers = {id(p): i for i, p in enumerate(self.params)}
         self.names_by_id = {id(p): n for n, p in named}
         self.at_end: list[Callable[[], None]] = []  # to be called when a backward is over, reduced or not
@@ -104,7 +105,7 @@ class Reducer(ReducerCompatibility):
 
     def renew_leaves(self) -> None:
         """Look up where gradients end, anew: other data in a parameter moves that."""
-        self._leaves = [torch.autograd.graph.get_gradient_edge(p).node for p in self.params]
+        self.leaves = [torch.autograd.graph.get_gradient_edge(p).node for p in self.params]
 
     def before_forward(self, sync: bool) -> None:
         """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
@@ -133,7 +134,7 @@ class Reducer(ReducerCompatibility):
     def _begin(self, forward: ForwardPass) -> None:
         """A backward has reached an output of this forward."""
         self._forget_failed()
-        if forward.sync and self.mode is not Mode.SYNC and any(map(_torch.will_run, self._leaves)):
+        if forward.sync and self.mode is not Mode.SYNC and any(map(_torch.will_run, self.leaves)):
             self._enter(Mode.SYNC)
         elif not forward.sync and self.mode is Mode.IDLE:
             self._enter(Mode.LOCAL)
@@ -142,7 +143,7 @@ class Reducer(ReducerCompatibility):
 
     def will_run(self, index: int) -> bool:
         """Whether the backward that runs will accumulate the gradient of this parameter."""
-        return _torch.will_run(self._leaves[index])
+        return _torch.will_run(self.leaves[index])
 
     @property
     def is_attentive(self) -> bool:
@@ -165,6 +166,8 @@ class Reducer(ReducerCompatibility):
         if self.is_unfinished:
             raise RuntimeError(messages.UNFINALIZED)
         self.mode = mode
+        if self.arrived is not None:
+            self.arrived.begin = time.perf_counter()
         end = functools.partial(self._end)  # the engine drops it if the backward fails
         self._end_of_backward = weakref.ref(end)
         _torch.queue_callback(end)
@@ -241,6 +244,8 @@ class Reducer(ReducerCompatibility):
             act()
 
     def _end_of_sync(self) -> None:
+        if self.arrived is not None:
+            self.arrived.end = time.perf_counter()
         for bucket in self.buckets:
             self._settle(bucket)
             if self.usage.learning:
@@ -294,8 +299,12 @@ class Reducer(ReducerCompatibility):
         if self.arrived is not None:
             self._learn()
         elif is_milestone(self.counters.backwards) and self.lending.somebody_wishes():
-            self.arrived = []
-            self._hooks.put(self)
+            self._learn_again()
+
+    def _learn_again(self) -> None:
+        """Lay the buckets out anew after the next backward."""
+        self.arrived = Events()
+        self._hooks.put(self)
 
     def _wait(self) -> None:
         for number, bucket in enumerate(self.buckets):
@@ -309,6 +318,7 @@ class Reducer(ReducerCompatibility):
 
     def _reset(self) -> None:
         self.usage.reset()
+        self.lending.end_checks()
         for bucket in self.buckets:
             bucket.reset()
 
@@ -329,12 +339,12 @@ class Reducer(ReducerCompatibility):
     # ---------------------------------------------------------------------------------------------- graphs
 
     def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
-        """The bucket that a compiled graph may fill now, in a backward; None if these gradients go through hooks.
+        """The bucket a segment of which a compiled graph may fill now; None if these gradients go through hooks.
 
-        The graph writes into `bucket.lend()`, calls `bucket.fill` and then `graph_filled`.
+        The graph writes into `bucket.lend(slots)`, calls `bucket.fill` and then `graph_filled`.
 
         Args:
-            slots: numbers of the parameters, in the order of the graph's bucket.
+            slots: numbers of the parameters, in the graph's order.
         """
         if not self._hooks or torch.is_grad_enabled() or len(self._forwards) > 1:
             return None
@@ -342,11 +352,13 @@ class Reducer(ReducerCompatibility):
             self._enter(Mode.SYNC)
         return self.lending.lend(slots) if self.mode is Mode.SYNC else None
 
-    def graph_filled(self, slots: tuple[int, ...], bucket: GraphBucket | None) -> None:
+    def graph_filled(self, slots: tuple[int, ...], bucket: GraphBucket | None, views: Sequence[torch.Tensor]) -> None:
         """The gradients of these parameters are there; in the bucket that was lent, or else on their way to hooks."""
-        if self.arrived is not None and not self.lending.refused:
+        if self.arrived is not None and self.mode is Mode.SYNC and not self.lending.refused:
             self.arrived.append(slots)
-        if bucket is not None:
+            if bucket is None and len(self._forwards) <= 1:
+                self.lending.check(slots, views)
+        if bucket is not None and not bucket.pending:
             self.complete(bucket)
 
     # ---------------------------------------------------------------------------------------------- layout
@@ -362,7 +374,7 @@ class Reducer(ReducerCompatibility):
     def _learn(self) -> None:
         """Lay the buckets out by what rank 0 has seen in this backward."""
         assert self.arrived is not None, "there is something to learn from"
-        numbers = encode(lay_out(self.arrived, self._gradients, self.lending.shared, self.policy))
+        numbers = encode(lay_out(self.arrived, self._gradients, self.lending.shared, self.policy, self.lending.joins))
         numbers = self.exchange.of_first_rank(numbers)
         self.lending.know(event for event in self.arrived if isinstance(event, tuple))
         self.arrived = None
@@ -374,6 +386,7 @@ class Reducer(ReducerCompatibility):
         if self._verified:
             self.exchange.agreement.adopt(self._plan_text)
         self.buckets = self._recipe.make(layout, self.reduction.scale, self.usage.never)
+        self.lending.adopt(self.buckets)
         self._hooks.put(self)
 
     def remove_hooks(self) -> None:

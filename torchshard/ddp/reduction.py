@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.gradbucket import GradBucket
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
+
+_AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+"""Hooks of torch's that are linear, up to the rounding of their dtype."""
 
 _FUTURE: Any = (torch.futures.Future, torch.futures.Future.__base__)
 _FROM_PYTHON = "\n\nAt:\n"
@@ -25,9 +29,10 @@ class Sum:
     Attributes:
         scale: what gradients are multiplied with on their way in.
         hooked: whether a hook of the user's decides about the result.
+        is_linear: whether gradients may as well be reduced in two parts, and added up.
     """
 
-    hooked = False
+    hooked, is_linear = False, True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.scale = group, 1.0 / group.size()
@@ -65,7 +70,7 @@ class Hooked:
     scale, hooked = 1.0, True
 
     def __init__(self, hook: CommHook, state: object) -> None:
-        self._hook, self._state = hook, state
+        self._hook, self._state, self.is_linear = hook, state, hook in _AVERAGING
 
     def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
         """Begin to reduce a bucket that is full."""

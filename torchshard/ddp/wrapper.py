@@ -152,7 +152,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             verified=verified,
         )
         if self._chooses_buckets:
-            self.reducer.link = link_of(self.process_group, self.device)
+            self.reducer.choose_sizes(link_of(self.process_group, self.device))
         self._build_logger()
         self._connect_precision()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
