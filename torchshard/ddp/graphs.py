@@ -6,13 +6,13 @@ bucket with just these parameters. It writes each gradient, scaled, into its slo
 is reduced by itself: averaging is linear.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from torchshard import _torch
 from torchshard.buckets import slices
-from torchshard.ddp.flat import FlatBucket, gradient_strides
+from torchshard.ddp.flat import FlatBucket
 
 
 class GraphBucket(FlatBucket):
@@ -22,8 +22,10 @@ class GraphBucket(FlatBucket):
         slots: numbers of the parameters, in the graph's order.
         members: those whose gradients this bucket reduces; the slots of others are holes, with unused contents.
         params: all parameters of the reducer.
-        scale, views_stay, existing, never: as for FlatBucket.
+        scale, views_stay, never: as for FlatBucket.
     """
+
+    _is_dense = False
 
     def __init__(
         self,
@@ -32,11 +34,10 @@ class GraphBucket(FlatBucket):
         params: Sequence[torch.nn.Parameter],
         scale: float,
         views_stay: bool,
-        existing: Collection[int],
         never: Collection[int] = (),
     ) -> None:
         chosen = {i: params[i] for i in slots if i in members}
-        super().__init__(chosen, scale, views_stay, existing, never, small=0)
+        super().__init__(chosen, scale, views_stay, never, small=0)
         self.slots = tuple(slots)
         starts, self._numel = slices(params[i].numel() for i in slots)
         self._offsets = {i: start for i, start in zip(slots, starts, strict=True) if i in members}
@@ -111,9 +112,6 @@ class GraphBucket(FlatBucket):
         for i, grad in self._before.items():  # the backward failed after they were put aside
             self.members[i].grad = grad
         self._before.clear()
-
-    def _split(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
-        return [flat.as_strided(p.shape, gradient_strides(p), self._offsets[i]) for i, p in self.members.items()]
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(self._numel, dtype=like.dtype, device=like.device)  # between the slots nobody writes

@@ -19,14 +19,13 @@ class Recipe:
 
     Attributes:
         params: all parameters of the reducer.
-        views_stay, existing: as for FlatBucket.
+        views_stay: as for FlatBucket.
         sparse: numbers of the parameters whose gradients are sparse.
         reduce_dtype: of the reduction of dense gradients, if it is another than the parameters'.
     """
 
     params: Sequence[torch.nn.Parameter]
     views_stay: bool
-    existing: set[int]
     sparse: frozenset[int] = frozenset()
     reduce_dtype: torch.dtype | None = None
 
@@ -49,13 +48,13 @@ class Recipe:
         made: list[FlatBucket] = []
         for laid in layout:
             members = {i: self.params[i] for i in laid.members}
-            common = scale, self.views_stay, self.existing, never
+            common = scale, self.views_stay, never
             if laid.slots:
                 made.append(GraphBucket(laid.slots, laid.members, self.params, *common))
             elif self.sparse and not self.sparse.isdisjoint(members):
                 made.append(SparseBucket(members, *common))
             elif self.reduce_dtype is not None:
-                made.append(MixedBucket(members, scale, self.existing, never, self.reduce_dtype))
+                made.append(MixedBucket(members, scale, never, self.reduce_dtype))
             else:
                 made.append(FlatBucket(members, *common))
         return made

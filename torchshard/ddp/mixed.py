@@ -1,6 +1,6 @@
 """Parameters of lower precision in forward and backward, gradients reduced in a dtype of its own."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class MixedBucket(FlatBucket):
     """A bucket in the dtype of the reduction; gradients are copied in from theirs and out to the full parameter's.
 
     Args:
-        members, scale, existing, never: as for FlatBucket.
+        members, scale, never: as for FlatBucket.
         dtype: of the reduction.
     """
 
@@ -72,11 +72,10 @@ class MixedBucket(FlatBucket):
         self,
         members: Mapping[int, torch.Tensor],
         scale: float,
-        existing: Collection[int],
         never: Collection[int],
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(members, scale, True, existing, never, small=0)
+        super().__init__(members, scale, True, never, small=0)
         self._dtype = dtype
 
     def take(self, param: torch.Tensor, index: int) -> None:
@@ -103,12 +102,6 @@ class MixedBucket(FlatBucket):
     def zeros(self) -> torch.Tensor:
         """What a rank without gradients would contribute."""
         return super().zeros().to(self._dtype)
-
-    def _split(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
-        return [part.view(p.shape) for part, p in zip(flat.split(self._numels()), self.members.values(), strict=True)]
-
-    def _numels(self) -> list[int]:
-        return [p.numel() for p in self.members.values()]
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(self._numel, dtype=self._dtype, device=like.device)

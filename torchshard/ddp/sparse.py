@@ -18,10 +18,9 @@ class SparseBucket(FlatBucket):
         members: dict[int, torch.nn.Parameter],
         scale: float,
         views_stay: bool,
-        existing: Collection[int],
         never: Collection[int] = (),
     ) -> None:
-        super().__init__(members, scale, views_stay, existing, never, small=0)
+        super().__init__(members, scale, views_stay, never, small=0)
         ((self._index, self._param),) = members.items()
         self._held: torch.Tensor | None = None  # on its way
 
