@@ -102,6 +102,11 @@ def _changed(rank, world):
         model(torch.randn(3, 8))
 
 
+def _steps(model, count):
+    for _ in range(count):
+        model(torch.randn(3, 8)).sum().backward()
+
+
 def _changed_on_one_rank(rank, world):
     """A parameter more, or less, on one rank: that rank names it, the other one says who has not come."""
     from torchshard.ddp import DistributedDataParallel
@@ -109,18 +114,13 @@ def _changed_on_one_rank(rank, world):
     for pick, expected in (((0, 3), r"(?s)Your training graph has changed.*parts\.3\."), ((0,), r"parts\.1\.")):
         group = dist.new_group(timeout=timedelta(seconds=2))
         model = DistributedDataParallel(Parts(), static_graph=True, process_group=group, bucket_cap_mb=0)
-        for _ in range(2):
-            model(torch.randn(3, 8)).sum().backward()
+        _steps(model, 2)
         start = time.monotonic()
+        error = RankMismatchError, r"(?s)waited in vain for bucket.*no answer.* from rank 0"
         if rank == 0:
-            model.module.pick = pick
-            with pytest.raises(RuntimeError, match=expected):
-                for _ in range(2):
-                    model(torch.randn(3, 8)).sum().backward()
-        else:
-            with pytest.raises(RankMismatchError, match=r"(?s)waited in vain for bucket.*no answer.* from rank 0"):
-                for _ in range(2):
-                    model(torch.randn(3, 8)).sum().backward()
+            model.module.pick, error = pick, (RuntimeError, expected)
+        with pytest.raises(error[0], match=error[1]):
+            _steps(model, 2)
         assert time.monotonic() - start < 10
         dist.barrier()
 

@@ -1,7 +1,7 @@
 """The buckets of a layout: of which kind each one is."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,12 +22,14 @@ class Recipe:
         views_stay: as for FlatBucket.
         sparse: numbers of the parameters whose gradients are sparse.
         reduce_dtype: of the reduction of dense gradients, if it is another than the parameters'.
+        rows: as for SparseBucket; filled later.
     """
 
     params: Sequence[torch.nn.Parameter]
     views_stay: bool
     sparse: frozenset[int] = frozenset()
     reduce_dtype: torch.dtype | None = None
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def gradient(self, index: int, name: str) -> Gradient:
         """The gradient of one parameter, for the planner: what can share a bucket has equal kinds."""
@@ -52,7 +54,7 @@ class Recipe:
             if laid.slots:
                 made.append(GraphBucket(laid.slots, laid.members, self.params, *common))
             elif self.sparse and not self.sparse.isdisjoint(members):
-                made.append(SparseBucket(members, *common))
+                made.append(SparseBucket(members, *common, self.rows))
             elif self.reduce_dtype is not None:
                 made.append(MixedBucket(members, scale, never, self.reduce_dtype))
             else:

@@ -80,9 +80,10 @@ class ReducerCompatibility:
         found = []
         for index, bucket in enumerate(self.buckets):
             params, flat = bucket.parameters, bucket.zeros()
-            pieces = flat.split([p.numel() for p in params]) if flat.dim() == 1 else [flat]
-            views = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
-            found.append(GradBucket.make(index, flat, views.copy, params, index == len(self.buckets) - 1))
+            pieces = [*flat.split([p.numel() for p in params])] if flat.dim() == 1 else [flat]
+            if flat.dim() == 1:
+                pieces = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
+            found.append(GradBucket.make(index, flat, pieces.copy, params, index == len(self.buckets) - 1))
         return found
 
     def _get_local_used_map(self) -> torch.Tensor:
