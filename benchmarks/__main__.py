@@ -9,6 +9,8 @@ import sys
 SCRIPTS = {
     "dtensor_overhead": "DTensor: CPU time of an operator",
     "ddp_step": "DistributedDataParallel: one eager step",
+    "ddp_memory": "DistributedDataParallel: peak memory",
+    "ddp_slow_link": "DistributedDataParallel over a slow link, sizes of buckets chosen by it",
     "compile_step": 'torch.compile(backend="torchshard"): one compiled step',
     "state_dict": "State dicts: conversions of 1 GiB on four ranks",
     "convert": "torchshard convert: 1 GiB of a sharded checkpoint",

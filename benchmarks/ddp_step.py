@@ -1,11 +1,12 @@
 """Eager data parallel: a step (zero_grad, forward, backward) of our wrapper beside torch's own.
 
-    python -m benchmarks.ddp_step
+    python -m benchmarks.ddp_step --rounds 31
 
 Two gloo ranks with one thread each. Both wrappers hold the same weights, take turns in one run, and their gradients
 are compared; what counts is the ratio of each round, in wall time on rank 0.
 """
 
+import argparse
 import copy
 import time
 
@@ -98,8 +99,10 @@ def compared(rounds: int = 31) -> list[Comparison]:
 
 
 def main() -> str:
-    """The table, and the geometric mean of either setting."""
-    found = compared()
+    """The table, and the geometric mean of each setting."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=31)
+    found = compared(parser.parse_args().rounds)
     means = [f"{geometric_mean([c for c in found if c.name.endswith(name)]):.2f} ({name})" for name in SETTINGS]
     return (
         f"{table(found, 'ms')}\n\ngeometric mean of the ratios: {', '.join(means)}\n"

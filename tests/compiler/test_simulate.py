@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import slow_link
+from benchmarks import slow_link
 from tests.compiler.models import batch, make
 from torchshard.compiler import explain, measure, simulate, split_backend
 from torchshard.simulation import Link, StepTimes

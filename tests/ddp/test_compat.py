@@ -42,17 +42,6 @@ def test_nothing_of_torchs_reaches_for_its_reducer():
     assert left <= inside
 
 
-CALLS = {
-    "_set_sparse_metadata": (None,),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_methods_are_refused_by_name(fake_group, name):
-    with pytest.raises(NotImplementedError, match=rf"{name}\(\).* is not supported by torchshard yet"):
-        getattr(DistributedDataParallel(mlp(8)), name)(*CALLS[name])
-
-
 def _step(model, rank):
     model.zero_grad()
     model(torch.full((2, 8), 1.0 + rank)).square().mean().backward()

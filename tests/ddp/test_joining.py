@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 
 from tests.models import mlp
@@ -45,12 +46,14 @@ def _reference(module, batches, initial, every):
     return module
 
 
-def _trained(rank, world, module, counts, initial=True, every=1, **settings):
+def _trained(rank, world, module, counts, initial=True, every=1, hook=None, **settings):
     """The same on ranks; all end with the model of the last."""
     from torchshard.ddp import DistributedDataParallel
 
     batches = _batches(world, counts)
     model = DistributedDataParallel(copy.deepcopy(module), **settings)
+    if hook:
+        model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join(divide_by_initial_world_size=initial):
         for step, x in enumerate(batches[rank]):
@@ -75,6 +78,8 @@ def _all_kinds(rank, world):
             model = _trained(rank, world, plain, counts, views, bucket_cap_mb=0, gradient_as_bucket_view=views)
             assert len(model.reducer.plan) == len([*model.parameters()])
         _trained(rank, world, experts, counts, find_unused_parameters=True, bucket_cap_mb=0)
+        _trained(rank, world, plain, counts, hook=allreduce_hook, bucket_cap_mb=0)
+        _trained(rank, world, experts, counts, hook=allreduce_hook, find_unused_parameters=True, bucket_cap_mb=0)
     for counts in ((6, 2, 2), (0, 4, 4)):
         _trained(rank, world, plain, counts, every=2, bucket_cap_mb=0)
 

@@ -104,7 +104,40 @@ def _hooked(rank, world):
     torch.testing.assert_close(grads[0], grads[1])
 
 
+def _rows_known(rank, world):
+    """With the rows of all ranks told beforehand, the same gradients, in just these rows."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Words(), find_unused_parameters=True)
+    plain = DistributedDataParallel(copy.deepcopy(model.module), find_unused_parameters=True)
+    for step in range(4):
+        x = torch.arange(4)[:, None] * 3 + step  # rows of each rank; what rank 1 has, on rank 0 nobody needs
+        x = x[: 2 + rank, 0]
+        every = [torch.empty(2 + r, dtype=torch.int64) for r in range(world)]
+        for r in range(world):
+            every[r].copy_(x) if r == rank else None
+            torch.distributed.broadcast(every[r], r)
+        ids = torch.cat(every).unique()
+        model._set_sparse_metadata({"table.weight": ids, "bag.weight": (ids % 9).unique()})
+        for m in (model, plain):
+            m.zero_grad()
+            m(x, step != 2 or rank == 0).square().mean().backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.to_dense(), p.grad.to_dense())
+        assert model.module.table.weight.grad.coalesce().indices()[0].tolist() == ids.tolist()
+    model.zero_grad()
+    model._set_sparse_metadata({"table.weight": torch.tensor([0])})
+    with pytest.raises(ValueError, match=r"rows \[7.*none of the 1 ids"):
+        model(torch.tensor([7])).sum().backward()
+    with pytest.raises(ValueError, match=r"out\.bias is no parameter with sparse gradients; these are table\.weight"):
+        model._set_sparse_metadata({"out.bias": torch.tensor([0])})
+    with pytest.raises(NotImplementedError, match="sparse_metadata"), model.join():
+        model(torch.tensor([7]))
+
+
 def _all(rank, world):
+    _rows_known(rank, world)
     plan = _sparse(rank, world)
     _unused(rank, world)
     _both(rank, world)

@@ -2,15 +2,19 @@
 
 import copy
 import functools
+import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import Parts, mlp
 from tests.ranks import run_ranks
+from torchshard.errors import RankMismatchError
 
 
 class Checkpointed(nn.Module):
@@ -98,6 +102,29 @@ def _changed(rank, world):
         model(torch.randn(3, 8))
 
 
+def _steps(model, count):
+    for _ in range(count):
+        model(torch.randn(3, 8)).sum().backward()
+
+
+def _changed_on_one_rank(rank, world):
+    """A parameter more, or less, on one rank: that rank names it, the other one says who has not come."""
+    from torchshard.ddp import DistributedDataParallel
+
+    for pick, expected in (((0, 3), r"(?s)Your training graph has changed.*parts\.3\."), ((0,), r"parts\.1\.")):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        model = DistributedDataParallel(Parts(), static_graph=True, process_group=group, bucket_cap_mb=0)
+        _steps(model, 2)
+        start = time.monotonic()
+        error = RankMismatchError, r"(?s)waited in vain for bucket.*no answer.* from rank 0"
+        if rank == 0:
+            model.module.pick, error = pick, (RuntimeError, expected)
+        with pytest.raises(error[0], match=error[1]):
+            _steps(model, 2)
+        assert time.monotonic() - start < 10
+        dist.barrier()
+
+
 def _no_sync_first(rank, world):
     """The first backwards are local: what is learned is learned from the first that is reduced."""
     from torchshard.ddp import DistributedDataParallel
@@ -173,6 +200,7 @@ def _all(rank, world):
     _checkpoints(rank, world)
     _unused_on_ranks(rank, world)
     _changed(rank, world)
+    _changed_on_one_rank(rank, world)
     _no_sync_first(rank, world)
     _afterwards(rank, world)
     _hooked(rank, world)

@@ -1,16 +1,13 @@
-"""What torch's class has besides its constructor and forward: thin where it can be right, refused by name where not."""
+"""What torch's class has besides its constructor and forward: thin, none of it torch's own."""
 
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.ddp.observed import ObservedReducer
-
-
-def _later(what: str, instead: str) -> NoReturn:
-    raise NotImplementedError(f"DistributedDataParallel: {what} is not supported by torchshard yet; {instead}")
 
 
 class Compatibility:
@@ -25,6 +22,7 @@ class Compatibility:
     _build_reducer: Any
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
+    _sparse_metadata = False
 
     # ------------------------------------------------------------------------------------------ provided
 
@@ -52,7 +50,12 @@ class Compatibility:
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """In torch, whether outputs are cloned; here they never are: backward is watched without touching outputs."""
 
-    # ------------------------------------------------------------------------------------------ refused
+    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, torch.Tensor]) -> None:
+        """Say which rows of embeddings have gradients on any rank, from the next backward on.
 
-    def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
-        _later("_set_sparse_metadata()", "make embeddings with sparse=False")
+        Args:
+            global_unique_ids: for names of parameters with sparse gradients, the rows, each once; in the same order on
+                all ranks, which is not checked. `.grad` has just these rows afterwards.
+        """
+        self.reducer.use_rows(global_unique_ids)
+        self._sparse_metadata = bool(global_unique_ids)

@@ -1,6 +1,6 @@
 """The bucket as communication hooks see it: what dist.GradBucket is to torch's reducer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
 
     _index: int
     _buffer: torch.Tensor
-    _views: Sequence[torch.Tensor]
+    _views: Callable[[], Sequence[torch.Tensor]]
     _own: torch.Tensor
     _parameters: list[torch.Tensor]
     _last: bool
@@ -24,7 +24,7 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
         cls,
         index: int,
         buffer: torch.Tensor,
-        views: Sequence[torch.Tensor],
+        views: Callable[[], Sequence[torch.Tensor]],
         parameters: list[torch.Tensor],
         last: bool,
     ) -> "GradBucket":
@@ -33,7 +33,7 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
         Args:
             index: which bucket it is, in the order in which they are reduced.
             buffer: all gradients, flat; or one sparse gradient.
-            views: the gradients in the buffer, in the shapes of the parameters.
+            views: gives the gradients in the buffer, in the shapes of the parameters, if somebody asks.
             parameters: theirs.
             last: whether it is the last one of this backward.
         """
@@ -57,11 +57,11 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
     def gradients(self) -> list[torch.Tensor]:
         """Each parameter's part of the buffer, in the parameter's shape."""
         if self._buffer is self._own or self._own.is_sparse:
-            return [*self._views]
+            return [*self._views()]
         begin = self._own.storage_offset()
         return [
             self._buffer.as_strided(v.shape, v.stride(), self._buffer.storage_offset() + v.storage_offset() - begin)
-            for v in self._views
+            for v in self._views()
         ]
 
     def parameters(self) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 from torchshard import _torch
 from torchshard.buckets import slices
-from torchshard.ddp.flat import FlatBucket, gradient_strides
+from torchshard.ddp.flat import FlatBucket
 
 
 class GraphBucket(FlatBucket):
@@ -22,8 +22,10 @@ class GraphBucket(FlatBucket):
         segments: what a graph fills at once: numbers of the parameters, in its order.
         members: those whose gradients this bucket reduces; the slots of others are holes, with unused contents.
         params: all parameters of the reducer.
-        scale, views_stay, existing, never: as for FlatBucket.
+        scale, views_stay, never: as for FlatBucket.
     """
+
+    _is_dense = False
 
     def __init__(
         self,
@@ -32,12 +34,11 @@ class GraphBucket(FlatBucket):
         params: Sequence[torch.nn.Parameter],
         scale: float,
         views_stay: bool,
-        existing: Collection[int],
         never: Collection[int] = (),
     ) -> None:
         slots = [i for part in segments for i in part]
         chosen = {i: params[i] for i in slots if i in members}
-        super().__init__(chosen, scale, views_stay, existing, never, small=0)
+        super().__init__(chosen, scale, views_stay, never, small=0)
         starts, self._numel = slices(params[i].numel() for i in slots)
         self._offsets = {i: start for i, start in zip(slots, starts, strict=True) if i in members}
         self._segments: dict[tuple[int, ...], tuple[int, int]] = {}  # where each begins and ends
@@ -125,9 +126,6 @@ class GraphBucket(FlatBucket):
         for i, grad in self._before.items():  # the backward failed after they were put aside
             self.members[i].grad = grad
         self._before.clear()
-
-    def _split(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
-        return [flat.as_strided(p.shape, gradient_strides(p), self._offsets[i]) for i, p in self.members.items()]
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(self._numel, dtype=like.dtype, device=like.device)  # between the slots nobody writes

@@ -89,7 +89,7 @@ class Joining(Buffers, Joinable):
         if not _torch.is_joining(self):
             self.reducer.rescale(self.process_group.size(), uneven=False)
             return
-        for setting in ("skip_all_reduce_unused_params", "_delay_all_reduce_params"):
+        for setting in ("skip_all_reduce_unused_params", "_delay_all_reduce_params", "_sparse_metadata"):
             if getattr(self, setting):
                 raise NotImplementedError(
                     f"DistributedDataParallel: with {setting.strip('_')} each rank decides what it reduces, and a rank "

@@ -109,7 +109,7 @@ class Lending:
             stand_ins = {i: self.late[i].detach() for i in members}
             for i, stand_in in stand_ins.items():
                 stand_in.grad = self.late[i]
-            bucket = FlatBucket(stand_ins, reducer.reduction.scale, False, ())
+            bucket = FlatBucket(stand_ins, reducer.reduction.scale, views_stay=False)
             bucket.pending.clear()
             bucket.take_large()
             bucket.close()

@@ -1,7 +1,7 @@
 """The buckets of a layout: of which kind each one is."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,16 +19,17 @@ class Recipe:
 
     Attributes:
         params: all parameters of the reducer.
-        views_stay, existing: as for FlatBucket.
+        views_stay: as for FlatBucket.
         sparse: numbers of the parameters whose gradients are sparse.
         reduce_dtype: of the reduction of dense gradients, if it is another than the parameters'.
+        rows: as for SparseBucket; filled later.
     """
 
     params: Sequence[torch.nn.Parameter]
     views_stay: bool
-    existing: set[int]
     sparse: frozenset[int] = frozenset()
     reduce_dtype: torch.dtype | None = None
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def gradient(self, index: int, name: str) -> Gradient:
         """The gradient of one parameter, for the planner: what can share a bucket has equal kinds."""
@@ -49,19 +50,15 @@ class Recipe:
         made: list[FlatBucket] = []
         for laid in layout:
             members = {i: self.params[i] for i in laid.members}
-            common = scale, self.views_stay, self.existing, never
+            common = scale, self.views_stay, never
             if laid.segments and self.reduce_dtype is not None:
-                made.append(
-                    MixedGraphBucket(
-                        laid.segments, laid.members, self.params, scale, self.existing, never, self.reduce_dtype
-                    )
-                )
+                made.append(MixedGraphBucket(laid.segments, laid.members, self.params, scale, never, self.reduce_dtype))
             elif laid.segments:
                 made.append(GraphBucket(laid.segments, laid.members, self.params, *common))
             elif self.sparse and not self.sparse.isdisjoint(members):
-                made.append(SparseBucket(members, *common))
+                made.append(SparseBucket(members, *common, self.rows))
             elif self.reduce_dtype is not None:
-                made.append(MixedBucket(members, scale, self.existing, never, self.reduce_dtype))
+                made.append(MixedBucket(members, scale, never, self.reduce_dtype))
             else:
                 made.append(FlatBucket(members, *common))
         return made

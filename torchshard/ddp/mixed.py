@@ -1,6 +1,6 @@
 """Parameters of lower precision in forward and backward, gradients reduced in a dtype of its own."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,14 +93,14 @@ class _OfAnotherDtype(FlatBucket):
         return super().zeros().to(self._dtype)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        return super()._allocate(like).to(self._dtype)
+        return super()._allocate(like.new_empty(0, dtype=self._dtype))
 
 
 class MixedBucket(_OfAnotherDtype):
     """Filled by hooks.
 
     Args:
-        members, scale, existing, never: as for FlatBucket.
+        members, scale, never: as for FlatBucket.
         dtype: of the reduction.
     """
 
@@ -108,25 +108,18 @@ class MixedBucket(_OfAnotherDtype):
         self,
         members: Mapping[int, torch.Tensor],
         scale: float,
-        existing: Collection[int],
         never: Collection[int],
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(members, scale, True, existing, never, small=0)
+        super().__init__(members, scale, True, never, small=0)
         self._dtype = dtype
-
-    def _split(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
-        return [part.view(p.shape) for part, p in zip(flat.split(self._numels()), self.members.values(), strict=True)]
-
-    def _numels(self) -> list[int]:
-        return [p.numel() for p in self.members.values()]
 
 
 class MixedGraphBucket(_OfAnotherDtype, GraphBucket):
     """Filled by a compiled graph, whose gradients are of the parameters' low precision.
 
     Args:
-        segments, members, params, scale, existing, never: as for GraphBucket.
+        segments, members, params, scale, never: as for GraphBucket.
         dtype: of the reduction.
     """
 
@@ -136,11 +129,10 @@ class MixedGraphBucket(_OfAnotherDtype, GraphBucket):
         members: Collection[int],
         params: Sequence[torch.nn.Parameter],
         scale: float,
-        existing: Collection[int],
         never: Collection[int],
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(segments, members, params, scale, True, existing, never)
+        super().__init__(segments, members, params, scale, True, never)
         self._dtype = dtype
 
     def lend(self, slots: tuple[int, ...]) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """The reducer with what a wrapper asks of it besides: hooks, steps recorded, backwards of others shadowed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+
+import torch
 
 from torchshard import _torch
 from torchshard.ddp.flat import FlatBucket
@@ -54,6 +56,17 @@ class ObservedReducer(Reducer):
             )
         self.usage = StaticUsage(len(self.params))
         self._hooks.put(self)
+
+    def use_rows(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Send only these rows of sparse gradients, by name of the parameter; ValueError for one that has none."""
+        numbers = {self.names[i]: i for i in self._recipe.sparse}
+        if unknown := rows.keys() - numbers:
+            raise ValueError(
+                f"_set_sparse_metadata: {', '.join(sorted(unknown))} is no parameter with sparse gradients; these are "
+                f"{', '.join(numbers) or 'none'}"
+            )
+        self._recipe.rows.clear()
+        self._recipe.rows.update((numbers[name], ids.to(self.device, torch.int64)) for name, ids in rows.items())
 
     def _use_scale(self) -> None:
         for bucket in self.buckets:

@@ -14,7 +14,6 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from torchshard.ddp.reducer_compat import ReducerCompatibility
 from torchshard.ddp.reduction import Hooked, Sum
 from torchshard.ddp.usage import Usage
 
-_get_grad = attrgetter("grad")
 _ONE_BUCKET = BucketPolicy(cap=1 << 62, first=1 << 62)
 
 
@@ -84,7 +82,7 @@ class Reducer(ReducerCompatibility):
         self.post_backward: list[Any] = []  # futures to wait for at the end of the next backward
         self.waits_for_user = False  # a backward is finished by a call of `finish`, not by its end
         self.is_unfinished = False  # a backward is over whose results are not yet handed out
-        self._views_stay, self._verified = views_stay, verified
+        self._verified = verified
         self.renew_leaves()
         self._end_of_backward: Callable[[], object] = lambda: None
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
@@ -92,12 +90,11 @@ class Reducer(ReducerCompatibility):
         self._armed = False  # by a forward whose outputs may hide tensors
         self._listening = False
         self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
-        self._existing: set[int] = set()
         self._touched: set[int] = set()  # had a gradient under no_sync
         self._hooks = Hooks()
         chosen = set(sparse)
         numbers = frozenset(i for i, n in enumerate(self.names) if n in chosen)
-        self._recipe = Recipe(self.params, views_stay, self._existing, numbers, reduce_dtype)
+        self._recipe = Recipe(self.params, views_stay, numbers, reduce_dtype)
         self._gradients = [self._recipe.gradient(i, n) for i, n in enumerate(self.names)]
         self._adopt(lay_out((), self._gradients, (), _ONE_BUCKET))
 
@@ -173,12 +170,12 @@ class Reducer(ReducerCompatibility):
         _torch.queue_callback(end)
         if mode is Mode.LOCAL:
             self._heard_before = [list(b.heard) for b in self.buckets]
+            for bucket in self.buckets:
+                bucket.heard.clear()
         else:
             self.exchange.agreement.restart()
-            if not self._views_stay:
-                grads = map(_get_grad, self.params)
-                self._existing.clear()
-                self._existing.update(i for i, grad in enumerate(grads) if grad is not None)
+            for bucket in self.buckets:
+                bucket.begin()
 
     @_torch.untraced
     def outside(self, index: int) -> bool:
@@ -235,6 +232,7 @@ class Reducer(ReducerCompatibility):
             self._end_of_sync()
         elif self.mode is Mode.LOCAL:
             for bucket, before in zip(self.buckets, self._heard_before, strict=True):
+                self._touched.update(bucket.numbers_heard())
                 bucket.heard.clear()
                 bucket.heard.extend(before)
         self.mode = Mode.IDLE
@@ -374,7 +372,10 @@ class Reducer(ReducerCompatibility):
     def _learn(self) -> None:
         """Lay the buckets out by what rank 0 has seen in this backward."""
         assert self.arrived is not None, "there is something to learn from"
-        numbers = encode(lay_out(self.arrived, self._gradients, self.lending.shared, self.policy, self.lending.joins))
+        policy = self.policy
+        if not self.reduction.hooked:  # hooks are promised buckets as large as torch's
+            policy = policy.spread(sum(g.nbytes for g in self._gradients))
+        numbers = encode(lay_out(self.arrived, self._gradients, self.lending.shared, policy, self.lending.joins))
         numbers = self.exchange.of_first_rank(numbers)
         self.lending.know(event for event in self.arrived if isinstance(event, tuple))
         self.arrived = None

@@ -79,11 +79,11 @@ class ReducerCompatibility:
         """The buckets as they are laid out now, holding zeros."""
         found = []
         for index, bucket in enumerate(self.buckets):
-            params = [bucket.members[i] for i in bucket.order]
-            flat = bucket.zeros()
-            pieces = flat.split([p.numel() for p in params]) if flat.dim() == 1 else [flat]
-            views = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
-            found.append(GradBucket.make(index, flat, views, params, index == len(self.buckets) - 1))
+            params, flat = bucket.parameters, bucket.zeros()
+            pieces = [*flat.split([p.numel() for p in params])] if flat.dim() == 1 else [flat]
+            if flat.dim() == 1:
+                pieces = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
+            found.append(GradBucket.make(index, flat, pieces.copy, params, index == len(self.buckets) - 1))
         return found
 
     def _get_local_used_map(self) -> torch.Tensor:

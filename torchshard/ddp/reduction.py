@@ -75,8 +75,7 @@ class Hooked:
     def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
         """Begin to reduce a bucket that is full."""
         with torch.no_grad():
-            params = [bucket.members[i] for i in bucket.order]
-            given = GradBucket.make(index, bucket.outgoing(), bucket.views(), params, last)
+            given = GradBucket.make(index, bucket.outgoing(), bucket.views, bucket.parameters, last)
             bucket.work = self.send(given)
 
     def accept(self, bucket: FlatBucket) -> None:

@@ -1,6 +1,10 @@
-"""A bucket for one sparse gradient: it stays sparse on the wire and in `.grad`, with the rows of all ranks."""
+"""A bucket for one sparse gradient: it stays sparse on the wire and in `.grad`, with the rows of all ranks.
 
-from collections.abc import Collection
+If it is told which rows any rank has, it sends just their values, dense: one collective of known size, not one for the
+indices and then one for the values of each rank.
+"""
+
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -10,7 +14,12 @@ from torchshard.ddp.flat import FlatBucket
 class SparseBucket(FlatBucket):
     """The gradient of one parameter that gets sparse ones (nn.Embedding(sparse=True)).
 
-    Arguments are those of FlatBucket; there is no memory to be a view of.
+    There is no memory to be a view of.
+
+    Args:
+        members, scale, views_stay, never: as for FlatBucket.
+        rows: by number of the parameter, the rows that any rank has in the backward to come, the same on all ranks;
+            kept up to date by the owner.
     """
 
     def __init__(
@@ -18,12 +27,13 @@ class SparseBucket(FlatBucket):
         members: dict[int, torch.nn.Parameter],
         scale: float,
         views_stay: bool,
-        existing: Collection[int],
         never: Collection[int] = (),
+        rows: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(members, scale, views_stay, existing, never, small=0)
+        super().__init__(members, scale, views_stay, never, small=0)
         ((self._index, self._param),) = members.items()
         self._held: torch.Tensor | None = None  # on its way
+        self._all_rows = {} if rows is None else rows
 
     def take(self, param: torch.Tensor, index: int) -> None:
         """Copy the gradient, scaled; none counts as unused."""
@@ -36,14 +46,34 @@ class SparseBucket(FlatBucket):
                 "Expected variable to have sparse gradient. It comes from an embedding with sparse=True and gets a "
                 f"dense gradient as well; make the embedding with sparse=False (parameter of shape {list(param.shape)})"
             )
-        with torch.no_grad():
-            self._held = grad.detach() * self.scale
+        self._hold(grad)
 
     def _take_absent(self, index: int) -> None:
-        grad = self._param.grad
-        self._absent[index] = grad, None
+        self._absent[index] = self._param.grad, None
+        self._hold(self._param.grad)
+
+    def _hold(self, grad: torch.Tensor | None) -> None:
         with torch.no_grad():
-            self._held = _no_rows(self._param) if grad is None else grad.detach() * self.scale
+            if grad is None:
+                self._held = self.zeros()
+            else:
+                self._held = self._values(grad.detach()) * self.scale
+
+    @property
+    def _rows(self) -> torch.Tensor | None:
+        return self._all_rows.get(self._index)
+
+    def _values(self, grad: torch.Tensor) -> torch.Tensor:
+        """What goes over the wire of a sparse gradient."""
+        if self._rows is None:
+            return grad
+        own = grad.coalesce().indices()[0]
+        if len(others := own[~torch.isin(own, self._rows)]):
+            raise ValueError(
+                f"_set_sparse_metadata: rows {others[:5].tolist()} have a gradient, but are none of the "
+                f"{len(self._rows)} ids that were given for the parameter of shape {list(self._param.shape)}"
+            )
+        return grad.index_select(0, self._rows).to_dense()
 
     def close(self) -> None:
         """As for any bucket."""
@@ -59,7 +89,9 @@ class SparseBucket(FlatBucket):
 
     def zeros(self) -> torch.Tensor:
         """What a rank without gradients would contribute."""
-        return _no_rows(self._param)
+        if self._rows is None:
+            return _no_rows(self._param)
+        return self._param.new_zeros(len(self._rows), *self._param.shape[1:])
 
     def views(self) -> list[torch.Tensor]:
         """The one gradient."""
@@ -81,6 +113,8 @@ class SparseBucket(FlatBucket):
             return
         with torch.no_grad():
             grad, result = self._param.grad, self.outgoing()
+            if self._rows is not None:
+                result = torch.sparse_coo_tensor(self._rows[None], result, self._param.shape, check_invariants=True)
             if grad is not None and grad.is_sparse == result.is_sparse:
                 grad.copy_(result)
             else:

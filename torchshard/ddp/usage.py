@@ -53,7 +53,7 @@ class Usage:
 class ChangingUsage(Usage):
     """find_unused_parameters: any parameter may have no gradient in any backward; ranks tell each other which had."""
 
-    tolerant = attentive = True
+    tolerant = True
 
     def __init__(self, count: int, skips: bool) -> None:
         super().__init__(count)

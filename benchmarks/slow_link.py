@@ -2,7 +2,7 @@
 
 All ranks share it: of a rate R, each of W ranks of a ring has R / W to itself.
 
-    python -m tests.slow_link 100 4 tests.compiler.slow:steps     # Mbit/s, ranks, what each of them runs
+    python -m benchmarks.slow_link 100 4 tests.compiler.slow:steps     # Mbit/s, ranks, what each of them runs
 """
 
 import functools
@@ -28,12 +28,12 @@ def why_not() -> str:
     return "" if tried.returncode == 0 else f"no private network namespace: {tried.stderr.strip()}"
 
 
-def run_on_slow_link(mbits: int, world: int, body: str, timeout: float = 240) -> list:
-    """What `body`, "module:function" called with rank and world, returns on each rank; JSON."""
-    inside = f"{SETUP.format(rate=mbits)} && exec {sys.executable} -m tests.slow_link {mbits} {world} {body} {timeout}"
+def run_on_slow_link(mbits: int, world: int, body: str, *args: object, timeout: float = 240) -> list:
+    """What `body`, "module:function" called with rank, world and args, returns on each rank; all of it JSON."""
+    inside = [sys.executable, "-m", "benchmarks.slow_link", mbits, world, body, timeout, json.dumps(args)]
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        ["unshare", "-n", "sh", "-c", inside],
+        ["unshare", "-n", "sh", "-c", f'{SETUP.format(rate=mbits)} && exec "$@"', "sh", *map(str, inside)],
         env=env, capture_output=True, text=True, timeout=timeout + 30, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -43,6 +43,7 @@ def run_on_slow_link(mbits: int, world: int, body: str, timeout: float = 240) ->
 if __name__ == "__main__":
     from tests.ranks import run_ranks
 
-    module, _, name = sys.argv[3].partition(":")
+    _, _, world, where, limit, args = [*sys.argv, "120", "[]"][:6]
+    module, _, name = where.partition(":")
     body = getattr(importlib.import_module(module), name)
-    print(json.dumps(run_ranks(int(sys.argv[2]), body, timeout=float(sys.argv[4]))))
+    print(json.dumps(run_ranks(int(world), body, *json.loads(args), timeout=float(limit))))
