@@ -24,6 +24,7 @@ from torchshard._torch.data_parallel import (
 )
 from torchshard._torch.dtensors import (
     current_mesh,
+    expected,
     functional_collectives,
     introduce,
     is_traced,
@@ -81,6 +82,7 @@ from torchshard._torch.operators import (
     one_operator,
     operator_in,
     operator_names,
+    outside_of_traces,
     overload_of,
     schema,
 )
@@ -110,6 +112,7 @@ __all__ = [
     "decomposition",
     "default_group",
     "device_index",
+    "expected",
     "flatten",
     "fsdp_extension_base",
     "fsdp_names",
@@ -150,6 +153,7 @@ __all__ = [
     "one_operator",
     "operator_in",
     "operator_names",
+    "outside_of_traces",
     "overload_of",
     "preserve_versions",
     "queue_callback",
