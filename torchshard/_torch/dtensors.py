@@ -43,6 +43,15 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(x) or x.is_meta
 
 
+def expected(n: int) -> int:
+    """A length as a plain number: of a symbolic one what it is in this run, without a guard (SymNode.hint, 2.11-2.15).
+
+    For estimates only. Without a hint the graph is specialised to the number.
+    """
+    hint = getattr(getattr(n, "node", None), "hint", None)
+    return hint if isinstance(hint, int) else int(n)
+
+
 def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]:
     """The fastest way to make a wrapper subclass with slots `_local_tensor` and `_spec`.
 

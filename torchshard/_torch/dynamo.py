@@ -108,3 +108,45 @@ def graph_breaks() -> list[str]:
     from torch._dynamo.utils import counters
 
     return [reason.strip() for reason, times in counters["graph_break"].items() for _ in range(times)]
+
+
+def guard_instances(cls: type, known_by: Callable[[Any], list[Any]]) -> bool:
+    """Have Dynamo check what `known_by` says of the instances of a class that enter graphs; whether it had to be told.
+
+    For classes that torch has registered as opaque without a guard of their own (torch._library.opaque_object,
+    2.13-2.15); nothing is done elsewhere.
+    """
+    info = _opaque_info(cls)
+    if info is None or info.guard_fn is not None:
+        return False
+    info.guard_fn = known_by
+    return True
+
+
+def let_ask(cls: type, constants: Sequence[str], traced: Sequence[str]) -> list[str]:
+    """Have Dynamo take members of an opaque class for constants, or trace them (as above, 2.13-2.15).
+
+    Returns those of which it had to be told; torch keeps its own way with all others.
+    """
+    info = _opaque_info(cls)
+    if info is None:
+        return []
+    from torch._library.opaque_object import MemberType
+
+    kinds = {**dict.fromkeys(constants, MemberType.USE_REAL), **dict.fromkeys(traced, MemberType.INLINED)}
+    new = {name: kind for name, kind in kinds.items() if name not in info.members}
+    info.members.update(new)
+    return list(new)
+
+
+def _opaque_info(cls: type) -> Any:
+    """What torch has registered for an opaque class that is not compared by value; None without, as before 2.13."""
+    import torch.distributed.tensor  # noqa: F401  # where torch registers groups and meshes
+
+    try:
+        from torch._library.opaque_object import get_opaque_obj_info
+    except ImportError:
+        return None
+    info: Any = get_opaque_obj_info(cls)
+    known = all(hasattr(info, name) for name in ("guard_fn", "members", "opaque_typ"))
+    return info if known and info.opaque_typ in ("reference", "symbolic") else None

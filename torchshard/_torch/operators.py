@@ -96,6 +96,16 @@ def below_dispatch() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
+def outside_of_traces() -> Any:
+    """Operators compute in this context, also while something is traced.
+
+    torch.utils._python_dispatch._disable_current_modes (2.11-2.15).
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def lacks_fake(error: RuntimeError) -> bool:
     """Whether a torch.library.custom_op refused meta tensors because it has no register_fake.
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from torchshard.compiler import ingraph, split
+from torchshard.compiler.objects import support_groups
 from torchshard.compiler.options import parse
 from torchshard.ddp import active
 
@@ -33,6 +34,7 @@ def torchshard(
     Raises:
         ValueError: an unknown option or a value that makes no sense.
     """
+    support_groups()
     chosen = parse(mode, options)
     reducer = active.reducer()
     if reducer is None:

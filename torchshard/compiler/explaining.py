@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, PlannedBucket, size_text
+from torchshard.compiler.advice import way_around
 from torchshard.compiler.measuring import unchanged
 from torchshard.compiler.options import policy_of
 from torchshard.compiler.rewrite import BucketPass, InsertedBucket, bucket_rows, graph_parameters
@@ -48,8 +49,14 @@ class GraphBreak:
         """The first line of the reason."""
         return self.reason.partition("\n")[0]
 
+    @property
+    def advice(self) -> str:
+        """The way around, where there is a known one."""
+        return way_around(self.reason)
+
     def __str__(self) -> str:
-        return f"{self.kind} ({Path(self.place).name})" if self.place else self.kind
+        text = f"{self.kind} ({Path(self.place).name})" if self.place else self.kind
+        return f"{text}; instead: {self.advice}" if self.advice else text
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,11 @@ class Layout:
 
     def largest_nbytes(self) -> int:
         """Bytes of the largest part, the same on every rank."""
-        return math.prod(self.sharding.largest(self.shape)) * int(self.dtype.itemsize)
+        return self.nbytes_of(self.sharding.largest(self.shape))
+
+    def nbytes_of(self, shape: Sequence[int]) -> int:
+        """Bytes of a tensor of another shape."""
+        return math.prod(shape) * int(self.dtype.itemsize)
 
     def __reduce__(self) -> Any:
         return _layout, (self.sharding, self.shape, self.stride, self.dtype)

@@ -3,6 +3,9 @@
 Piece k is [min(k c, n), min((k + 1) c, n)) with c = ceil(n / p): torch.chunk's rule, which torch's DTensor and its
 distributed checkpoint share. Tail pieces may be short or empty. Several axes on one dim nest: each splits, by its
 actual size, the piece that the axis before it in the order left.
+
+Lengths may be symbolic, in a trace. There, arithmetic that gives a symbol back (plus 0, 4 s - 3 s) must not be done:
+torch's tracer takes such a result for the definition of the symbol itself, and recurses.
 """
 
 from collections.abc import Sequence
@@ -12,7 +15,11 @@ Interval = tuple[int, int]  # start and length
 
 def piece(n: int, parts: int, k: int) -> Interval:
     """Start and length of piece k of n items split in `parts`."""
+    if parts == 1:
+        return 0, n
     step = -(-n // parts)
+    if k == 0:
+        return 0, step
     start = min(k * step, n)
     return start, min(step, n - start)
 
@@ -22,8 +29,14 @@ def nested_piece(n: int, sizes: Sequence[int], coordinate: Sequence[int]) -> Int
     start = 0
     for parts, k in zip(sizes, coordinate, strict=True):
         offset, n = piece(n, parts, k)
-        start += offset
+        start = _moved(start, offset)
     return start, n
+
+
+def _moved(start: int, offset: int) -> int:
+    if isinstance(start, int) and start == 0:
+        return offset
+    return start if isinstance(offset, int) and offset == 0 else start + offset
 
 
 def nested_pieces(n: int, sizes: Sequence[int]) -> list[Interval]:
@@ -31,7 +44,7 @@ def nested_pieces(n: int, sizes: Sequence[int]) -> list[Interval]:
     pieces = [(0, n)]
     for parts in sizes:
         pieces = [
-            (start + offset, length)
+            (_moved(start, offset), length)
             for start, whole in pieces
             for offset, length in (piece(whole, parts, k) for k in range(parts))
         ]
@@ -41,7 +54,7 @@ def nested_pieces(n: int, sizes: Sequence[int]) -> list[Interval]:
 def largest_piece(n: int, sizes: Sequence[int]) -> int:
     """Length of the largest piece, which is the one at coordinate 0 everywhere."""
     for parts in sizes:
-        n = -(-n // parts)
+        n = piece(n, parts, 0)[1]
     return n
 
 

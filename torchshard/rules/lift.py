@@ -71,9 +71,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     if options.like and len(possible) == 1:  # results that share no dim with the operands, of which nothing is read
         return Lifted(tuple([o.sharding for o in layouts]), (mesh.replicated(),) * len(bound.results))
     nbytes = [float(layout.largest_nbytes()) for layout in layouts]
-    result_bytes = [
-        float(math.prod(bound.known_shape(k)) * layouts[0].dtype.itemsize) for k in range(len(bound.results))
-    ]
+    result_bytes = [float(layouts[0].nbytes_of(bound.known_shape(k))) for k in range(len(bound.results))]
     pieces = {f: [n] for f, n in bound.sizes.items()}
     chosen: list[Way] = []
     for axis, parts in enumerate(mesh.shape):

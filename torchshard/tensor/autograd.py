@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from torchshard._torch import is_traced
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
@@ -186,6 +187,22 @@ def over(local: Tensor, layout: TensorLayout) -> DTensor:
     return _FromLocal.apply(local, layout, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def as_leaf(x: DTensor, requires_grad: bool) -> DTensor:
+    """A tensor without history, made a leaf where it shall have a gradient.
+
+    Raises:
+        UnsupportedOperatorError: in a compiled region, whose results would not be leaves.
+    """
+    if requires_grad and is_traced(x._local_tensor):
+        raise UnsupportedOperatorError(
+            "A compiled region cannot make a leaf: its gradient would be lost.",
+            expected="requires_grad=False in the region",
+            got="requires_grad=True",
+            fix="make it outside of the region; from plain pieces with history, DTensor.from_local",
+        )
+    return x.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
 def _even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: BoundMesh) -> list[int]:
     """The global shape if all parts are as large as this one."""
     shape = list(local.shape)
@@ -206,6 +223,8 @@ def _asked_layout(
     local: Tensor, sharding: Sharding, shape: Sequence[int] | None, stride: Sequence[int] | None
 ) -> TensorLayout:
     """The layout that the sizes of all ranks' parts make up; every rank finds the same, or raises the same."""
+    if is_traced(local):
+        return _traced_layout(local, sharding, shape, stride)
     mesh = sharding.mesh
     assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
     group = mesh.everyone
@@ -228,6 +247,25 @@ def _asked_layout(
                 where=f"from_local, {sharding}",
                 fix="use distribute_tensor, or cut into pieces of ceil(n / parts) with a short tail",
             )
+    return layout
+
+
+def _traced_layout(
+    local: Tensor, sharding: Sharding, shape: Sequence[int] | None, stride: Sequence[int] | None
+) -> TensorLayout:
+    """The layout of a part in a trace, where each rank can check its own part only."""
+    if shape is None or stride is None:
+        if sharding.splits:
+            raise UnsupportedOperatorError(
+                "A compiled region cannot ask the other ranks for the sizes of their parts.",
+                expected="from_local(..., run_check=True, shape=global_shape, stride=global_stride) for a split tensor",
+                got="neither shape nor stride",
+                where=f"from_local, {sharding}",
+                fix="pass them, or call from_local outside of the region",
+            )
+        shape, stride = tuple(local.shape), dense_stride(local.shape, local.stride())
+    layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
+    check_part(local, layout)
     return layout
 
 

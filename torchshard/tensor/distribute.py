@@ -5,18 +5,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh
+from torchshard._torch import current_mesh, is_traced
 from torchshard.comm import collectives
+from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
 from torchshard.layout.runs import without
+from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
@@ -43,7 +46,13 @@ def distribute_tensor(
         ShardingError: placements that do not fit, or a DTensor that lives elsewhere already.
         RuntimeError: `tensor` is not a leaf; from_local and redistribute are for those.
     """
-    device_mesh = device_mesh or current_mesh()
+    return _distributed(tensor, device_mesh or current_mesh(), placements, src_data_rank)  # type: ignore[no-any-return]
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # as from_local
+def _distributed(
+    tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[TorchPlacement] | None, src_data_rank: int | None
+) -> DTensor:
     mesh = bind(device_mesh)
     if not tensor.is_leaf:
         raise RuntimeError("distribute_tensor takes a leaf tensor; use DTensor.from_local for results of operators")
@@ -56,12 +65,14 @@ def distribute_tensor(
     layout = layout_for(sharding, tuple(tensor.shape), global_stride(tensor.shape, local.stride()), tensor.dtype)
     if mesh.coordinate is None:
         local = local.new_empty(0)
-    elif src_data_rank is None or local.is_meta:
+    elif src_data_rank is None or is_traced(local):
+        if src_data_rank is not None and not local.is_meta:
+            local = _everywhere(local, src_data_rank, mesh)
         local = redistribute_local(local, layout.to(mesh.replicated()), layout)
     else:
         given = without(sharding.without_partial(), sharding.runs)
         local = redistribute_local(_given_out(local, given, src_data_rank, mesh), layout.to(given), layout)
-    return wrap(local, layout).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+    return as_leaf(wrap(local, layout), tensor.requires_grad)
 
 
 def _already_there(tensor: DTensor, sharding: Sharding) -> DTensor:
@@ -80,14 +91,7 @@ def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> T
     split_first = [a for axes in sharding.splits.values() for a in axes]
     others = [a for a in range(mesh.ndim) if a not in split_first]
     for axis in [*split_first, *others]:
-        placement, group = sharding.placements[axis], mesh.group((axis,))
-        if not 0 <= source < group.size:
-            raise ShardingError(
-                "No rank has this place along an axis of the mesh.",
-                expected=f"src_data_rank from 0 to {group.size - 1}",
-                got=source,
-                where=f"axis {mesh.names[axis]} of {mesh}",
-            )
+        placement, group = sharding.placements[axis], _group_with(source, axis, mesh)
         if isinstance(placement, Shard):
             dim = placement.dim
             lengths = [piece(x.shape[dim], group.size, k)[1] for k in range(group.size)]
@@ -95,6 +99,25 @@ def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> T
         else:
             x = collectives.broadcast(x, source, group)
     return x
+
+
+def _everywhere(x: Tensor, source: int, mesh: BoundMesh) -> Tensor:
+    """What the rank at place `source` of every axis has, whole: in a trace, where each rank shall do the same."""
+    for axis in range(mesh.ndim):
+        x = collectives.broadcast(x, source, _group_with(source, axis, mesh))
+    return x
+
+
+def _group_with(source: int, axis: int, mesh: BoundMesh) -> Group:
+    group = mesh.group((axis,))
+    if not 0 <= source < group.size:
+        raise ShardingError(
+            "No rank has this place along an axis of the mesh.",
+            expected=f"src_data_rank from 0 to {group.size - 1}",
+            got=source,
+            where=f"axis {mesh.names[axis]} of {mesh}",
+        )
+    return group
 
 
 def distribute_module(

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -12,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import current_mesh
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
+from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.random import draw
 from torchshard.tensor.layout import TensorLayout, from_torch, layout_for
@@ -32,22 +32,22 @@ def zeros(*size: Any, **options: Any) -> DTensor:
     Raises:
         ShardingError: placements that do not fit.
     """
-    return _filled(lambda shape, **kw: torch.zeros(shape, **kw), size, **options)
+    return _made(_filled, "zeros", size, (), **options)
 
 
 def ones(*size: Any, **options: Any) -> DTensor:
     """A DTensor of ones; arguments as of `zeros`."""
-    return _filled(lambda shape, **kw: torch.ones(shape, **kw), size, **options)
+    return _made(_filled, "ones", size, (), **options)
 
 
 def empty(*size: Any, **options: Any) -> DTensor:
     """A DTensor whose values are not set; arguments as of `zeros`."""
-    return _filled(lambda shape, **kw: torch.empty(shape, **kw), size, **options)
+    return _made(_filled, "empty", size, (), **options)
 
 
 def full(size: Any, fill_value: Any, **options: Any) -> DTensor:
     """A DTensor that holds `fill_value` everywhere; other arguments as of `zeros`."""
-    return _filled(lambda shape, **kw: torch.full(shape, fill_value, **kw), (size,), **options)
+    return _made(_filled, "full", (size,), (fill_value,), **options)
 
 
 def rand(*size: Any, **options: Any) -> DTensor:
@@ -55,39 +55,82 @@ def rand(*size: Any, **options: Any) -> DTensor:
 
     The numbers are those that the first rank of the mesh would draw alone; every rank's generator moves on as its does.
     """
-    return _random(torch.rand, size, **options)
+    return _made(_random, "rand", size, (), **options)
 
 
 def randn(*size: Any, **options: Any) -> DTensor:
     """Normal random numbers, the same for every placement; see `rand`."""
-    return _random(torch.randn, size, **options)
+    return _made(_random, "randn", size, (), **options)
 
 
 def linspace(start: float, end: float, steps: int, **options: Any) -> DTensor:
     """`steps` numbers from `start` to `end`, evenly spaced; options as of `zeros`."""
-    return _cut(lambda **kw: torch.linspace(start, end, steps, **kw), (steps,), **options)
+    return _made(_cut, "linspace", (steps,), (start, end, steps), **options)
 
 
 def logspace(start: float, end: float, steps: int, base: float = 10.0, **options: Any) -> DTensor:
     """`steps` numbers from base**start to base**end, evenly spaced on a logarithmic scale; options as of `zeros`."""
-    return _cut(lambda **kw: torch.logspace(start, end, steps, base, **kw), (steps,), **options)
+    return _made(_cut, "logspace", (steps,), (start, end, steps, base), **options)
 
 
-def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
-
-
-def _target(
-    shape: tuple[int, ...],
+def _made(
+    maker: Callable[..., DTensor],
+    kind: str,
+    size: tuple[Any, ...],
+    values: tuple[Any, ...],
     *,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Placements = None,
-) -> TensorLayout:
+) -> DTensor:
     if layout is not torch.strided:
         raise ShardingError("A DTensor is strided.", expected="layout=torch.strided", got=layout)
-    mesh = bind(device_mesh or current_mesh())
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+    return maker(kind, shape, values, device_mesh or current_mesh(), placements, dtype, requires_grad)
+
+
+# Each of these is one call in a compiled region: (name of torch's function, shape, its other arguments, ...).
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _filled(
+    kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
+    dtype: torch.dtype | None, requires_grad: bool,
+) -> DTensor:  # fmt: skip
+    target = _target(shape, mesh, placements, dtype)
+    local = getattr(torch, kind)(target.local_shape, *values, dtype=dtype, device=mesh.device_type)
+    made = wrap(local, layout_for(target.sharding, target.shape, target.stride, local.dtype))
+    return as_leaf(made, requires_grad)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _random(
+    kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
+    dtype: torch.dtype | None, requires_grad: bool,
+) -> DTensor:  # fmt: skip
+    target, device = _target(shape, mesh, placements, dtype), torch.device(mesh.device_type)
+    make = getattr(torch, kind)
+    made = draw(target, device, lambda _: make(target.shape, *values, dtype=target.dtype, device=device))
+    return as_leaf(made, requires_grad)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _cut(
+    kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
+    dtype: torch.dtype | None, requires_grad: bool,
+) -> DTensor:  # fmt: skip
+    target = _target(shape, mesh, placements, dtype)
+    whole = getattr(torch, kind)(*values, dtype=target.dtype, device=mesh.device_type)
+    made = wrap(redistribute_local(whole, target.to(target.mesh.replicated()), target), target)
+    return as_leaf(made, requires_grad)
+
+
+def _target(
+    shape: tuple[int, ...], device_mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None
+) -> TensorLayout:
+    mesh = bind(device_mesh)
     sharding = from_torch(placements or [Replicate()] * mesh.ndim, mesh, shape)
     if sharding.partial:
         raise ShardingError(
@@ -97,37 +140,3 @@ def _target(
             fix="DTensor.from_local(term, mesh, [Partial()])",
         )
     return layout_for(sharding, shape, contiguous_stride(shape), dtype or torch.get_default_dtype())
-
-
-def _filled(
-    make: Callable[..., Tensor], size: tuple[Any, ...], *, requires_grad: bool = False, **options: Any
-) -> DTensor:
-    target = _target(_shape(size), **options)
-    local = make(target.local_shape, dtype=options.get("dtype"), device=_device(target))
-    return _leaf(wrap(local, layout_for(target.sharding, target.shape, target.stride, local.dtype)), requires_grad)
-
-
-def _random(
-    make: Callable[..., Tensor], size: tuple[Any, ...], *, requires_grad: bool = False, **options: Any
-) -> DTensor:
-    target = _target(_shape(size), **options)
-    device = torch.device(_device(target))
-    drawn = draw(target, device, lambda _: make(target.shape, dtype=target.dtype, device=device))
-    return _leaf(drawn, requires_grad)
-
-
-def _cut(
-    make: Callable[..., Tensor], shape: tuple[int, ...], *, requires_grad: bool = False, **options: Any
-) -> DTensor:
-    target = _target(shape, **options)
-    whole = make(dtype=target.dtype, device=_device(target))
-    local = redistribute_local(whole, target.to(target.mesh.replicated()), target)
-    return _leaf(wrap(local, target), requires_grad)
-
-
-def _device(target: TensorLayout) -> str:
-    return target.mesh.device_mesh.device_type  # type: ignore[attr-defined, no-any-return]
-
-
-def _leaf(x: DTensor, requires_grad: bool) -> DTensor:
-    return x.requires_grad_(requires_grad)  # type: ignore[return-value]

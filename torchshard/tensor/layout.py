@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import norm_partial, strided_shard
+from torchshard._torch import expected, norm_partial, strided_shard
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding
 from torchshard.layout.placements import Partial, Placement, R, Shard
@@ -49,6 +49,10 @@ class TensorLayout(Layout):
             found.marks, found.plain = marks, self.plain
             found = self.plain._marked.setdefault(marks, found)
         return found
+
+    def nbytes_of(self, shape: Sequence[int]) -> int:
+        """As of any layout; where lengths are symbolic, that of this run, as it decides about costs alone."""
+        return expected(super().nbytes_of(shape))
 
     def to(self, sharding: Sharding) -> "TensorLayout":
         """The same tensor in another sharding."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import group_of_members
+from torchshard._torch import group_of_members, outside_of_traces
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
@@ -26,7 +26,8 @@ class BoundMesh(Mesh):
     layout_type = TensorLayout
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
-        names, ranks = device_mesh.mesh_dim_names, device_mesh.mesh.flatten().tolist()
+        with outside_of_traces():  # a region may be the first to see the mesh
+            names, ranks = device_mesh.mesh_dim_names, device_mesh.mesh.flatten().tolist()
         super().__init__(tuple(device_mesh.shape), names, device_mesh.get_coordinate(), ranks)
         self.device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], Group] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchshard._torch import decomposition, schema
+from torchshard._torch import decomposition, is_traced, schema
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
@@ -164,6 +164,13 @@ def _by_gathering_in_step(call: Call, operands: Sequence[Operand]) -> tuple[Any,
     mesh = operands[0].layout.mesh
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     device = next(dtensors_in(call.values)).device
+    if is_traced(next(dtensors_in(call.values))._local_tensor):
+        raise UnsupportedOperatorError(
+            f"{call.name} draws random numbers as no compiled region can: every rank after the first one's generator.",
+            expected="rand, randn, randint, bernoulli, dropout, normal_, uniform_ and their kin",
+            got=call.name,
+            fix="call it outside of the region",
+        )
     given = call.names.index("generator") if "generator" in call.names else None
 
     def agree(values: Sequence[Any]) -> None:

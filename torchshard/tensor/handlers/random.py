@@ -1,7 +1,8 @@
 """Random operators: the same tensor for every layout, the one that a single device would have drawn.
 
 All ranks take the generator of the mesh's first rank, draw the whole tensor and keep their part. That costs one small
-broadcast and the memory of the whole tensor for a moment.
+broadcast and the memory of the whole tensor for a moment. A graph cannot take over a generator: there every rank draws,
+and takes what the first one has drawn.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchshard._torch import is_traced
 from torchshard.comm import collectives
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
@@ -32,8 +34,13 @@ def draw(
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     if mesh.coordinate is None:
         return wrap(torch.empty(0, dtype=layout.dtype, device=device), layout)
-    agree_on_generator(mesh, device, generator)
-    whole = fill(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device))
+    empty = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+    traced = is_traced(empty)
+    if not traced:
+        agree_on_generator(mesh, device, generator)
+    whole = fill(empty)
+    if traced and mesh.size > 1:
+        whole = collectives.broadcast(whole, 0, mesh.everyone)
     layout = layout_for(layout.sharding, layout.shape, layout.stride, whole.dtype)
     return wrap(redistribute_local(whole, layout.to(mesh.replicated()), layout), layout)
 

@@ -1,0 +1,59 @@
+"""A function compiled as one graph, beside itself."""
+
+import pytest
+import torch
+
+X = torch.ones(3)
+
+# What Dynamo of these versions does not know. Where 2.13 and 2.15 agree, everything is there.
+UNKNOWN = {
+    "2.11": {
+        "hash", "name of the backend, device", "key made here", "member of a set", "group.WORLD", "registered",
+        "all groups", "ranks of a mesh", "returned mesh", "attributes", "returned placement", "graph breaks",
+    },
+    "2.12": {"hash", "group.WORLD", "graph breaks of groups", "kind of a placement"},
+    "2.14": {"text"},
+}  # fmt: skip
+
+
+def require(name):
+    """Skip a test of what this torch does not know."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    if name in UNKNOWN.get(version, ()):
+        pytest.skip(f"Dynamo of torch {version} does not know: {name}")
+
+
+class Holder(torch.nn.Module):
+    """Something with an attribute."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+
+def agree(function, *args):
+    """Whether one graph of the function gives what the function gives."""
+    return same(torch.compile(function, backend="eager", fullgraph=True)(*args), function(*args))
+
+
+def follows(function, *each):
+    """Whether one compiled function gives what the function gives for one argument after another, and the first again."""
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    return all(same(compiled(X, one), function(X, one)) for one in (*each, each[0]))
+
+
+def ways(use, value):
+    """The ways in which a function comes to a value: it is given it, closes over it, or finds it as an attribute."""
+    holder = Holder(value)
+    return [(use, (X, value)), (lambda x: use(x, value), (X,)), (lambda x: use(x, holder.held), (X,))]
+
+
+def same(a, b):
+    """Equal in type and value, through containers."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a is b or a == b

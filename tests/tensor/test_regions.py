@@ -1,0 +1,138 @@
+"""DTensors in regions compiled as one graph: what is done with them there, against eager.
+
+On a fake group, so layouts and local shapes are compared here; values are those of test_compile.py.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import torchshard
+from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+
+@pytest.fixture(scope="module", autouse=True)
+def line():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    global MESH, ROWS, UNEVEN, WHOLE, PIECE
+    MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    ROWS = distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
+    UNEVEN = distribute_tensor(torch.randn(7, 4), MESH, [Shard(0)])
+    WHOLE = distribute_tensor(torch.randn(8, 4), MESH, [Replicate()])
+    PIECE = torch.randn(2, 4)
+    yield
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+def described(x):
+    if isinstance(x, DTensor):
+        return str(torchshard.layout_of(x)), tuple(x.to_local().shape)
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.dtype
+    return type(x)(map(described, x)) if isinstance(x, (tuple, list)) else x
+
+
+def one_graph(function, *args, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True, **options)(*args)
+
+
+from_local = DTensor.from_local
+PROGRAMS = {
+    "from_local": lambda: (lambda x: from_local(x, MESH, [Shard(0)]) * 2, PIECE),
+    "from_local, mesh and placements given": lambda: (lambda x, m, p: from_local(x, m, p), PIECE, MESH, [Shard(0)]),
+    "from_local of a shape": lambda: (
+        lambda x: from_local(x, MESH, [Shard(0)], shape=(7, 4), stride=(4, 1)).full_tensor(), PIECE),
+    "from_local, checked": lambda: (lambda x: from_local(x, MESH, [Replicate()], run_check=True) + 1, PIECE),
+    "from_local of a shape, checked": lambda: (
+        lambda x: from_local(x, MESH, [Shard(0)], run_check=True, shape=(8, 4), stride=(4, 1)), PIECE),
+    "from_local, grad_placements": lambda: (
+        lambda x: from_local(x, MESH, [Replicate()], grad_placements=[Replicate()]) * 2, PIECE),
+    "from_local of terms": lambda: (lambda x: from_local(x, MESH, [Partial()]).full_tensor(), PIECE),
+    "to_local": lambda: (lambda x: (x * 2).to_local() + 1, ROWS),
+    "to_local, grad_placements": lambda: (lambda x: x.to_local(grad_placements=[Partial()]) + 1, WHOLE),
+    "full_tensor": lambda: (lambda x: x.full_tensor(grad_placements=[Replicate()]) + 1, UNEVEN),
+    "redistribute": lambda: (lambda x: x.redistribute(placements=[Shard(1)]) + 1, UNEVEN),
+    "redistribute, async, dtypes": lambda: (
+        lambda x: x.redistribute(MESH, [Replicate()], async_op=True, forward_dtype=torch.bfloat16) + 1, ROWS),
+    "distribute_tensor": lambda: (lambda x: distribute_tensor(x, MESH, [Shard(0)]) + 1, torch.ones(7, 4)),
+    "distribute_tensor, own values": lambda: (
+        lambda x: distribute_tensor(x, MESH, [Partial()], src_data_rank=None).full_tensor(), torch.ones(7, 4)),
+    "attributes": lambda: (
+        lambda x: ((x + 1).sum(0).placements, x.device_mesh, x.shape, x.stride(), x.dtype, isinstance(x, DTensor)), ROWS),
+    "rebuilt": lambda: (lambda x: from_local(x.to_local(), x.device_mesh, x.placements) + x, ROWS),
+    "zeros, ones, full, empty": lambda: (
+        lambda x: [f(8, 4, device_mesh=MESH, placements=[Shard(0)]) + x
+                   for f in (torchshard.zeros, torchshard.ones, torchshard.empty, lambda *n, **o: torchshard.full(n, 3, **o))],
+        ROWS),
+    "rand, randn, linspace": lambda: (
+        lambda x: [torchshard.rand(x.shape, device_mesh=x.device_mesh, placements=x.placements), x,
+                   torchshard.randn(8, 4, device_mesh=MESH, placements=[Shard(1)]) + x,
+                   torchshard.linspace(0, 1, 7, device_mesh=MESH, placements=[Shard(0)])], ROWS),
+    "dropout, bernoulli, normal_, rand_like": lambda: (
+        lambda x: [torch.dropout(x, 0.5, True), torch.bernoulli(torch.sigmoid(x)), (x + 1).normal_(), torch.rand_like(x)],
+        UNEVEN),
+    "nested": lambda: (lambda x: [x[0] @ x[1].t(), (x[1], 3)], [ROWS, WHOLE]),
+    "in place": lambda: (lambda x: (x * 2).mul_(3), ROWS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_in_one_graph(name):
+    function, *args = PROGRAMS[name]()
+    assert described(one_graph(function, *args)) == described(function(*args))
+
+
+@pytest.mark.parametrize("n", [8, 7])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_one_graph_for_all_lengths(placement, n):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counting = CompileCounterWithBackend("aot_eager")
+
+    def function(x):
+        return torch.relu(x * 2 + 1)
+
+    compiled = torch.compile(function, backend=counting, fullgraph=True, dynamic=True)
+    for length in (n, n + 4, n + 8):
+        x = distribute_tensor(torch.randn(length, 4), MESH, [placement]).requires_grad_()
+        result = compiled(x)
+        assert described(result) == described(function(x))
+        result.sum().backward()
+        assert x.grad.shape == x.shape
+    assert counting.frame_count <= 2  # and not one for each length
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: distribute_tensor(x, MESH, [Shard(0)]), "cannot make a leaf"),
+        (lambda x: from_local(x, MESH, [Shard(0)], run_check=True), "cannot ask the other ranks"),
+        (
+            lambda x: from_local(x, MESH).redistribute(OTHER, [Shard(0), Replicate()]),
+            "between two meshes cannot be compiled",
+        ),
+    ],
+)
+def test_what_a_region_cannot_do_is_said(function, words):
+    global OTHER
+    OTHER = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(Exception, match=words):
+        one_graph(function, torch.ones(8, 4, requires_grad=True))
+
+
+def test_a_module_with_dtensor_parameters_is_exported():
+    class Wide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(distribute_tensor(torch.randn(4, 8), MESH, [Shard(1)]))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    module = Wide()
+    exported = torch.export.export(module, (WHOLE,))
+    assert described(exported.module()(WHOLE)) == described(module(WHOLE))

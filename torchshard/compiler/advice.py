@@ -1,0 +1,25 @@
+"""Graph breaks around distributed objects that remain, and the way around each; the same are in the guide."""
+
+from collections.abc import Mapping
+
+# What Dynamo says (a part of it) -> what to do instead.
+WAYS_AROUND: Mapping[str, str] = {
+    "Module-level backwards hooks require compiled autograd": (
+        "set torch._dynamo.config.compiled_autograd = True and compile the call of backward() too"
+    ),
+    "An opaque object was created in the middle of the program": "make meshes and groups before the region",
+    "Dynamo does not know how to enter a `device` context manager": "make meshes and groups before the region",
+    "between two meshes cannot be compiled": "redistribute to another mesh outside of the region",
+    "A compiled region cannot make a leaf": "make leaves outside of the region, or use DTensor.from_local",
+    "cannot ask the other ranks for the sizes": "pass shape and stride to from_local",
+    "draws random numbers as no compiled region can": "call this operator outside of the region",
+    "on user-defined type 'ShardedTensor'": "take x.local_tensor() in the region, or use a DTensor",
+    "returning intermediate with requires_grad_()": "call requires_grad_() outside of the region",
+    "cls_source must not be None for MRO walk": "make texts of placements outside of the region",
+    "is not registered for this opaque object type": "call torchshard.compiler.support_groups() first",
+}
+
+
+def way_around(reason: str) -> str:
+    """What to do about a graph break; empty where nothing is known."""
+    return next((advice for words, advice in WAYS_AROUND.items() if words in reason), "")

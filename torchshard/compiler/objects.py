@@ -1,0 +1,41 @@
+"""Process groups and meshes in compiled regions: what this torch's Dynamo lacks, added on request."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchshard import _torch
+
+# What can be asked of an object without being traced, and what is traced: each is said only where torch does not.
+_ASKED: Mapping[type, tuple[str, ...]] = {dist.ProcessGroup: ("name", "bound_device_id"), DeviceMesh: ()}
+_TRACED: Mapping[type, tuple[str, ...]] = {dist.ProcessGroup: (), DeviceMesh: ("get_all_groups",)}
+
+
+@cache
+def support_groups() -> tuple[str, ...]:
+    """Have graphs that are compiled from now on made anew when they are called with another process group.
+
+    Dynamo takes rank, size and members of a group for constants, and torch 2.11 to 2.15 do not check later that the
+    group is the same: a group passed as an argument, held by an object or swapped in a closure leaves the old numbers
+    in the graph, silently. This adds the check, and methods of groups and meshes that Dynamo does not know. It holds
+    for the process, and is called by the backend "torchshard". A check costs about a microsecond for each group.
+
+    Returns:
+        What had to be added in this process; nothing where torch does it all.
+
+    Example:
+        >>> support_groups()                                                # doctest: +SKIP
+        ('guards of ProcessGroup', 'ProcessGroup.name', 'ProcessGroup.bound_device_id', 'DeviceMesh.get_all_groups')
+    """
+    added = ["guards of ProcessGroup"] if _torch.guard_instances(dist.ProcessGroup, _identity) else []
+    for cls in (dist.ProcessGroup, DeviceMesh):
+        added += [f"{cls.__name__}.{name}" for name in _torch.let_ask(cls, _ASKED[cls], _TRACED[cls])]
+    return tuple(added)
+
+
+def _identity(group: Any) -> list[Any]:
+    """What a graph may depend on; the address, because groups are compared and hashed by it."""
+    return [id(group), group.group_name, group.rank(), group.size()]
