@@ -1,6 +1,7 @@
 """A rank that dies or gets stuck is named by the others, with what they waited for, within the group's time limit."""
 
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -147,7 +148,8 @@ def _leave_join(rank, world):
 def test_a_rank_killed_in_join():
     for message in run_ranks(3, _leave_join, expect_dead=(2,), timeout=60)[:2]:
         assert "waited in vain for" in message
-        assert "no answer within 3 s from rank 2" in message
+        # Rank 0, which has joined, may be waiting for the lost one in another place, and not answer rank 1 either.
+        assert re.search("no answer within 3 s from rank (0, )?2", message), message
 
 
 def _slow(rank, world):
