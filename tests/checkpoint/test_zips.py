@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchshard import checkpoint
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.moving.checksums import combine
-from torchshard.checkpoint.pickles.write import dump
+from torchshard.checkpoint.pickles.write import View, dump
 from torchshard.checkpoint.zips import ALIGNMENT, Archive, frame, frame_size, lay_out
 from torchshard.errors import CheckpointError
 
@@ -82,7 +82,8 @@ def test_tensors_beyond_four_gib(tmp_path):
     large = checkpoint.TensorEntry("uint8", (5 * 2**30,), ())
     small = checkpoint.TensorEntry("float32", (4,), ())
     entries = [large, small]
-    data = dump({"large": large, "small": small}, lambda entry: (entries.index(entry), entry.shape))
+    views = [View(at, entry.shape[0], 0, entry.shape, (1,)) for at, entry in enumerate(entries)]
+    data = dump({"large": large, "small": small}, lambda entry: views[entries.index(entry)])
     records = lay_out([("data.pkl", len(data)), ("data/0", large.nbytes), ("data/1", 16), ("version", 2)])
     values = torch.tensor([1.0, 2.0, 3.0, 4.0]).numpy().tobytes()
     crcs = [zlib.crc32(data), zeros_crc(large.nbytes), zlib.crc32(values), zlib.crc32(b"3\n")]
