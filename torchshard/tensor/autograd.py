@@ -193,7 +193,8 @@ def as_leaf(x: DTensor, requires_grad: bool) -> DTensor:
     Raises:
         UnsupportedOperatorError: in a compiled region, whose results would not be leaves.
     """
-    if requires_grad and is_traced(x._local_tensor):
+    local = x._local_tensor
+    if requires_grad and is_traced(local) and not local.is_meta:
         raise UnsupportedOperatorError(
             "A compiled region cannot make a leaf: its gradient would be lost.",
             expected="requires_grad=False in the region",
