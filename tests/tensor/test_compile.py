@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 
+from tests.plain_graphs import collectives, recording
 from tests.ranks import run_ranks
 
 
@@ -20,7 +22,10 @@ def compare(rank, world, mesh_shape, backend, batch_placements):
     block = tensor_parallel(GPT(config), mesh, axis=mesh.ndim - 1).blocks[0]
     placements = [{"S": Shard(0), "R": Replicate()}[p] for p in batch_placements]
     g = torch.Generator().manual_seed(3)
-    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    graphs = []
+    if backend == "inductor":
+        inductor.post_grad_custom_post_pass = graphs.append  # the graphs as they are lowered
+    compiled = torch.compile(block, backend=backend or recording(graphs), fullgraph=True)
     errors = []
     for _ in range(2):
         x = torch.randn(5, 7, 24, generator=g)
@@ -33,16 +38,24 @@ def compare(rank, world, mesh_shape, backend, batch_placements):
         pairs = [(got, want), (placed.grad, x.grad)]
         pairs += [(p.grad, q.grad) for p, q in zip(block.parameters(), plain.parameters(), strict=True)]
         errors += [(a.full_tensor() - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs]
+    sent = [collectives(graph) for graph in graphs]
+    assert sum(map(len, sent)), "the block communicates"
     with torch.no_grad():
         errors.append((compiled(placed.detach()).full_tensor() - plain(x)).abs().max().item())
-    return errors
+    return errors, sent
 
 
 @pytest.mark.parametrize(
     ("mesh_shape", "backend", "batch"),
-    [((2,), "inductor", "R"), ((2,), "aot_eager", "S"), ((2, 2), "aot_eager", "SR")],
+    [((2,), "inductor", "R"), ((2,), None, "S"), ((2, 2), None, "SR")],
     ids=["inductor", "sharded batch", "data and tensor"],
 )
 def test_one_graph_forward_and_backward(mesh_shape, backend, batch):
-    for errors in run_ranks(2 * len(mesh_shape), compare, mesh_shape, backend, batch, timeout=280):
+    for errors, sent in run_ranks(2 * len(mesh_shape), compare, mesh_shape, backend, batch, timeout=280):
         assert max(errors) < 1e-5, errors
+        if backend == "inductor":
+            assert sent == [
+                ["all_reduce_"] * 2,
+                ["reduce_scatter_tensor", "all_gather_into_tensor", "reduce_scatter_tensor"],
+            ]
+        assert len(sent) == 2, "one graph forward, one backward, with nothing but plain tensors and collectives in them"
