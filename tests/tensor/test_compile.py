@@ -59,3 +59,45 @@ def test_one_graph_forward_and_backward(mesh_shape, backend, batch):
                 ["reduce_scatter_tensor", "all_gather_into_tensor", "reduce_scatter_tensor"],
             ]
         assert len(sent) == 2, "one graph forward, one backward, with nothing but plain tensors and collectives in them"
+
+
+def moved_and_made(x, rows, mesh):
+    """What a region makes of a plain tensor that differs between ranks, and of a split one of uneven length."""
+    import torchshard
+    from torchshard import Replicate, Shard, distribute_tensor
+
+    on = {"device_mesh": mesh, "placements": [Shard(0)]}
+    return [
+        distribute_tensor(x, mesh, [Shard(0)]) * 2,
+        torchshard.zeros(7, 4, **on) + torchshard.full((7, 4), 3.0, **on),
+        torchshard.linspace(0, 1, 7, **on),
+        torchshard.rand(7, 4, **on),
+        torchshard.randn(7, 4, **on) + rows,
+        torch.dropout(rows, 0.5, True),
+        rows.redistribute(placements=[Shard(1)]).sin(),
+        rows.redistribute(placements=[Replicate()]).cos(),
+    ]
+
+
+def compare_values(rank, world):
+    import torchshard
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = torch.randn(7, 4) + rank
+    rows = distribute_tensor(torch.arange(28.0).view(7, 4), mesh, [Shard(0)])
+    results = []
+    for function in (moved_and_made, torch.compile(moved_and_made, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(5 + rank)  # random numbers are those of the first rank
+        made = function(x, rows, mesh)
+        results.append([(torchshard.layout_of(y), y.to_local(), y.full_tensor()) for y in made])
+    return [
+        eager[0] is compiled[0] and all(torch.equal(a, b) for a, b in zip(eager[1:], compiled[1:], strict=True))
+        for eager, compiled in zip(*results, strict=True)
+    ], [whole.tolist() for _, _, whole in results[1]]
+
+
+def test_values_of_a_region_are_those_of_eager():
+    (same, first), (also_same, second) = run_ranks(2, compare_values, timeout=120)
+    assert same == also_same == [True] * 8
+    assert first == second
