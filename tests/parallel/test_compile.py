@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.parallel.llama import Block, Config, Llama, loss, plan, rotary
+from tests.plain_graphs import assert_plain, collectives, recording
 from tests.ranks import run_ranks
 
 
@@ -19,7 +20,8 @@ def compare(rank, world, kind):
     prefix = "layers.*."
     of_block = {path.removeprefix(prefix): style for path, style in plan(kind).items() if path.startswith(prefix)}
     parallelize_module(block, mesh, of_block)
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    graphs = []
+    compiled = torch.compile(block, backend=recording(graphs), fullgraph=True)
     turns = rotary(8, config.head)
     g = torch.Generator().manual_seed(3)
     errors = []
@@ -41,13 +43,40 @@ def compare(rank, world, kind):
         for p, q in pairs:
             full = p.full_tensor() if isinstance(p, DTensor) else p
             errors.append((full - q).abs().max().item() / max(1.0, q.abs().max().item()))
-    return errors
+    assert len(graphs) == 2, "one forward and one backward"
+    if kind == "tp":
+        compiled_first(plain, mesh, of_block, (given.detach(), turns), got, graphs)
+    return errors, [collectives(graph) for graph in graphs]
 
 
-@pytest.mark.parametrize("kind", ["tp", "sp", "dtensor"])
+def compiled_first(plain, mesh, of_block, inputs, want, graphs):
+    """Compile, then parallelize: the plan finds the modules below the compiled one, and the same graphs come out."""
+    from torchshard.parallel import parallelize_module
+
+    again = []
+    block = Block(Config())
+    block.load_state_dict(plain.state_dict())
+    compiled = torch.compile(block, backend=recording(again), fullgraph=True)
+    assert parallelize_module(compiled, mesh, of_block) is compiled
+    got = compiled(inputs[0].requires_grad_(), inputs[1])
+    got.square().sum().backward()
+    assert torch.equal(got, want)
+    assert [assert_plain(graph) for graph in again] == [assert_plain(graph) for graph in graphs]
+
+
+GATHER, REDUCE, SCATTER = "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"
+SENT = {  # forward, backward; the graphs hold nothing but plain tensors and these
+    "tp": [[REDUCE] * 2, [REDUCE] * 5],
+    "sp": [[GATHER, SCATTER] * 2, [GATHER, SCATTER] * 2],
+    "dtensor": [[GATHER, SCATTER] * 2, [GATHER, SCATTER] * 2],
+}
+
+
+@pytest.mark.parametrize("kind", SENT)
 def test_one_graph_forward_and_backward(kind):
-    for errors in run_ranks(2, compare, kind, timeout=280):
+    for errors, sent in run_ranks(2, compare, kind, timeout=280):
         assert max(errors) < 1e-5, errors
+        assert sent == SENT[kind]
 
 
 def compare_models(rank, world):

@@ -72,6 +72,15 @@ def test_patterns_match_level_by_level(mesh):
     assert style.seen == [("layers.0.norm", 0)]
 
 
+def test_modules_that_are_compiled_go_by_the_names_they_had(mesh):
+    root, style = tree(), Note()
+    root.layers[1] = torch.compile(root.layers[1])
+    compiled = torch.compile(root)
+    assert parallelize_module(compiled, mesh, {"layers.*.norm": style, "layers.1": style, "": style}) is compiled
+    parallelize_module(compiled, mesh, {"_orig_mod.layers.1._orig_mod.mlp.w1": style})
+    assert [name for name, _ in style.seen] == ["layers.0.norm", "layers.1.norm", "layers.1", "", "layers.1.mlp.w1"]
+
+
 def test_the_source_of_data_reaches_the_styles(mesh):
     for source in (0, 2, None):
         style = Note()

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 
+from tests.plain_graphs import collectives, recording
 from tests.ranks import run_ranks
 
 
@@ -20,7 +22,10 @@ def compare(rank, world, mesh_shape, backend, batch_placements):
     block = tensor_parallel(GPT(config), mesh, axis=mesh.ndim - 1).blocks[0]
     placements = [{"S": Shard(0), "R": Replicate()}[p] for p in batch_placements]
     g = torch.Generator().manual_seed(3)
-    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    graphs = []
+    if backend == "inductor":
+        inductor.post_grad_custom_post_pass = graphs.append  # the graphs as they are lowered
+    compiled = torch.compile(block, backend=backend or recording(graphs), fullgraph=True)
     errors = []
     for _ in range(2):
         x = torch.randn(5, 7, 24, generator=g)
@@ -33,16 +38,66 @@ def compare(rank, world, mesh_shape, backend, batch_placements):
         pairs = [(got, want), (placed.grad, x.grad)]
         pairs += [(p.grad, q.grad) for p, q in zip(block.parameters(), plain.parameters(), strict=True)]
         errors += [(a.full_tensor() - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs]
+    sent = [collectives(graph) for graph in graphs]
+    assert sum(map(len, sent)), "the block communicates"
     with torch.no_grad():
         errors.append((compiled(placed.detach()).full_tensor() - plain(x)).abs().max().item())
-    return errors
+    return errors, sent
 
 
 @pytest.mark.parametrize(
     ("mesh_shape", "backend", "batch"),
-    [((2,), "inductor", "R"), ((2,), "aot_eager", "S"), ((2, 2), "aot_eager", "SR")],
+    [((2,), "inductor", "R"), ((2,), None, "S"), ((2, 2), None, "SR")],
     ids=["inductor", "sharded batch", "data and tensor"],
 )
 def test_one_graph_forward_and_backward(mesh_shape, backend, batch):
-    for errors in run_ranks(2 * len(mesh_shape), compare, mesh_shape, backend, batch, timeout=280):
+    for errors, sent in run_ranks(2 * len(mesh_shape), compare, mesh_shape, backend, batch, timeout=280):
         assert max(errors) < 1e-5, errors
+        if backend == "inductor":
+            assert sent == [
+                ["all_reduce_"] * 2,
+                ["reduce_scatter_tensor", "all_gather_into_tensor", "reduce_scatter_tensor"],
+            ]
+        assert len(sent) == 2, "one graph forward, one backward, with nothing but plain tensors and collectives in them"
+
+
+def moved_and_made(x, rows, mesh):
+    """What a region makes of a plain tensor that differs between ranks, and of a split one of uneven length."""
+    import torchshard
+    from torchshard import Replicate, Shard, distribute_tensor
+
+    on = {"device_mesh": mesh, "placements": [Shard(0)]}
+    return [
+        distribute_tensor(x, mesh, [Shard(0)]) * 2,
+        torchshard.zeros(7, 4, **on) + torchshard.full((7, 4), 3.0, **on),
+        torchshard.linspace(0, 1, 7, **on),
+        torchshard.rand(7, 4, **on),
+        torchshard.randn(7, 4, **on) + rows,
+        torch.dropout(rows, 0.5, True),
+        rows.redistribute(placements=[Shard(1)]).sin(),
+        rows.redistribute(placements=[Replicate()]).cos(),
+    ]
+
+
+def compare_values(rank, world):
+    import torchshard
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = torch.randn(7, 4) + rank
+    rows = distribute_tensor(torch.arange(28.0).view(7, 4), mesh, [Shard(0)])
+    results = []
+    for function in (moved_and_made, torch.compile(moved_and_made, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(5 + rank)  # random numbers are those of the first rank
+        made = function(x, rows, mesh)
+        results.append([(torchshard.layout_of(y), y.to_local(), y.full_tensor()) for y in made])
+    return [
+        eager[0] is compiled[0] and all(torch.equal(a, b) for a, b in zip(eager[1:], compiled[1:], strict=True))
+        for eager, compiled in zip(*results, strict=True)
+    ], [whole.tolist() for _, _, whole in results[1]]
+
+
+def test_values_of_a_region_are_those_of_eager():
+    (same, first), (also_same, second) = run_ranks(2, compare_values, timeout=120)
+    assert same == also_same == [True] * 8
+    assert first == second

@@ -1,6 +1,6 @@
 """DTensors in regions compiled as one graph: what is done with them there, against eager.
 
-On a fake group, so layouts and local shapes are compared here; values are those of test_compile.py.
+On a fake group, so layouts and local shapes are compared here; values are compared in test_compile.py.
 """
 
 import pytest
@@ -136,3 +136,16 @@ def test_a_module_with_dtensor_parameters_is_exported():
     module = Wide()
     exported = torch.export.export(module, (WHOLE,))
     assert described(exported.module()(WHOLE)) == described(module(WHOLE))
+
+
+def test_a_sharded_tensor_passes_through_and_its_part_has_a_gradient():
+    from torchshard.tensor.sharded import factories, specs
+
+    x = factories.rand(specs.ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)]), 8, 4)
+    part = x.local_tensor().requires_grad_()
+    same, squares = one_graph(lambda x: (x, x.local_tensor().square()), x)
+    assert same is x
+    assert torch.equal(squares, part.square())
+    assert squares.shape == (2, 4)
+    squares.sum().backward()
+    assert torch.equal(part.grad, 2 * part)

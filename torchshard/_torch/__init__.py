@@ -46,6 +46,7 @@ from torchshard._torch.dynamo import (
     source_name,
     trace_artifact,
     tree_of,
+    uncompiled,
     untraced,
 )
 from torchshard._torch.finding import without_fast_paths
@@ -171,6 +172,7 @@ __all__ = [
     "trace_artifact",
     "trace_backward",
     "tree_of",
+    "uncompiled",
     "unflatten",
     "untraced",
     "waited",

@@ -110,6 +110,11 @@ def graph_breaks() -> list[str]:
     return [reason.strip() for reason, times in counters["graph_break"].items() for _ in range(times)]
 
 
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile has wrapped, or itself (OptimizedModule._orig_mod, 2.11-2.15)."""
+    return cast(torch.nn.Module, getattr(module, "_orig_mod", module))
+
+
 def guard_instances(cls: type, known_by: Callable[[Any], list[Any]]) -> bool:
     """Have Dynamo check what `known_by` says of the instances of a class that enter graphs; whether it had to be told.
 

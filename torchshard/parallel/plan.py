@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import current_mesh
+from torchshard._torch import current_mesh, uncompiled
 from torchshard.errors import ShardingError
 from torchshard.parallel.styles import ParallelStyle
 from torchshard.tensor.dtensor import DTensor
@@ -28,7 +28,7 @@ def parallelize_module(
     A parameter that several modules share (tied weights) stays one parameter.
 
     Args:
-        module: the same on every rank.
+        module: the same on every rank; it, and modules in it, may be wrapped by torch.compile before or afterwards.
         device_mesh: of one axis; a larger one is sliced: `mesh["tp"]`. By default that of the surrounding `with mesh:`.
         parallelize_plan: a style for the module itself, or styles by the names of submodules. Each part of a dotted
             name may be a pattern as of fnmatch, as in "layers.*.mlp.w1"; "" is the module itself. Later entries see
@@ -60,7 +60,7 @@ def parallelize_module(
             "parallelize_plan is a ParallelStyle of torchshard.parallel or a dict of names and styles, "
             f"not a {type(parallelize_plan).__module__}.{type(parallelize_plan).__qualname__}"
         )
-    _carry_out(module, mesh, parallelize_plan, src_data_rank, _tied(module))
+    _carry_out(uncompiled(module), mesh, parallelize_plan, src_data_rank, _tied(module))
     return module
 
 
@@ -87,10 +87,16 @@ def _carry_out(module: nn.Module, mesh: DeviceMesh, plan: object, source: int | 
 
 
 def _matches(module: nn.Module, path: str) -> list[nn.Module]:
-    """The submodules that a dotted name with patterns means, in the order of the module."""
+    """The submodules that a dotted name with patterns means, in the order of the module.
+
+    Those that torch.compile has wrapped go by the names they had, and are found with the wrapper's name, too.
+    """
+    module = uncompiled(module)
     if not path:
         return [module]
     token, _, rest = path.partition(".")
+    if token == "_orig_mod":
+        return _matches(module, rest)
     children = [child for name, child in module.named_children() if fnmatch(name, token)]
     return [found for child in children for found in _matches(child, rest)]
 
