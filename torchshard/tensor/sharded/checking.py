@@ -19,6 +19,8 @@ def local_metadata(shards: Sequence[Any], size: Sequence[int], rank: int, ranks:
     if not shards:
         return None
     properties = TensorProperties.create_from_tensor(shards[0].tensor)
+    if hasattr(properties, "strides"):  # from 2.15 on; those of one part are not those of the others
+        properties.strides = None
     made = ShardedTensorMetadata([shard.metadata for shard in shards], torch.Size(size), properties)
     check_own(shards, made, rank, ranks)
     return made
