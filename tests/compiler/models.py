@@ -34,6 +34,17 @@ class Parts(nn.Module):
         return self.c(F.gelu(x))
 
 
+class BatchNormed(Parts):
+    """Batch norm before the layers: buffers that a forward changes, and that are broadcast before the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
 class Normed(nn.Module):
     """Convolution, normalisation, a frozen layer, an embedding, mixed dtypes."""
 

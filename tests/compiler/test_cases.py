@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.compiler.models import Parts, batch, loss_of
+from tests.compiler.models import BatchNormed, Parts, batch, loss_of
 from tests.compiler.traced import traced
 from tests.compiler.trial import Trial
 from tests.ranks import run_ranks
@@ -60,22 +60,11 @@ class Cond(Parts):
         return self.c(x)
 
 
-class Normed(Parts):
-    """Batch norm before the layers: buffers that a forward changes, and that are broadcast before the next."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(32)
-
-    def forward(self, x):
-        return super().forward(self.norm(x))
-
-
 STEPS = {  # module, objective, worst error, gradients in the graph
     "reentrant": (Reentrant, _plain, 1e-5, None),
     "selective": (Selective, _plain, 1e-5, 6),
     "cond": (Cond, _plain, 1e-5, 6),
-    "batch norm": (Normed, _plain, 1e-4, 8),
+    "batch norm": (BatchNormed, _plain, 1e-4, 8),
     "autocast": (Parts, _autocast, 3e-2, 6),
     "bfloat16": (lambda: Parts().bfloat16(), _low, 3e-2, 6),
 }

@@ -6,16 +6,8 @@ import torch
 import torch.distributed as dist
 
 from tests.compiler.models import Parts, batch, loss_of
-from tests.compiler.trial import Trial
+from tests.compiler.trial import Trial, run_in_turn
 from tests.ranks import run_ranks
-
-
-def _run_all(rank, world):
-    answers = []
-    for run in TRIALS:
-        answers.append(run(rank, world))
-        torch._dynamo.reset()
-    return answers
 
 
 def _plain(model, module, rank, size):
@@ -221,7 +213,7 @@ TRIALS = {
 
 def test_trials():
     """One start of the ranks for all."""
-    answers = run_ranks(2, _run_all, timeout=250)
+    answers = run_ranks(2, run_in_turn, [*TRIALS], timeout=250)
     for number, check in enumerate(TRIALS.values()):
         check([answer[number] for answer in answers])
 

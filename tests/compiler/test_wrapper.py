@@ -5,14 +5,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch._higher_order_ops.map import map as map_rows
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from tests.compiler.models import Parts, batch, loss_of
-from tests.compiler.trial import Trial
+from tests.compiler.models import BatchNormed, Parts, batch, loss_of
+from tests.compiler.trial import Trial, run_in_turn
 from tests.models import mlp
 from tests.ranks import run_ranks
 from torchshard.ddp.layouts import Events
@@ -134,17 +133,8 @@ def _uneven_inputs_go_through_hooks(found):
     assert after[1:] == (0, 6, 0)  # torch leaves its joinables joined when the context is left
 
 
-class Normed(Parts):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(32)
-
-    def forward(self, x):
-        return super().forward(self.norm(x))
-
-
 def _buffers(rank, world):
-    trial = Trial(rank, world, make=Normed)
+    trial = Trial(rank, world, make=BatchNormed)
     steps = [trial.step(_plain) for _ in range(3)]
     trial.ddp(batch("plain", 8)[0])
     mean = trial.ddp.module.norm.running_mean
@@ -217,15 +207,8 @@ TRIALS = {
 }
 
 
-def _run_all(rank, world):
-    answers = []
-    for run in TRIALS:
-        answers.append(run(rank, world))
-        torch._dynamo.reset()
-    return answers
-
-
 def test_trials():
-    for answers in run_ranks(2, _run_all, timeout=250):
+    """One start of the ranks for all."""
+    for answers in run_ranks(2, run_in_turn, [*TRIALS], timeout=250):
         for check, found in zip(TRIALS.values(), answers, strict=True):
             check(found)

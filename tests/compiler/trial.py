@@ -41,3 +41,12 @@ class Trial:
         after = self.ddp.reducer.counters
         counts = after.in_graph - before.in_graph, after.by_hook - before.by_hook, after.late - before.late
         return error(self.ddp, self.reference), *counts
+
+
+def run_in_turn(rank, world, trials):
+    """What each function of (rank, world) answers; nothing compiled is left to the next."""
+    answers = []
+    for run in trials:
+        answers.append(run(rank, world))
+        torch._dynamo.reset()
+    return answers
