@@ -8,13 +8,12 @@ one run, and their gradients are compared; what counts is the ratio of each roun
 """
 
 import copy
-import time
+import functools
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import Comparison, compare, table
+from benchmarks.harness import Comparison, compare, rounds_on_ranks, table, turn
 from tests.models import GPT, GPTConfig, mlp
 from tests.ranks import run_ranks
 
@@ -45,29 +44,19 @@ def _compare(rank, world, case, rounds):
     module = make()
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module))
     ours = DistributedDataParallel(module)
-    steps = {ours: torch.compile(ours, backend="torchshard"), theirs: torch.compile(theirs)}
 
-    def turn(wrapper, repeat):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(repeat):
-            wrapper.zero_grad()
-            steps[wrapper](x).square().mean().backward()
-        return (time.perf_counter() - start) / repeat
+    def step(compiled):
+        compiled.zero_grad()
+        compiled(x).square().mean().backward()
 
-    for wrapper in (ours, theirs):
-        turn(wrapper, 5)
+    compiled = torch.compile(ours, backend="torchshard"), torch.compile(theirs)
+    sides = [functools.partial(step, side) for side in compiled]
+    for side in sides:
+        turn(side, 5)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
     assert ours.reducer.counters.in_graph, "gradients are reduced in the graph"
-    repeat = torch.tensor(max(2, int(0.3 / turn(theirs, 3))))
-    dist.broadcast(repeat, 0)
-    times = []
-    for number in range(rounds):
-        order = (ours, theirs) if number % 2 else (theirs, ours)
-        first, second = (turn(wrapper, int(repeat)) for wrapper in order)
-        times.append((first, second) if number % 2 else (second, first))
-    return times
+    return rounds_on_ranks(*sides, rounds, 0.3)
 
 
 def compared(rounds: int = 31) -> list[Comparison]:

@@ -8,16 +8,15 @@ function of its own. Both are compiled by inductor as one graph, hold the same w
 gradients are compared. The last column is what DTensors cost beyond: wrapping at the edges of the graph.
 """
 
+import functools
 import statistics
-import time
 
 import torch
-import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 
-from benchmarks.harness import compare
+from benchmarks.harness import compare, rounds_on_ranks, turn
 from tests.ranks import run_ranks
 
 CASES = {"MLP of 16, batch 4": (16, 4), "MLP of 1024, batch 128": (1024, 128)}  # width, batch
@@ -92,27 +91,14 @@ def _compare(rank, world, case, rounds):
         x.grad = None
         compiled[side](x).backward(ones)
 
-    def turn(side, repeat):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(repeat):
-            step(side)
-        return (time.perf_counter() - start) / repeat
-
+    steps = [functools.partial(step, side) for side in (ours, theirs)]
     gradients = []
-    for side in (ours, theirs):
-        turn(side, 5)
+    for side, its_step in zip((ours, theirs), steps, strict=True):
+        turn(its_step, 5)
         gradients.append([x.grad, *[getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in side.parameters()]])
     for p, q in zip(*gradients, strict=True):
         torch.testing.assert_close(p, q)
-    repeat = torch.tensor(max(2, int(0.1 / turn(theirs, 10))))
-    dist.broadcast(repeat, 0)
-    times = []
-    for number in range(rounds):
-        order = (ours, theirs) if number % 2 else (theirs, ours)
-        first, second = (turn(side, int(repeat)) for side in order)
-        times.append((first, second) if number % 2 else (second, first))
-    return times
+    return rounds_on_ranks(*steps, rounds, 0.1)
 
 
 def main(rounds: int = 41) -> str:

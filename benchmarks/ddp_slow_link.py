@@ -9,15 +9,14 @@ is the smallest.
 
 import argparse
 import copy
+import functools
 import statistics
 import sys
-import time
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import compare, table
+from benchmarks.harness import compare, table, turn
 from benchmarks.slow_link import run_on_slow_link, why_not
 from tests.models import GPT, GPTConfig
 
@@ -43,12 +42,6 @@ def steps(rank, world, rounds):
         model.zero_grad()
         model(x).square().mean().backward()
 
-    def turn(model):
-        dist.barrier()
-        start = time.perf_counter()
-        step(model)
-        return time.perf_counter() - start
-
     for model in wrappers.values():
         for _ in range(3):
             step(model)
@@ -58,7 +51,7 @@ def steps(rank, world, rounds):
     times = {name: [] for name in wrappers}
     for number in range(rounds):
         for name, model in [*wrappers.items()][:: -1 if number % 2 else 1]:
-            times[name].append(turn(model))
+            times[name].append(turn(functools.partial(step, model)))
     return times, wrappers["auto"].reducer.policy.cap
 
 

@@ -8,14 +8,13 @@ are compared; what counts is the ratio of each round, in wall time on rank 0.
 
 import argparse
 import copy
-import time
+import functools
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from benchmarks.harness import Comparison, compare, geometric_mean, table
+from benchmarks.harness import Comparison, compare, geometric_mean, rounds_on_ranks, table, turn
 from tests.models import GPT, GPTConfig, mlp
 from tests.ranks import run_ranks
 
@@ -59,25 +58,12 @@ def _compare(rank, world, case, rounds, settings):
         model.zero_grad()
         model(x).square().mean().backward()
 
-    def turn(model, repeat):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(repeat):
-            step(model)
-        return (time.perf_counter() - start) / repeat
-
-    for model in (ours, theirs):
-        turn(model, 5)
+    sides = [functools.partial(step, model) for model in (ours, theirs)]
+    for side in sides:
+        turn(side, 5)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-    repeat = torch.tensor(max(2, int(0.1 / turn(theirs, 3))))
-    dist.broadcast(repeat, 0)
-    times = []
-    for number in range(rounds):
-        order = (ours, theirs) if number % 2 else (theirs, ours)
-        first, second = (turn(model, int(repeat)) for model in order)
-        times.append((first, second) if number % 2 else (second, first))
-    return times
+    return rounds_on_ranks(*sides, rounds, 0.1)
 
 
 SETTINGS = {

@@ -6,7 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from tabulate import tabulate
+
+_Side = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,8 @@ def compare(name: str, rounds: Sequence[tuple[float, float]]) -> Comparison:
 
 def interleaved(
     name: str,
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
+    ours: _Side,
+    theirs: _Side,
     *,
     rounds: int = 15,
     seconds: float = 0.004,
@@ -68,13 +72,45 @@ def interleaved(
         theirs()
     repeat = max(3, int(seconds / max((clock() - start) / 10, 1e-9)))
 
-    def turn(side: Callable[[], object]) -> float:
+    def alone(side: _Side) -> float:
         start = clock()
         for _ in range(repeat):
             side()
         return (clock() - start) / repeat
 
-    return compare(name, [(turn(ours), turn(theirs)) for _ in range(rounds)])
+    return compare(name, in_turns(ours, theirs, rounds, alone))
+
+
+def in_turns(ours: _Side, theirs: _Side, rounds: int, take: Callable[[_Side], float]) -> list[tuple[float, float]]:
+    """What `take` says of either side in each round; who goes first changes from round to round."""
+    found = []
+    for number in range(rounds):
+        order = (ours, theirs) if number % 2 else (theirs, ours)
+        first, second = (take(side) for side in order)
+        found.append((first, second) if number % 2 else (second, first))
+    return found
+
+
+def rounds_on_ranks(ours: _Side, theirs: _Side, rounds: int, seconds: float) -> list[tuple[float, float]]:
+    """Seconds that a call of either side took in each round, in wall time; called on all ranks of the default group.
+
+    Args:
+        ours, theirs: the two sides, warmed up before.
+        rounds: how often each side has its turn.
+        seconds: about how long a turn lasts.
+    """
+    repeat = torch.tensor(max(2, int(seconds / turn(theirs, 5))))
+    dist.broadcast(repeat, 0)
+    return in_turns(ours, theirs, rounds, lambda side: turn(side, int(repeat)))
+
+
+def turn(side: _Side, repeat: int = 1) -> float:
+    """Seconds a call, from a moment at which all ranks are ready."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        side()
+    return (time.perf_counter() - start) / repeat
 
 
 def geometric_mean(comparisons: Iterable[Comparison]) -> float:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from benchmarks.harness import Comparison, compare
+from benchmarks.harness import Comparison, compare, in_turns
 from tests.ranks import run_ranks
 
 WORLD = 4
@@ -112,12 +112,7 @@ def _compare(rank, world, gib, many, dim, rounds):
             continue
         _check_equal(mine(), other())
         peaks = tuple(_peak(side) for side in (mine, other)) if not many else (math.nan, math.nan)
-        times = []
-        for k in range(rounds):
-            order = (mine, other) if k % 2 else (other, mine)
-            first, second = (_turn(side) for side in order)
-            times.append((first, second) if k % 2 else (second, first))
-        found[name] = times, peaks
+        found[name] = in_turns(mine, other, rounds, _turn), peaks
     return found
 
 
