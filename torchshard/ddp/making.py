@@ -52,13 +52,14 @@ class Recipe:
             members = {i: self.params[i] for i in laid.members}
             common = scale, self.views_stay, never
             if laid.segments and self.reduce_dtype is not None:
-                made.append(MixedGraphBucket(laid.segments, laid.members, self.params, scale, never, self.reduce_dtype))
+                bucket = laid.segments, laid.members, self.params, scale, True, never
+                made.append(MixedGraphBucket(self.reduce_dtype, *bucket))
             elif laid.segments:
                 made.append(GraphBucket(laid.segments, laid.members, self.params, *common))
             elif self.sparse and not self.sparse.isdisjoint(members):
                 made.append(SparseBucket(members, *common, self.rows))
             elif self.reduce_dtype is not None:
-                made.append(MixedBucket(members, scale, never, self.reduce_dtype))
+                made.append(MixedBucket(self.reduce_dtype, members, scale, True, never, small=0))
             else:
                 made.append(FlatBucket(members, *common))
         return made

@@ -1,6 +1,6 @@
 """Parameters of lower precision in forward and backward, gradients reduced in a dtype of its own."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -61,10 +61,17 @@ class MixedPrecision:
             raise_precision(p)
 
 
-class _OfAnotherDtype(FlatBucket):
-    """A bucket in the dtype of the reduction; gradients are copied in from theirs and out to the full parameter's."""
+class MixedBucket(FlatBucket):
+    """A bucket in the dtype of the reduction; gradients are copied in from theirs and out to the full parameter's.
 
-    _dtype: torch.dtype
+    Args:
+        dtype: of the reduction.
+        bucket, options: as for the other class that this one is combined with, FlatBucket if there is none.
+    """
+
+    def __init__(self, dtype: torch.dtype, *bucket: Any, **options: Any) -> None:
+        super().__init__(*bucket, **options)
+        self._dtype = dtype
 
     def take(self, param: torch.Tensor, index: int) -> None:
         """Move the gradient of one parameter in, scaled; none counts as unused."""
@@ -96,44 +103,8 @@ class _OfAnotherDtype(FlatBucket):
         return super()._allocate(like.new_empty(0, dtype=self._dtype))
 
 
-class MixedBucket(_OfAnotherDtype):
-    """Filled by hooks.
-
-    Args:
-        members, scale, never: as for FlatBucket.
-        dtype: of the reduction.
-    """
-
-    def __init__(
-        self,
-        members: Mapping[int, torch.Tensor],
-        scale: float,
-        never: Collection[int],
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(members, scale, True, never, small=0)
-        self._dtype = dtype
-
-
-class MixedGraphBucket(_OfAnotherDtype, GraphBucket):
-    """Filled by a compiled graph, whose gradients are of the parameters' low precision.
-
-    Args:
-        segments, members, params, scale, never: as for GraphBucket.
-        dtype: of the reduction.
-    """
-
-    def __init__(
-        self,
-        segments: Sequence[tuple[int, ...]],
-        members: Collection[int],
-        params: Sequence[torch.nn.Parameter],
-        scale: float,
-        never: Collection[int],
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(segments, members, params, scale, True, never)
-        self._dtype = dtype
+class MixedGraphBucket(MixedBucket, GraphBucket):
+    """Filled by a compiled graph, whose gradients are of the parameters' low precision."""
 
     def lend(self, slots: tuple[int, ...]) -> torch.Tensor:
         """As of GraphBucket; other memory if the graph's dtype is another."""
