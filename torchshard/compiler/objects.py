@@ -9,9 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard import _torch
 
-# What can be asked of an object without being traced, and what is traced: each is said only where torch does not.
-_ASKED: Mapping[type, tuple[str, ...]] = {dist.ProcessGroup: ("name", "bound_device_id"), DeviceMesh: ()}
-_TRACED: Mapping[type, tuple[str, ...]] = {dist.ProcessGroup: (), DeviceMesh: ("get_all_groups",)}
+# Members that are asked without being traced, and those that are traced: each is said only where torch does not.
+_MEMBERS: Mapping[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    dist.ProcessGroup: (("name", "bound_device_id"), ()),
+    DeviceMesh: ((), ("get_all_groups",)),
+}
 
 
 @cache
@@ -31,8 +33,8 @@ def support_groups() -> tuple[str, ...]:
         ('guards of ProcessGroup', 'ProcessGroup.name', 'ProcessGroup.bound_device_id', 'DeviceMesh.get_all_groups')
     """
     added = ["guards of ProcessGroup"] if _torch.guard_instances(dist.ProcessGroup, _identity) else []
-    for cls in (dist.ProcessGroup, DeviceMesh):
-        added += [f"{cls.__name__}.{name}" for name in _torch.let_ask(cls, _ASKED[cls], _TRACED[cls])]
+    for cls, (asked, traced) in _MEMBERS.items():
+        added += [f"{cls.__name__}.{name}" for name in _torch.let_ask(cls, asked, traced)]
     return tuple(added)
 
 

@@ -42,8 +42,6 @@ class Route:
 
 def route(source: Sharding, target: Sharding, shape: Sequence[int], itemsize: int, *, regular: bool = False) -> Route:
     """The cheapest way from `source` to `target`, two shardings of one mesh; see transitions.transition."""
-    if not source.runs and not target.runs:
-        return Route((Hop({}, transition(source, target, tuple(shape), itemsize, regular=regular)),))
     both = source.splits.keys() & target.splits.keys()
     conflicts = [dim for dim in both if source.runs.get(dim) != target.runs.get(dim)]
     shared = {d: runs for d, runs in {**source.runs, **target.runs}.items() if d not in conflicts}

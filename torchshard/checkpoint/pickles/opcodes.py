@@ -170,7 +170,7 @@ def _dup(m: "Machine") -> None:
 
 
 # MEMOIZE, BINGET and LONG_BINGET are steps of Machine.run itself.
-_unsigned = struct.Struct("<I").unpack_from
+unsigned = struct.Struct("<I").unpack_from
 
 
 def _put1(m: "Machine") -> None:
@@ -179,7 +179,7 @@ def _put1(m: "Machine") -> None:
 
 
 def _put4(m: "Machine") -> None:
-    m.memo[_unsigned(m.data, m.at)[0]] = m.stack[-1]
+    m.memo[unsigned(m.data, m.at)[0]] = m.stack[-1]
     m.at += 4
 
 

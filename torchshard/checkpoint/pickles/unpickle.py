@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchshard.checkpoint.pickles.inert import Global, RefusedGlobal
-from torchshard.checkpoint.pickles.opcodes import STEPS
+from torchshard.checkpoint.pickles.opcodes import STEPS, unsigned
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
@@ -88,9 +88,6 @@ def _damaged(machine: "Machine", why: str, cut_off: bool) -> CheckpointError:
     return (CutOff if cut_off else CheckpointError)("The pickle is damaged.", got=why.lstrip("_"), where=where)
 
 
-_unsigned = struct.Struct("<I").unpack_from
-
-
 class Machine:
     """The stack machine: data and position, stack, marks, memo."""
 
@@ -125,7 +122,7 @@ class Machine:
                 self.stack.append(memo[data[self.at]])
                 self.at += 1
             elif opcode == 0x6A:  # LONG_BINGET
-                self.stack.append(memo[_unsigned(data, self.at)[0]])
+                self.stack.append(memo[unsigned(data, self.at)[0]])
                 self.at += 4
             elif opcode == 0x2E:  # STOP
                 return self.stack.pop()
