@@ -5,6 +5,7 @@ switches the optional ones off, so that the fallbacks are tested as they are.
 """
 
 from torchshard._torch.autograd import (
+    compiled_autograd_may_come,
     has_other_hooks,
     in_compiled_autograd,
     in_distributed_autograd,
@@ -129,6 +130,7 @@ __all__ = [
     "guard_instances",
     "has_other_hooks",
     "in_backward",
+    "compiled_autograd_may_come",
     "in_compiled_autograd",
     "in_distributed_autograd",
     "inductor_options",

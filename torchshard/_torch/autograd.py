@@ -22,10 +22,21 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def in_compiled_autograd() -> bool:
     """Whether backward is traced or run by compiled autograd (torch._dynamo.compiled_autograd, 2.11-2.15).
 
-    The end of such a backward is not announced: callbacks for it are dropped.
+    The end of such a backward is not announced: callbacks for it are dropped. For what runs in backward only, and can
+    be traced itself.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return True
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return any(getattr(module, name, False) for name in ("compiled_autograd_enabled", "in_compiled_autograd_region"))
+
+
+def compiled_autograd_may_come() -> bool:
+    """Whether compiled autograd is on, or will be in what torch.compile has compiled (as above, 2.11-2.15)."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is None:
+        return False
+    return bool(module.compiled_autograd_enabled or torch._dynamo.config.compiled_autograd)
 
 
 def will_run(node: Any) -> bool:

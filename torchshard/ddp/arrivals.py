@@ -29,7 +29,8 @@ class Hooks:
         self.remove()
         for bucket in reducer.buckets:
             for i, hook in _hooks_of(reducer, bucket).items():
-                self._handles.append(_torch.register_after_grad(reducer.params[i], hook))
+                chosen = reducer.traced.hook(i, hook) if reducer.traced else hook
+                self._handles.append(_torch.register_after_grad(reducer.params[i], chosen))
 
     def remove(self) -> None:
         """Leave the parameters as they were found."""
@@ -43,7 +44,7 @@ def _hooks_of(reducer: "Reducer", bucket: FlatBucket) -> dict[int, Hook]:
     usage = reducer.usage
     if usage.learning:
         return {i: _counting(reducer, bucket, i) for i in bucket.members}
-    quiet = set() if reducer.is_attentive else bucket.quiet - usage.repeated.keys()
+    quiet = set() if reducer.is_attentive or reducer.traced else bucket.quiet - usage.repeated.keys()
     hooks: dict[int, Hook] = {}
     for i in bucket.members:
         hooks[i] = bucket.heard.append if i in quiet else _arriving(reducer, bucket, i, len(quiet))

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
+from torchshard.ddp import messages
 from torchshard.ddp.exchange import Exchange
 
 
@@ -47,6 +48,8 @@ class Delayed:
                 p.grad = view.copy_(p.grad)
 
     def _reduce(self, _gradient: torch.Tensor) -> None:
+        if _torch.in_compiled_autograd():
+            raise NotImplementedError(messages.excluded_text("delay_all_reduce_named_params"))
         if not self._sync:
             return
         with torch.no_grad():

@@ -51,6 +51,11 @@ def twice_text(index: int, name: str) -> str:
     )
 
 
+def excluded_text(setting: str) -> str:
+    """A setting with which gradients cannot be averaged in a backward that compiled autograd traces."""
+    return f"DistributedDataParallel: {setting} does not work under compiled autograd; run backward without it"
+
+
 def late_text(names: str) -> str:
     """Gradients came beside what a compiled graph had given to a communication hook already."""
     return (

@@ -12,6 +12,7 @@ from torchshard.ddp.passes import Mode
 from torchshard.ddp.recording import Step
 from torchshard.ddp.reducer import Reducer
 from torchshard.ddp.reduction import CommHook, Hooked
+from torchshard.ddp.traced import Traced
 from torchshard.ddp.usage import StaticUsage
 from torchshard.simulation import LinkSpeed, best_policy
 
@@ -143,7 +144,24 @@ class ObservedReducer(Reducer):
                 "DistributedDataParallel: torch.distributed.autograd collects gradients in a context of its own, where "
                 "torchshard does not reduce them yet; run the wrapper's forward outside of that context"
             )
+        if self.traced is None and _torch.compiled_autograd_may_come():
+            self.traced = Traced(self)
+            self._hooks.put(self)
+        if self.traced is not None:
+            self.traced.before_forward(self, self._excluded())
         super().before_forward(sync)
+
+    def _excluded(self) -> str | None:
+        """The setting by which gradients cannot be averaged one by one under compiled autograd, if there is one."""
+        reasons = {
+            "find_unused_parameters=True": self.usage.tolerant and not self.usage.learning,
+            "a communication hook of one's own": not self.reduction.is_linear,
+            "a sparse gradient": bool(self._recipe.sparse),
+            "mixed_precision": self._recipe.reduce_dtype is not None,
+            "require_manual_backward_finalization": self.waits_for_user,
+            "join()": self._uneven,
+        }
+        return next((setting for setting, applies in reasons.items() if applies), None)
 
     # ---------------------------------------------------------------------------------------------- uneven inputs
 

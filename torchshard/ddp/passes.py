@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchshard import _torch
+from torchshard.ddp.traced import Traced
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
 
@@ -34,7 +35,9 @@ class ForwardPass:
         self.sync = sync
 
 
-def watch(output: Any, forward: ForwardPass, begin: Callable[[ForwardPass], None]) -> bool:
+def watch(
+    output: Any, forward: ForwardPass, begin: Callable[[ForwardPass], None], traced: Traced | None = None
+) -> bool:
     """Have `begin(forward)` called when a backward reaches an output.
 
     Returns whether that is certain to happen: False if something in the output may hide a tensor.
@@ -43,6 +46,7 @@ def watch(output: Any, forward: ForwardPass, begin: Callable[[ForwardPass], None
         output: what the module returned; tensors are looked for in tuples, lists, mappings and dataclasses.
         forward: kept alive by the graph from now on.
         begin: a bound method; held weakly, as the graph may outlive its owner.
+        traced: is told instead, under compiled autograd.
     """
     method = weakref.WeakMethod(begin)
 
@@ -51,6 +55,7 @@ def watch(output: Any, forward: ForwardPass, begin: Callable[[ForwardPass], None
         if act := method():
             act(forward)
 
+    hook = traced.prehook(forward.sync, reached) if traced else reached
     nodes, certain = {}, True
     for leaf in _leaves(output):
         if isinstance(leaf, torch.Tensor):
@@ -60,7 +65,7 @@ def watch(output: Any, forward: ForwardPass, begin: Callable[[ForwardPass], None
         else:
             certain = certain and isinstance(leaf, _PLAIN)
     for node in nodes.values():
-        node.register_prehook(reached)
+        node.register_prehook(hook)
     return certain and bool(nodes)
 
 

@@ -33,6 +33,7 @@ from torchshard.ddp.making import Recipe
 from torchshard.ddp.passes import ForwardPass, Mode, watch
 from torchshard.ddp.reducer_compat import ReducerCompatibility
 from torchshard.ddp.reduction import Hooked, Sum
+from torchshard.ddp.traced import Traced
 from torchshard.ddp.usage import Usage
 
 _ONE_BUCKET = BucketPolicy(cap=1 << 62, first=1 << 62)
@@ -80,6 +81,7 @@ class Reducer(ReducerCompatibility):
         self.names_by_id = {id(p): n for n, p in named}
         self.at_end: list[Callable[[], None]] = []  # to be called when a backward is over, reduced or not
         self.post_backward: list[Any] = []  # futures to wait for at the end of the next backward
+        self.traced: Traced | None = None  # what hooks do under compiled autograd, once that is in use
         self.waits_for_user = False  # a backward is finished by a call of `finish`, not by its end
         self.is_unfinished = False  # a backward is over whose results are not yet handed out
         self._verified = verified
@@ -118,7 +120,7 @@ class Reducer(ReducerCompatibility):
     def after_forward(self, output: object, sync: bool) -> None:
         """To be called after it, with what it returned; sync: whether its gradients are to be reduced."""
         forward = ForwardPass(sync)
-        certain = watch(output, forward, self._begin)
+        certain = watch(output, forward, self._begin, self.traced)
         if sync:
             self._forwards.add(forward)
             if not certain:
@@ -157,8 +159,8 @@ class Reducer(ReducerCompatibility):
     def _enter(self, mode: Mode) -> None:
         if _torch.in_compiled_autograd():
             raise NotImplementedError(
-                "DistributedDataParallel: compiled autograd is not supported by torchshard yet, gradients would not be "
-                "reduced; run backward without it"
+                "DistributedDataParallel: compiled autograd was not to be foreseen when this backward's forward ran; "
+                "set torch._dynamo.config.compiled_autograd = True before it, or switch it on for both"
             )
         if self.is_unfinished:
             raise RuntimeError(messages.UNFINALIZED)

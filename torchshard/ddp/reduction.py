@@ -1,7 +1,7 @@
 """How what a bucket holds is reduced over the ranks: summed by one collective, or by a hook of the user's."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +15,12 @@ from torchshard.ddp.gradbucket import GradBucket
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 
-_AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
-"""Hooks of torch's that are linear, up to the rounding of their dtype."""
+_AVERAGING: Mapping[Any, torch.dtype | None] = {
+    default_hooks.allreduce_hook: None,
+    default_hooks.fp16_compress_hook: torch.float16,
+    default_hooks.bf16_compress_hook: torch.bfloat16,
+}
+"""Hooks of torch's that are linear, up to the rounding of the dtype that they send; None for the gradients' own."""
 
 _FUTURE: Any = (torch.futures.Future, torch.futures.Future.__base__)
 _FROM_PYTHON = "\n\nAt:\n"
@@ -30,9 +34,10 @@ class Sum:
         scale: what gradients are multiplied with on their way in.
         hooked: whether a hook of the user's decides about the result.
         is_linear: whether gradients may as well be reduced in two parts, and added up.
+        dtype: that they are sent in, if it is another than theirs; not known of a hook that is not linear.
     """
 
-    hooked, is_linear = False, True
+    hooked, is_linear, dtype = False, True, None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.scale = group, 1.0 / group.size()
@@ -70,7 +75,8 @@ class Hooked:
     scale, hooked = 1.0, True
 
     def __init__(self, hook: CommHook, state: object) -> None:
-        self._hook, self._state, self.is_linear = hook, state, hook in _AVERAGING
+        self._hook, self._state = hook, state
+        self.is_linear, self.dtype = hook in _AVERAGING, _AVERAGING.get(hook)
 
     def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
         """Begin to reduce a bucket that is full."""
