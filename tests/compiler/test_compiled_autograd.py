@@ -4,15 +4,19 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from tests.compiler.models import BatchNormed, Parts, batch, error, loss_of
 from tests.compiler.trial import Trial, run_in_turn
 from tests.ranks import run_ranks
+from torchshard.buckets import BucketPolicy
+from torchshard.compiler.joined import JoinReductions
 from torchshard.ddp import DistributedDataParallel
 
 
@@ -208,6 +212,55 @@ def under_compiled_autograd(fake_group):
             _plain(ddp, None, 0, 8).backward()
 
     return run
+
+
+def _graph(build):
+    """A graph that `build` has made, on inputs x and y of ten numbers, with what the nodes' values look like."""
+    graph = torch.fx.Graph()
+    with torch._subclasses.FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(torch.ones(10)) for _ in range(2)]
+        graph.output(build(graph, *[graph.placeholder(name) for name in "xy"]))
+        FakeTensorProp(torch.fx.GraphModule({}, graph), mode).propagate(*inputs)
+    return graph
+
+
+def _averaged(graph, x, scale=2.0):
+    sent = graph.call_function(torch.ops.aten.mul.Tensor, (x, scale))
+    name = dist.group.WORLD.group_name
+    reduced = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (sent, "sum", name))
+    return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (reduced,))
+
+
+def _independent(graph, x, y):
+    first = graph.call_function(torch.ops.aten.neg.default, (_averaged(graph, x),))
+    return first, _averaged(graph, y), _averaged(graph, x, 3.0)
+
+
+def _chained(graph, x, y):
+    first = _averaged(graph, x)
+    return _averaged(graph, first), _averaged(graph, y)
+
+
+@pytest.mark.parametrize(("build", "joined"), [(_independent, (3,)), (_chained, (2,))])
+def test_collectives_are_joined_where_nothing_waits_for_them(fake_group, build, joined):
+    graph = _graph(build)
+    run = functools.partial(torch.fx.GraphModule({}, graph), torch.arange(10.0), torch.ones(10))
+    expected = run()
+    rewrite = JoinReductions(BucketPolicy())
+    rewrite(graph)
+    graph.lint()
+    assert rewrite.joined == joined
+    names = [getattr(node.target, "_opname", "") for node in graph.nodes]
+    assert names.count("all_reduce_coalesced") == 1
+    assert names.count("all_reduce") == (build is _chained)
+    torch.testing.assert_close(torch.fx.GraphModule({}, graph)(torch.arange(10.0), torch.ones(10)), expected)
+
+
+def test_each_bucket_has_its_own_collective(fake_group):
+    graph = _graph(_independent)
+    rewrite = JoinReductions(BucketPolicy(cap=80, first=80))
+    rewrite(graph)
+    assert rewrite.joined == (2, 1)
 
 
 def _own_hook(state, bucket):

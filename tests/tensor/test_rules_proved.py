@@ -63,5 +63,6 @@ def test_all_rules_are_right():
         for func, args, kwargs in calls():
             proved.call(func, args, kwargs, f"{operator_name(func)}{[described(v) for v in args]}")
     assert not proved.wrong, f"{len(proved.wrong)} are wrong:\n" + "\n".join(proved.wrong[:8])
-    never = set(RULES) - {name for name, count in proved.right.items() if count} - {"detach.default", "alias.default"}
+    present = {name for name in RULES if hasattr(torch.ops.aten, name.split(".")[0])}  # in this torch
+    never = present - {name for name, count in proved.right.items() if count} - {"detach.default", "alias.default"}
     assert never == set()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
+from torchshard.compiler.joined import JoinReductions
 
 Compiler = Callable[..., Callable[..., Any]]
 
@@ -40,7 +41,8 @@ class Options:
         """The inner compiler, with its settings."""
         if self.inner == "inductor":
             patches = _torch.inductor_patches(self.mode, dict(self.inductor))
-            return lambda graph, inputs: _torch.compile_with_inductor(graph, inputs, patches)
+            rewrite = JoinReductions(self.policy or BucketPolicy()) if _torch.in_compiled_autograd() else None
+            return lambda graph, inputs: _torch.compile_with_inductor(graph, inputs, patches, rewrite)
         found = _torch.backend_by_name(self.inner) if isinstance(self.inner, str) else self.inner
         given: dict[str, Any] = {"mode": self.mode, "options": dict(self.inductor)}
         return lambda graph, inputs: found(graph, inputs, **{name: value for name, value in given.items() if value})
