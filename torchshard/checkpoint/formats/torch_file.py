@@ -5,7 +5,6 @@ small records name the format's version, the byte order and the alignment. See z
 """
 
 import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import torch_legacy
 from torchshard.checkpoint.formats.out import Options, OutFile, Output, Slot, whole_slot
 from torchshard.checkpoint.formats.parts import index_file, named, parts_of
+from torchshard.checkpoint.moving.checksums import crc32
 from torchshard.checkpoint.pickles.inert import RefusedGlobal
 from torchshard.checkpoint.pickles.sharded_values import ALLOWED
 from torchshard.checkpoint.pickles.torch_values import read_values
@@ -128,7 +128,7 @@ def lay_out(tree: object, start: int, box: Box | None = None) -> ArchivePlan:
         ends = [*records[: len(bodies)], records[-1]]
         for record, body in zip(ends, [*bodies, b"3\n"], strict=True):
             yield start + record.payload, body
-        for at, body in zips.frame(records, [*map(zlib.crc32, bodies), *crcs, zlib.crc32(b"3\n")]):
+        for at, body in zips.frame(records, [*map(crc32, bodies), *crcs, crc32(b"3\n")]):
             yield start + at, body
 
     payloads = [record.payload for record in records[len(bodies) : -1]]

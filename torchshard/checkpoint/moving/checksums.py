@@ -1,10 +1,15 @@
-"""crc32 of a whole from the crc32 of its parts, so that parts can be summed in any order and by several threads.
+"""crc32, by the library that is fastest at it, and that of a whole from those of its parts.
+
+So parts can be summed in any order and by several threads. zlib's own crc32 takes as long as copying the bytes; that of
+zlib-ng, which multiplies without carries, a quarter of it.
 
 A crc is a polynomial over GF(2) modulo the generator of crc32, its bits reflected. Appending n bytes multiplies what
 came before by x^(8n).
 """
 
 import functools
+
+from zlib_ng.zlib_ng import crc32 as crc32
 
 _GENERATOR = 0xEDB88320
 _ONE = 1 << 31  # the polynomial 1, reflected

@@ -5,9 +5,10 @@ disk is waited for, after these have reached it. Each line has a checksum of its
 """
 
 import os
-import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from torchshard.checkpoint.moving.checksums import crc32
 
 Block = tuple[int, int, int]  # slot, first byte in its file, bytes
 COMMIT = "commit"
@@ -49,9 +50,9 @@ def write(fd: int, texts: list[str]) -> None:
 
 def _line(text: str) -> bytes:
     body = text.encode()
-    return b"%08x %s\n" % (zlib.crc32(body), body)
+    return b"%08x %s\n" % (crc32(body), body)
 
 
 def _checked(line: bytes) -> str | None:
     head, _, body = line.partition(b" ")
-    return body.decode() if head == b"%08x" % zlib.crc32(body) else None
+    return body.decode() if head == b"%08x" % crc32(body) else None

@@ -8,7 +8,6 @@ import mmap
 import os
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +15,7 @@ from typing import Protocol
 from torchshard.checkpoint.entries import TensorEntry
 from torchshard.checkpoint.files import Handle
 from torchshard.checkpoint.formats.out import Slot
-from torchshard.checkpoint.moving.checksums import combine
+from torchshard.checkpoint.moving.checksums import combine, crc32
 from torchshard.checkpoint.moving.plan import Block, plan, run_within
 from torchshard.checkpoint.moving.reading import fill
 from torchshard.errors import CheckpointError
@@ -196,7 +195,7 @@ class _Run:
         """Move one block; its crc32 where that is needed."""
         if self.target is None:
             fill(job.entry, job.block, out[: job.nbytes], scratch)
-            return zlib.crc32(out[: job.nbytes]) if self.checksums else 0
+            return crc32(out[: job.nbytes]) if self.checksums else 0
         if (crc := self.target.done.get(job.name)) is not None:
             return crc
         handle = self.target.fd(job.file)
@@ -205,7 +204,7 @@ class _Run:
         buffer = out[: job.nbytes]
         fill(job.entry, job.block, buffer, scratch)
         write_all(handle.fd, buffer, job.offset)
-        return zlib.crc32(buffer) if self.checksums and not job.known else 0
+        return crc32(buffer) if self.checksums and not job.known else 0
 
 
 def _copied(job: _Job, fd: int) -> bool:
