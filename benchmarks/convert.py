@@ -92,9 +92,11 @@ class Row:
 
 
 def _remove(path: Path) -> None:
+    """Make room for the next turn; what the last one has left for the disk to be written is not to be paid by it."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
+    os.sync()
 
 
 def _turn(imports: str, work: str, src: Path, dst: Path) -> Turn:

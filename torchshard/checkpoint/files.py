@@ -1,6 +1,5 @@
 """Reading the files of one checkpoint: by name below one folder, with exact lengths, and never outside of it."""
 
-import errno
 import functools
 import os
 import stat
@@ -12,8 +11,6 @@ from torchshard.errors import CheckpointError
 
 OPEN_FILES = 64
 _VECTOR = 1024  # buffers of one read, at most: IOV_MAX
-# What a system says that cannot copy between these two files by itself.
-_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY)
 
 
 class Handle:
@@ -119,25 +116,6 @@ class Files:
                     offset += len(buffer)
             else:
                 offset += wanted
-
-    def copy_to(self, name: str, offset: int, length: int, fd: int, at: int) -> bool:
-        """Have the system copy bytes into another file; False where it cannot, and nothing is known to be copied."""
-        self._check_range(name, offset, length)
-        handle = self._opened(name)
-        done = 0
-        while done < length:
-            try:
-                got = os.copy_file_range(handle.fd, fd, length - done, offset + done, at + done)
-            except OSError as error:
-                if error.errno in _NO_COPY:
-                    return False
-                raise CheckpointError(
-                    f"Bytes cannot be copied to the destination: {error.strerror or error}.", where=self.root / name
-                ) from error
-            if not got:
-                raise self._shorter(name, f"{length} bytes at {offset}", done)
-            done += got
-        return True
 
     def _check_range(self, name: str, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size(name):

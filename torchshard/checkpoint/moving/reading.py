@@ -1,6 +1,8 @@
 """Reading values: blocks of a tensor into a buffer, and slices into numpy arrays."""
 
+import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,17 +78,24 @@ def _parts(out: memoryview, block: Box, box: Box, itemsize: int) -> list[memoryv
     there = run_within(block, box)
     if there is not None:
         return [out[there * itemsize : (there + box.numel) * itemsize]]
-    dim = next(d for d in reversed(range(len(box.size))) if box.size[d] != block.size[d])  # the dims behind are whole
-    run = math.prod(box.size[dim:]) * itemsize
+    runs = _runs(block.size, tuple(map(operator.sub, box.offset, block.offset)), box.size, itemsize)
+    return None if runs is None else [out[run] for run in runs]
+
+
+@functools.lru_cache(maxsize=8)  # most blocks of a tensor are alike
+def _runs(outer: Sequence[int], offset: Sequence[int], size: Sequence[int], itemsize: int) -> Sequence[slice] | None:
+    """Where the rows of a part of an array lie in its bytes; None where they are shorter than _SHORT."""
+    dim = next(d for d in reversed(range(len(size))) if size[d] != outer[d])  # the dims behind are whole
+    run = math.prod(size[dim:]) * itemsize
     if run < _SHORT:
         return None
-    stride = contiguous_stride(block.size)
+    stride = contiguous_stride(outer)
     starts = [0]
-    for d, n in enumerate(box.size):
-        at = (box.offset[d] - block.offset[d]) * stride[d]
+    for d, n in enumerate(size):
+        at = offset[d] * stride[d]
         steps = range(n) if d < dim else (0,)
         starts = [start + at + i * stride[d] for start in starts for i in steps]
-    return [out[start * itemsize : start * itemsize + run] for start in starts]
+    return [slice(start * itemsize, start * itemsize + run) for start in starts]
 
 
 def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:

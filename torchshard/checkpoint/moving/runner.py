@@ -199,27 +199,10 @@ class _Run:
         if (crc := self.target.done.get(job.name)) is not None:
             return crc
         handle = self.target.fd(job.file)
-        if (not self.checksums or job.known) and _copied(job, handle.fd):
-            return 0
         buffer = out[: job.nbytes]
         fill(job.entry, job.block, buffer, scratch)
         write_all(handle.fd, buffer, job.offset)
         return crc32(buffer) if self.checksums and not job.known else 0
-
-
-def _copied(job: _Job, fd: int) -> bool:
-    """Have the system copy a block that is one run in one piece, past this process; False where it is not one."""
-    if len(job.block.copies) != 1 or job.entry.stored_dtype != job.entry.dtype:
-        return False
-    (copy,) = job.block.copies
-    piece = job.entry.pieces[copy.source]
-    here = run_within(piece.box, copy.box)
-    if copy.box != job.block.box or here is None or not piece.row_major:
-        return False
-    place = piece.place()
-    return place.extent.files.copy_to(
-        place.extent.file, place.start + here * job.entry.itemsize, job.nbytes, fd, job.offset
-    )
 
 
 def _known_crc(slot: Slot) -> int | None:
