@@ -72,9 +72,9 @@ SENT = {  # forward, backward; the graphs hold nothing but plain tensors and the
 }
 
 
-@pytest.mark.parametrize("kind", SENT)
-def test_one_graph_forward_and_backward(kind):
-    for errors, sent in run_ranks(2, compare, kind, timeout=280):
+@pytest.mark.parametrize(("kind", "world"), [("tp", 2), ("sp", 4), ("dtensor", 2)])
+def test_one_graph_forward_and_backward(kind, world):
+    for errors, sent in run_ranks(world, compare, kind, timeout=280):
         assert max(errors) < 1e-5, errors
         assert sent == SENT[kind]
 
