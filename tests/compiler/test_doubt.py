@@ -180,28 +180,9 @@ def _hooks_reduce_where_nodes_cannot_be_told(answers):
         assert steps[2][1:] == (0, 6, 0)
 
 
-def _run_compiled_autograd(rank, world):
-    from torch._dynamo import compiled_autograd
-
-    trial = Trial(rank, world)
-    loss = _plain(trial.model, None, rank, 8)
-    try:
-        with compiled_autograd._enable(torch.compile(backend="eager")):
-            loss.backward()
-    except NotImplementedError as error:
-        return str(error)
-    return ""
-
-
-def _compiled_autograd_is_refused(answers):
-    for message in answers:
-        assert "compiled autograd is not supported by torchshard yet" in message
-
-
 TRIALS = {
     _run_settings_of_dynamo: _under_any_setting_of_dynamo,
     _run_without_private_ways: _hooks_reduce_where_nodes_cannot_be_told,
-    _run_compiled_autograd: _compiled_autograd_is_refused,
     _run_other_sources: _gradients_from_outside_of_the_graph,
     _run_hooks: _a_hook_of_the_user_sees_its_gradient,
     _run_partial: _partial_backwards,
