@@ -104,9 +104,10 @@ def _everything(rank, world):
             loss_of(trial.ddp(x), y).backward()
 
         errors = []
-        for _ in range(3):
+        for number in range(4):
             for model in (trial.ddp, trial.reference):
-                model.zero_grad()
+                if number < 3:  # the last one adds to what is there
+                    model.zero_grad()
             step(*batch("plain", 8 + rank))
             for other in range(world):
                 (_plain(trial.reference, None, other, 8) / world).backward()
@@ -119,7 +120,7 @@ def _everything(rank, world):
 def _a_step_in_one_call(found):
     worst, counted = found
     assert worst < 1e-4
-    assert counted == (3, 24, 0)
+    assert counted == (4, 32, 0)
 
 
 def _low(rank, world):
@@ -184,12 +185,29 @@ def _the_next_forward_says_what_was_wrong(found):
     assert "a.weight" in unused
 
 
+def _joined(rank, world):
+    """Whose ranks run out of inputs at different times: refused on all of them before anything is sent."""
+    ddp = DistributedDataParallel(Parts())
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        try:
+            with ddp.join():
+                _plain(ddp, None, rank, 8).backward()
+        except NotImplementedError as found:
+            return str(found)
+    return ""
+
+
+def _uneven_inputs_are_refused(found):
+    assert "join() does not work under compiled autograd" in found
+
+
 TRIALS = {
     _forwards: _all_kinds_of_forwards,
     _accumulated: _no_sync_accumulates,
     _everything: _a_step_in_one_call,
     _low: _in_lower_precision,
     _by_turns: _on_and_off,
+    _joined: _uneven_inputs_are_refused,
     _apart: _the_next_forward_says_what_was_wrong,
 }
 

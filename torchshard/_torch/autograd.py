@@ -34,9 +34,8 @@ def in_compiled_autograd() -> bool:
 def compiled_autograd_may_come() -> bool:
     """Whether compiled autograd is on, or will be in what torch.compile has compiled (as above, 2.11-2.15)."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    if module is None:
-        return False
-    return bool(module.compiled_autograd_enabled or torch._dynamo.config.compiled_autograd)
+    enabled = bool(getattr(module, "compiled_autograd_enabled", False))
+    return enabled or (module is not None and bool(getattr(torch._dynamo.config, "compiled_autograd", False)))
 
 
 def will_run(node: Any) -> bool:

@@ -168,6 +168,8 @@ class ObservedReducer(Reducer):
     def rescale(self, ranks: int, uneven: bool) -> None:
         """Divide by this number of ranks from now on, unless a hook does; uneven: others may only shadow backward."""
         self._uneven, scale = uneven, 1.0 / ranks
+        if self.traced is not None:
+            self.traced.excluded = self._excluded()
         if not self.reduction.hooked and scale != self.reduction.scale:
             self.reduction.scale = scale
             self._use_scale()
