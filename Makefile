@@ -16,10 +16,10 @@ demo: setup
 	$(RUN) -m torchshard demo
 
 test: setup
-	$(RUN) -m pytest -n $(JOBS) $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-full: setup
-	$(RUN) -m pytest -n $(JOBS) -m "full or not full" $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "full or not full" $(ARGS)
 
 check: setup
 	$(RUN) -m ruff check .
