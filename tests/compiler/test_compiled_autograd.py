@@ -13,8 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from tests.compiler.models import BatchNormed, Parts, batch, error, loss_of
-from tests.compiler.trial import Trial, run_in_turn
-from tests.ranks import run_ranks
+from tests.compiler.trial import Trial, check_on_each_rank
 from torchshard.buckets import BucketPolicy
 from torchshard.compiler.joined import JoinReductions
 from torchshard.ddp import DistributedDataParallel
@@ -214,9 +213,7 @@ TRIALS = {
 
 def test_trials():
     """One start of the ranks for all."""
-    for answers in run_ranks(2, run_in_turn, [*TRIALS], timeout=250):
-        for check, found in zip(TRIALS.values(), answers, strict=True):
-            check(found)
+    check_on_each_rank(TRIALS)
 
 
 @pytest.fixture

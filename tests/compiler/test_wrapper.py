@@ -11,9 +11,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from tests.compiler.models import BatchNormed, Parts, batch, loss_of
-from tests.compiler.trial import Trial, run_in_turn
+from tests.compiler.trial import Trial, check_on_each_rank
 from tests.models import mlp
-from tests.ranks import run_ranks
 from torchshard.ddp.layouts import Events
 from torchshard.simulation import LinkSpeed, StepTimes
 
@@ -209,6 +208,4 @@ TRIALS = {
 
 def test_trials():
     """One start of the ranks for all."""
-    for answers in run_ranks(2, run_in_turn, [*TRIALS], timeout=250):
-        for check, found in zip(TRIALS.values(), answers, strict=True):
-            check(found)
+    check_on_each_rank(TRIALS)

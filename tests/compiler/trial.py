@@ -5,6 +5,7 @@ import copy
 import torch
 
 from tests.compiler.models import Parts, error
+from tests.ranks import run_ranks
 
 
 class Trial:
@@ -50,3 +51,10 @@ def run_in_turn(rank, world, trials):
         answers.append(run(rank, world))
         torch._dynamo.reset()
     return answers
+
+
+def check_on_each_rank(trials):
+    """Run trials on two ranks, started once, and check what each rank answers: function of (rank, world) -> check."""
+    for answers in run_ranks(2, run_in_turn, [*trials], timeout=250):
+        for check, found in zip(trials.values(), answers, strict=True):
+            check(found)

@@ -4,15 +4,14 @@ There each gradient is averaged by a functional collective of its own, and waite
 collective for a bucket of them, where its last gradient is made, and waits at the end of the graph.
 """
 
-import hashlib
 import operator
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, plan_buckets
+from torchshard.compiler.rewrite import source_hash
 
 _collectives = _torch.functional_collectives()
 _REDUCE, _JOINED, _WAIT = (
@@ -35,8 +34,7 @@ class JoinReductions:
 
     def __init__(self, policy: BucketPolicy) -> None:
         self._policy = policy
-        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-        self.key: object = (source, policy.cap, policy.first, policy.caps)
+        self.key: object = (source_hash(__file__), policy.cap, policy.first, policy.caps)
         self.joined: tuple[int, ...] = ()
 
     def __call__(self, graph: torch.fx.Graph) -> None:

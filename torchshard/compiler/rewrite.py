@@ -76,7 +76,7 @@ class BucketPass:
     def __init__(self, parameters: Mapping[int, GraphParameter], policy: BucketPolicy) -> None:
         self._parameters, self._policy = parameters, policy
         shapes = tuple((i, p.shape, p.strides) for i, p in parameters.items())
-        self.key: object = (_source_hash(), shapes, policy.cap, policy.first, policy.caps)
+        self.key: object = (source_hash(__file__, ops.__file__), shapes, policy.cap, policy.first, policy.caps)
         self.inserted: tuple[InsertedBucket, ...] = ()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -172,9 +172,9 @@ class _Insertion:
         return node.target is _aten.mm.default and len(node.users) == 1 and self._results.count(node) == 1
 
 
-def _source_hash() -> str:
-    here = Path(__file__)
-    return hashlib.sha256(here.read_bytes() + here.with_name("ops.py").read_bytes()).hexdigest()
+def source_hash(*files: str) -> str:
+    """A hash of the sources that rewrite graphs: a cache must not serve what older ones have made."""
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
 def bucket_rows(inserted: Sequence[InsertedBucket]) -> list[tuple[object, ...]]:
