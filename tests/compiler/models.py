@@ -60,9 +60,27 @@ class Normed(nn.Module):
         return self.f64(y.mean(1).double()).repeat(1, 8).float()
 
 
+class Shared(nn.Module):
+    """Weights whose gradients are sums: of an embedding and a product, of two products; of a batch of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.twice = nn.Embedding(32, 16, padding_idx=0), nn.Linear(16, 16, bias=False)
+        self.heads, self.experts = nn.Parameter(torch.randn(16, 4, 4) / 4), nn.Parameter(torch.randn(4, 16, 16) / 4)
+        self.inward = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x):
+        h = self.tokens((x * 8).long() % 32)
+        h = torch.einsum("btd,dhk->bthk", h, self.heads).flatten(2)
+        h = h.view(-1, 4, 8, 16).transpose(0, 1).flatten(1, 2)  # a quarter of the tokens to each expert
+        h = torch.bmm(h, self.experts).view(4, -1, 8, 16).transpose(0, 1).flatten(1, 2).tanh() @ self.inward
+        return F.linear(self.twice(self.twice(h).tanh()), self.tokens.weight).mean(1)
+
+
 MAKERS = {
     "mlp": lambda: mlp(32, 4),
     "normed": Normed,
+    "shared": Shared,
     "gpt": lambda: GPT(GPTConfig()),
     "tied gpt": lambda: GPT(GPTConfig(tied=True, checkpoint=True)),
     **{how: (lambda how=how: Parts(how)) for how in ("plain", "tied", "checkpoint", "break", "both", "unused")},

@@ -20,6 +20,7 @@ IN_GRAPH = {  # of the parameters with a gradient, those that only graphs use
     "break": 4,
     "both": 4,
     "unused": 4,
+    "shared": 5,
 }
 CAP = 0.01  # MiB: several buckets in each model
 
@@ -63,7 +64,9 @@ def check(answers, expected):
             assert (in_graph, late) == (expected[name], 0), (name, steps)
 
 
-@pytest.mark.parametrize("names", [["mlp", "normed", "tied", "unused"], ["gpt", "tied gpt", "checkpoint", "both"]])
+@pytest.mark.parametrize(
+    "names", [["mlp", "normed", "tied", "unused", "shared"], ["gpt", "tied gpt", "checkpoint", "both"]]
+)
 def test_every_model(names):
     for answers in run_ranks(2, train, "traced", names):
         check(answers, IN_GRAPH)
@@ -91,7 +94,16 @@ def test_worlds(world):
 def _accumulate(rank, world):
     """All wrappers go through one compiled graph, which serves any of them."""
     return [
-        train(rank, world, "traced", ["plain", "break"], (8, 8, 8, 16), parts, zero, {"gradient_as_bucket_view": views})
+        train(
+            rank,
+            world,
+            "traced",
+            ["plain", "break", "shared"],
+            (8, 8, 8, 16),
+            parts,
+            zero,
+            {"gradient_as_bucket_view": views},
+        )
         for parts, zero in ((1, True), (1, False), (1, None), (2, True), (2, False))
         for views in (False, True)
     ]

@@ -91,7 +91,7 @@ def test_tied(monkeypatch):
         _everywhere("tied", monkeypatch),
         """\
 in the graph: c.bias, b.weight
-in the graph: b.bias, a.bias, a.weight
+in the graph: b.bias, a.weight, a.bias
 at the end: c.weight
 at the end: 24 B of flags""",
     )

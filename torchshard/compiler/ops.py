@@ -1,7 +1,8 @@
-"""The three operators that the pass puts into backward graphs. They find out at run time whose gradients they carry.
+"""The four operators that the pass puts into backward graphs. They find out at run time whose gradients they carry.
 
     open_bucket     memory for the gradients of some graph inputs, side by side
-    mm_into         a matrix product written into its slot
+    product_into    a matrix product, or a batch of them, written or added to its slot
+    rows_into       rows written or added to a slot, each where its index says
     launch_bucket   all gradients of the bucket are there: the others are copied in, and the reduction starts
 
 A graph holds no module, no process group and no number of ranks, so that a cached one serves any wrapper. Without a
@@ -18,15 +19,17 @@ _library = torch.library.Library("torchshard", "FRAGMENT")
 _library.define(
     "open_bucket(int bucket, int numel, ScalarType dtype, Device device, int[] params) -> Tensor",
 )
-_library.define("mm_into(Tensor a, Tensor b, int bucket, int slot, Tensor(a!) out) -> ()")
+_library.define("product_into(Tensor a, Tensor b, bool first, int bucket, int slot, Tensor(a!) out) -> ()")
+_library.define("rows_into(Tensor index, Tensor rows, bool first, int bucket, int slot, Tensor(a!) out) -> ()")
 _library.define(
     "launch_bucket(Tensor(a!) flat, Tensor(b!) order, Tensor[] views, Tensor[] gradients, int[] slots, int bucket)"
     " -> ()"
 )
 
-OPEN, MM_INTO, LAUNCH = (
+OPEN, PRODUCT_INTO, ROWS_INTO, LAUNCH = (
     torch.ops.torchshard.open_bucket.default,
-    torch.ops.torchshard.mm_into.default,
+    torch.ops.torchshard.product_into.default,
+    torch.ops.torchshard.rows_into.default,
     torch.ops.torchshard.launch_bucket.default,
 )
 
@@ -46,13 +49,28 @@ def _fake_open(
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _mm_into(a: torch.Tensor, b: torch.Tensor, bucket: int, slot: int, out: torch.Tensor) -> None:
+def _factors(bucket: int, slot: int, first: bool = True) -> tuple[float, float]:
+    """Alpha and beta: a term is written as alpha times the term plus beta times what lies in the slot."""
     call = current_call()
     alpha, beta = call.factors(bucket, slot) if call else (1.0, 0.0)
+    return alpha, beta if first else 1.0
+
+
+def _product_into(a: torch.Tensor, b: torch.Tensor, first: bool, bucket: int, slot: int, out: torch.Tensor) -> None:
+    alpha, beta = _factors(bucket, slot, first)
     if alpha == 1.0 and beta == 0.0:
-        torch.mm(a, b, out=out)
+        (torch.mm if out.ndim == 2 else torch.bmm)(a, b, out=out)
     else:
-        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+        (torch.addmm if out.ndim == 2 else torch.baddbmm)(out, a, b, beta=beta, alpha=alpha, out=out)
+
+
+def _rows_into(index: torch.Tensor, rows: torch.Tensor, first: bool, bucket: int, slot: int, out: torch.Tensor) -> None:
+    alpha, beta = _factors(bucket, slot, first)
+    if beta == 0.0:
+        out.zero_()
+    elif beta != 1.0:
+        out.mul_(beta)
+    out.index_add_(0, index.reshape(-1), rows.reshape(-1, *out.shape[1:]), alpha=alpha)
 
 
 def _launch(
@@ -63,14 +81,13 @@ def _launch(
     slots: list[int],
     bucket: int,
 ) -> None:
-    call = current_call()
     for slot, gradient in zip(slots, gradients, strict=True):
-        alpha, beta = call.factors(bucket, slot) if call else (1.0, 0.0)
+        alpha, beta = _factors(bucket, slot)
         if beta == 0.0:
             torch.mul(gradient, alpha, out=views[slot])
         else:
             views[slot].mul_(beta).add_(gradient, alpha=alpha)
-    if call:
+    if call := current_call():
         call.launch(bucket, views)
 
 
@@ -80,7 +97,8 @@ def _nothing(*args: object) -> None:
 
 for _name, _run, _fake in (
     ("open_bucket", _open, _fake_open),
-    ("mm_into", _mm_into, _nothing),
+    ("product_into", _product_into, _nothing),
+    ("rows_into", _rows_into, _nothing),
     ("launch_bucket", _launch, _nothing),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, plan_buckets, size_text, slices
-from torchshard.compiler import ops
+from torchshard.compiler import ops, writing
+from torchshard.compiler.writing import Written, written
 from torchshard.ddp.flat import gradient_strides
 
 _aten = torch.ops.aten
@@ -76,100 +78,124 @@ class BucketPass:
     def __init__(self, parameters: Mapping[int, GraphParameter], policy: BucketPolicy) -> None:
         self._parameters, self._policy = parameters, policy
         shapes = tuple((i, p.shape, p.strides) for i, p in parameters.items())
-        self.key: object = (source_hash(__file__, ops.__file__), shapes, policy.cap, policy.first, policy.caps)
+        source = source_hash(__file__, ops.__file__, writing.__file__)
+        self.key: object = (source, shapes, policy.cap, policy.first, policy.caps)
         self.inserted: tuple[InsertedBucket, ...] = ()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Insert all buckets."""
-        found = self._gradients(graph)
-        if not found:
-            return
         order = {node: at for at, node in enumerate(graph.nodes)}
-        ready = sorted(found, key=lambda i: (order[found[i][1]], found[i][0]))
-        plan = plan_buckets((self._gradient(i, found[i][1]) for i in ready), self._policy)
-        work = _Insertion(graph, order, self._parameters, found)
+        made = self._made(graph, order)
+        if not made:
+            return
+        by_time = sorted(made.values(), key=lambda g: (g.ready, g.position))
+        plan = plan_buckets((g.planned for g in by_time), self._policy)
+        work = _Insertion(graph, order, made)
         self.inserted = tuple(work.insert(number, bucket) for number, bucket in enumerate(plan))
         work.done()
 
-    def _gradients(self, graph: torch.fx.Graph) -> dict[int, tuple[int, torch.fx.Node]]:
-        """Graph input -> position among the outputs and node of its gradient."""
-        return {
-            i: (position, node)
-            for position, node, i in _torch.gradient_outputs(graph)
-            if i in self._parameters and tuple(node.meta["val"].shape) == self._parameters[i].shape
-        }
+    def _made(self, graph: torch.fx.Graph, order: Mapping[torch.fx.Node, int]) -> "dict[int, _Made]":
+        """The gradients that a graph makes, by graph input."""
+        results: Any = graph.output_node().args[0]
+        made = {}
+        for position, node, i in _torch.gradient_outputs(graph):
+            p = self._parameters.get(i)
+            if p is not None and tuple(node.meta["val"].shape) == p.shape:
+                how = written(node, p.strides, order) if results.count(node) == 1 else None
+                ready = order[how.terms[-1].after if how else node]
+                made[i] = _Made(i, p, node, position, how, ready)
+        return made
 
-    def _gradient(self, i: int, node: torch.fx.Node) -> Gradient:
-        value = node.meta["val"]
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A gradient in a graph.
+
+    Attributes:
+        index, parameter: the graph input whose gradient it is.
+        node: makes it.
+        position: among the outputs.
+        how: it is written to its slot; None if it is copied.
+        ready: position in the graph of what completes it.
+    """
+
+    index: int
+    parameter: GraphParameter
+    node: torch.fx.Node
+    position: int
+    how: Written | None
+    ready: int
+
+    @property
+    def planned(self) -> Gradient:
+        """The same in the planner's words."""
+        value = self.node.meta["val"]
         kind = (str(value.dtype).removeprefix("torch."), str(value.device))
-        return Gradient(i, self._parameters[i].name, value.numel() * value.element_size(), kind)
+        return Gradient(self.index, self.parameter.name, value.numel() * value.element_size(), kind)
 
 
 class _Insertion:
     """The surgery on one graph."""
 
-    def __init__(
-        self,
-        graph: torch.fx.Graph,
-        order: Mapping[torch.fx.Node, int],
-        parameters: Mapping[int, GraphParameter],
-        found: Mapping[int, tuple[int, torch.fx.Node]],
-    ) -> None:
-        self._graph, self._order, self._parameters, self._found = graph, order, parameters, found
+    def __init__(self, graph: torch.fx.Graph, order: Mapping[torch.fx.Node, int], made: Mapping[int, _Made]) -> None:
+        self._graph, self._order, self._made = graph, order, made
         self._results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-        self._replaced: list[torch.fx.Node] = []
+        self._unneeded: list[torch.fx.Node] = []
         self._first = next(node for node in graph.nodes if node.op != "placeholder")
+        self._next = {a: self._first if a.op == "placeholder" else b for a, b in pairwise(graph.nodes)}
         with graph.inserting_before(self._first):
             # Every launch changes it, which keeps them in their order.
             self._token = graph.call_function(_aten.empty.memory_format, ([1],), {"device": torch.device("cpu")})
 
     def insert(self, number: int, bucket: PlannedBucket) -> InsertedBucket:
         """Open the bucket before its first gradient, launch it after its last."""
-        graph, params = self._graph, [g.index for g in bucket.gradients]
-        nodes = [self._found[i][1] for i in params]
-        value = nodes[0].meta["val"]
-        starts, numel = slices(self._found[i][1].meta["val"].numel() for i in params)
-        with graph.inserting_before(self._after_inputs(nodes[0])):
-            flat = graph.call_function(ops.OPEN, (number, numel, value.dtype, value.device, params))
-            views = [self._slot(flat, i, start) for i, start in zip(params, starts, strict=True)]
-        last, direct, copied, slots = views[-1], [], [], []
-        for slot, (i, node, view) in enumerate(zip(params, nodes, views, strict=True)):
-            if self._can_write_to_slot(node):
-                with graph.inserting_before(node):
-                    last = graph.call_function(ops.MM_INTO, (*node.args, number, slot, view))
-                self._replaced.append(node)
-                direct.append(bucket.gradients[slot])
-            else:
-                copied.append(node)
-                slots.append(slot)
-                last = last if node.op == "placeholder" else node
-            self._results[self._found[i][0]] = view
-        with graph.inserting_after(last):
-            graph.call_function(ops.LAUNCH, (flat, self._token, views, copied, slots, number))
-        return InsertedBucket(bucket, tuple(direct), nodes[-1].name)
+        graph, made = self._graph, [self._made[g.index] for g in bucket.gradients]
+        value = made[0].node.meta["val"]
+        starts, numel = slices(g.node.meta["val"].numel() for g in made)
+        steps = [term.after for g in made if g.how for term in g.how.terms]
+        copied = [slot for slot, g in enumerate(made) if g.how is None]
+        steps += [made[slot].node for slot in copied]
+        with graph.inserting_before(self._after_inputs(min(steps, key=self._order.__getitem__))):
+            flat = graph.call_function(ops.OPEN, (number, numel, value.dtype, value.device, [g.index for g in made]))
+            views = [self._slot(flat, g.parameter, start) for g, start in zip(made, starts, strict=True)]
+        for slot, g in enumerate(made):
+            if g.how:
+                self._write(g.how, number, slot, views[slot])
+            self._results[g.position] = views[slot]
+        with graph.inserting_before(self._next[max(steps, key=self._order.__getitem__)]):
+            gradients = [made[slot].node for slot in copied]
+            graph.call_function(ops.LAUNCH, (flat, self._token, views, gradients, copied, number))
+        direct = tuple(g for g, m in zip(bucket.gradients, made, strict=True) if m.how)
+        return InsertedBucket(bucket, direct, made[-1].node.name)
+
+    def _write(self, how: Written, number: int, slot: int, view: torch.fx.Node) -> None:
+        """Write all terms of a gradient to its slot."""
+        for k, term in enumerate(how.terms):
+            with self._graph.inserting_before(self._next[term.after]):
+                place = view
+                for operator, argument in term.views:
+                    place = self._graph.call_function(operator, (place, argument))
+                self._graph.call_function(term.operator, (*term.operands(self._graph), k == 0, number, slot, place))
+        self._unneeded += how.unneeded
 
     def done(self) -> None:
         """Return the slots instead of the gradients."""
         output = self._graph.output_node()
         output.args = (tuple(self._results),)
-        for node in self._replaced:
+        for node in self._unneeded:
             self._graph.erase_node(node)
 
     def _after_inputs(self, node: torch.fx.Node) -> torch.fx.Node:
         return self._first if node.op == "placeholder" else node
 
-    def _slot(self, flat: torch.fx.Node, i: int, start: int) -> torch.fx.Node:
+    def _slot(self, flat: torch.fx.Node, p: GraphParameter, start: int) -> torch.fx.Node:
         """A gradient's place; not as_strided, whose offset would count from the beginning of the memory of `flat`."""
-        p, graph = self._parameters[i], self._graph
+        graph = self._graph
         outward = sorted(range(len(p.shape)), key=lambda dim: -p.strides[dim])  # strides without holes
         inward = sorted(range(len(outward)), key=outward.__getitem__)
         place = graph.call_function(_aten.slice.Tensor, (flat, 0, start, start + math.prod(p.shape)))
         ordered = graph.call_function(_aten.view.default, (place, [p.shape[dim] for dim in outward]))
         return graph.create_node("call_function", _aten.permute.default, (ordered, inward), name="slot")
-
-    def _can_write_to_slot(self, node: torch.fx.Node) -> bool:
-        """Whether this is a matrix product that nothing but the output needs."""
-        return node.target is _aten.mm.default and len(node.users) == 1 and self._results.count(node) == 1
 
 
 def source_hash(*files: str) -> str:

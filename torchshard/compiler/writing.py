@@ -1,0 +1,173 @@
+"""Gradients that a graph can write to their slots without a copy: those whose operators write where they are told.
+
+A gradient is a sum of terms, seen through views: matrix products, rows that are added up (of an embedding), several of
+them where a weight is used more than once. Each term is written to the slot, or added to it, when it can be made. What
+inductor generates itself (sums, pointwise operators) and what has no place for its result (convolutions) is copied.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchshard.compiler import ops
+
+_aten = torch.ops.aten
+_Order = Mapping[torch.fx.Node, int]
+_View = tuple[Callable[..., Any], Sequence[int]]  # an operator and its argument, besides the tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term of a gradient.
+
+    Attributes:
+        after: the node after which it can be written.
+        operator: writes it.
+        operands: puts what makes its operands into a graph, and returns them.
+        views: what the gradient's slot goes through to become the term's place.
+    """
+
+    after: torch.fx.Node
+    operator: Callable[..., Any]
+    operands: Callable[[torch.fx.Graph], Sequence[Any]]
+    views: tuple[_View, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a gradient is written.
+
+    Attributes:
+        terms: of which it is the sum, in the order in which they can be written.
+        unneeded: the nodes that are not needed any more, each before its operands.
+    """
+
+    terms: tuple[Term, ...]
+    unneeded: tuple[torch.fx.Node, ...]
+
+
+def written(gradient: torch.fx.Node, strides: Sequence[int], order: _Order) -> Written | None:
+    """How to write a gradient that the graph returns once; None if it has to be copied.
+
+    Args:
+        gradient: makes it.
+        strides: of its slot.
+        order: of the nodes of the graph.
+    """
+    value = gradient.meta["val"]
+    terms, unneeded = list[Term](), list[torch.fx.Node]()
+    todo: list[tuple[Any, torch.Tensor, tuple[_View, ...]]]
+    todo = [(gradient, torch.empty_strided(tuple(value.shape), tuple(strides), device="meta"), ())]
+    while todo:
+        node, place, views = todo.pop()
+        if node in unneeded or not _fits(node, place, value.dtype):
+            return None
+        unneeded.append(node)
+        if node.target in _VIEWS:
+            operator, argument = view = _VIEWS[node.target](node)
+            try:
+                todo.append((node.args[0], operator(place, argument), (*views, view)))
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # the slot's memory has another order; on fake tensors it is a ValueError
+                return None
+        elif (parts := _TERMS[node.target](node, order) if node.target in _TERMS else None) is not None:
+            made, rest = parts
+            terms += [replace(term, views=views) for term in made]
+            todo += [(x, place, views) for x in rest]
+        else:
+            return None
+    return Written(tuple(sorted(terms, key=lambda term: order[term.after])), tuple(unneeded))
+
+
+def _fits(node: Any, place: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a node makes just what belongs there, not broadcast or converted later, and for nobody else."""
+    if not isinstance(node, torch.fx.Node) or len(node.users) != 1:
+        return False
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and all(isinstance(length, int) for length in value.shape)
+        and value.shape == place.shape
+        and value.dtype == dtype
+    )
+
+
+# How the place of a view becomes that of what it is a view of.
+
+
+def _permuted(node: Any) -> _View:
+    dims = node.args[1]
+    return _aten.permute.default, sorted(range(len(dims)), key=lambda at: dims[at] % len(dims))
+
+
+def _reshaped(node: Any) -> _View:
+    return _aten.view.default, list(node.args[0].meta["val"].shape)
+
+
+_VIEWS: dict[Any, Callable[[Any], _View]] = {
+    _aten.permute.default: _permuted,
+    _aten.view.default: _reshaped,
+    _aten.unsqueeze.default: _reshaped,
+    _aten.squeeze.dim: _reshaped,
+    _aten.squeeze.dims: _reshaped,
+}
+
+
+# The terms of a node that can be written, and the nodes that make its other terms.
+
+_Parts = tuple[list[Term], Sequence[Any]]
+
+
+def _product(node: Any, order: _Order) -> _Parts:
+    return [Term(node, ops.PRODUCT_INTO, lambda graph: node.args)], ()
+
+
+def _product_and_sum(node: Any, order: _Order) -> _Parts | None:
+    other, *factors = node.args
+    # Inductor puts such a product where the sum is; here it need not wait for the other term.
+    after = max(factors, key=order.__getitem__)
+    return None if node.kwargs else ([Term(after, ops.PRODUCT_INTO, lambda graph: factors)], [other])
+
+
+def _sum(node: Any, order: _Order) -> _Parts | None:
+    return None if node.kwargs else ([], node.args)
+
+
+def _rows(node: Any, order: _Order) -> _Parts | None:
+    """Rows of an embedding's gradient, added up in zeros where the mask is set."""
+    zeros, mask, indices, rows = node.args
+    weight, [index] = node.meta["val"], indices if len(indices) == 1 else [None]
+    if index is None or zeros.target is not _aten.full.default or zeros.args[1] != 0:
+        return None
+    inner = weight.ndim - 1  # dims of a row; the mask has them with length 1
+    if mask.meta["val"].ndim != rows.meta["val"].ndim or rows.meta["val"].ndim != index.meta["val"].ndim + inner:
+        return None
+    return [Term(node, ops.ROWS_INTO, lambda graph: _unmasked(graph, mask, index, rows, inner))], ()
+
+
+def _unmasked(graph: torch.fx.Graph, mask: Any, index: Any, rows: Any, inner: int) -> list[Any]:
+    """The same without a mask: where it was not set, zeros for row 0. Inductor makes the rows so in the first place."""
+    kept = mask
+    for _ in range(inner):
+        kept = graph.call_function(_aten.squeeze.dim, (kept, -1))
+    return [_where(graph, kept, index), _where(graph, mask, rows)]
+
+
+def _where(graph: torch.fx.Graph, mask: Any, node: Any) -> Any:
+    value = node.meta["val"]
+    kind = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
+    return graph.call_function(_aten.where.self, (mask, node, graph.call_function(_aten.full.default, ([], 0), kind)))
+
+
+_TERMS: dict[Any, Callable[[Any, _Order], _Parts | None]] = {
+    _aten.mm.default: _product,
+    _aten.bmm.default: _product,
+    _aten.addmm.default: _product_and_sum,
+    _aten.baddbmm.default: _product_and_sum,
+    _aten.add.Tensor: _sum,
+    _aten._unsafe_masked_index_put_accumulate.default: _rows,
+}
