@@ -12,6 +12,7 @@ SCRIPTS = {
     "ddp_memory": "DistributedDataParallel: peak memory",
     "ddp_slow_link": "DistributedDataParallel over a slow link, sizes of buckets chosen by it",
     "compile_step": 'torch.compile(backend="torchshard"): one compiled step',
+    "compile_time": 'torch.compile(backend="torchshard"): the first step, with empty caches',
     "compiled_tensor": "DTensors in a compiled region: one step of a tensor-parallel MLP beside one written by hand",
     "state_dict": "State dicts: conversions of 1 GiB on four ranks",
     "convert": "torchshard convert: 1 GiB of a sharded checkpoint",

@@ -29,7 +29,8 @@ class MLP(nn.Module):
         return self.layers(x)
 
 
-def _cases():
+def cases():
+    """Name -> what makes the module, and its input."""
     tokens = torch.randint(0, 256, (4, 128), generator=torch.Generator().manual_seed(0))
     return {
         "MLP, 8 x 1024, batch 64": (MLP, torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))),
@@ -40,7 +41,7 @@ def _cases():
 def _compare(rank, world, case, rounds):
     from torchshard.ddp import DistributedDataParallel
 
-    make, x = _cases()[case]
+    make, x = cases()[case]
     module = make()
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module))
     ours = DistributedDataParallel(module)
@@ -61,7 +62,7 @@ def _compare(rank, world, case, rounds):
 
 def compared(rounds: int = 31) -> list[Comparison]:
     """All cases."""
-    return [compare(case, run_ranks(2, _compare, case, rounds, timeout=600)[0]) for case in _cases()]
+    return [compare(case, run_ranks(2, _compare, case, rounds, timeout=600)[0]) for case in cases()]
 
 
 def main() -> str:
