@@ -1,17 +1,21 @@
-"""Compiled data parallel: a step (zero_grad, forward, backward) through our backend beside torch's DDPOptimizer.
+"""Compiled data parallel: a step (zero_grad, forward, backward) through our backend beside torch's ways.
 
     python -m benchmarks.compile_step
 
 Two gloo ranks with one thread each. Ours is our wrapper under torch.compile(backend="torchshard"); torch's is its own
-wrapper under torch.compile, which cuts the graph where its buckets are full. Both hold the same weights, take turns in
-one run, and their gradients are compared; what counts is the ratio of each round, in wall time on rank 0.
+wrapper: under torch.compile, which cuts the graph where its buckets are full (DDPOptimizer); with its reducer in Python
+under compiled autograd, where ours is measured under compiled autograd as well; and eager. Both sides hold the same
+weights, take turns in one run, and their gradients are compared; what counts is the ratio of each round, in wall time
+on rank 0.
 """
 
+import contextlib
 import copy
 import functools
 
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 
 from benchmarks.harness import Comparison, compare, rounds_on_ranks, table, turn
 from tests.models import GPT, GPTConfig, mlp
@@ -38,20 +42,50 @@ def cases():
     }
 
 
-def _compare(rank, world, case, rounds):
+def _ddp_optimizer(model):
+    return torch.compile(model), contextlib.nullcontext
+
+
+def _eager(model):
+    return model, contextlib.nullcontext
+
+
+def _in_graph(model):
+    return torch.compile(model, backend="torchshard"), contextlib.nullcontext
+
+
+def _python_reducer(model):
+    return torch.compile(model), functools.partial(compiled_autograd._enable, torch.compile())
+
+
+def _in_both_graphs(model):
+    compiler = torch.compile(backend="torchshard")
+    return torch.compile(model, backend="torchshard"), functools.partial(compiled_autograd._enable, compiler)
+
+
+RIVALS = {  # torch's way -> how it is called, our way, torch's setting
+    "DDPOptimizer": (_ddp_optimizer, _in_graph, "ddp_optimizer"),
+    "python_reducer": (_python_reducer, _in_both_graphs, "python_reducer"),
+    "eager": (_eager, _in_graph, "ddp_optimizer"),
+}
+
+
+def _compare(rank, world, case, rival, rounds):
     from torchshard.ddp import DistributedDataParallel
 
     make, x = cases()[case]
+    use_theirs, use_ours, setting = RIVALS[rival]
+    torch._dynamo.config.optimize_ddp = setting
     module = make()
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module))
     ours = DistributedDataParallel(module)
 
-    def step(compiled):
-        compiled.zero_grad()
-        compiled(x).square().mean().backward()
+    def step(model, around):
+        model.zero_grad()
+        with around():
+            model(x).square().mean().backward()
 
-    compiled = torch.compile(ours, backend="torchshard"), torch.compile(theirs)
-    sides = [functools.partial(step, side) for side in compiled]
+    sides = [functools.partial(step, *use(model)) for use, model in ((use_ours, ours), (use_theirs, theirs))]
     for side in sides:
         turn(side, 5)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -62,15 +96,16 @@ def _compare(rank, world, case, rounds):
 
 def compared(rounds: int = 31) -> list[Comparison]:
     """All cases."""
-    return [compare(case, run_ranks(2, _compare, case, rounds, timeout=600)[0]) for case in cases()]
+    return [
+        compare(f"{case} : {rival}", run_ranks(2, _compare, case, rival, rounds, timeout=600)[0])
+        for case in cases()
+        for rival in RIVALS
+    ]
 
 
 def main() -> str:
     """The table."""
-    return (
-        f"{table(compared(), 'ms')}\n\ntorch {torch.__version__}, 2 gloo ranks, one thread each; torch's side is its "
-        "DDPOptimizer."
-    )
+    return f"{table(compared(), 'ms')}\n\ntorch {torch.__version__}, 2 gloo ranks, one thread each"
 
 
 if __name__ == "__main__":
