@@ -217,11 +217,15 @@ def inspected(keys: int = 10_000, rounds: int = 5) -> list[tuple[str, int, float
         paths = {"dcp": f"{name}/dcp", "torch": f"{name}/a.pt", "safetensors": f"{name}/a.safetensors"}
         for to in ("torch", "safetensors"):
             checkpoint.convert(paths["dcp"], paths[to], to=to)
+        # With bytecode, as a package that is installed has it.
+        env = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{name}/bytecode"}
         for kind, path in paths.items():
+            command = [sys.executable, "-m", "torchshard", "inspect", path]
+            subprocess.run(command, capture_output=True, check=True, env=env)
             seconds = []
             for _ in range(rounds):
                 start, before = time.perf_counter(), os.times()
-                subprocess.run([sys.executable, "-m", "torchshard", "inspect", path], capture_output=True, check=True)
+                subprocess.run(command, capture_output=True, check=True, env=env)
                 after = os.times()
                 cpu = after.children_user + after.children_system - before.children_user - before.children_system
                 seconds.append((time.perf_counter() - start, cpu))

@@ -1,5 +1,7 @@
 """Conversions that are killed, fail or meet one another: the source stays, and nothing looks complete that is not."""
 
+import ctypes
+import errno
 import json
 import os
 import random
@@ -9,12 +11,13 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchshard import checkpoint
-from torchshard.checkpoint.moving import runner
+from torchshard.checkpoint.moving import destination, runner
 from torchshard.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +43,7 @@ def counted(name, real):
 for name in ("mkdir", "write", "pwrite", "ftruncate", "fsync", "rename", "replace", "unlink", "rmdir"):
     # The disk need not be waited for: the system outlives the process.
     setattr(os, name, counted(name, getattr(os, name) if name != "fsync" else lambda fd: None))
+destination._reserve = counted("fallocate", destination._reserve)
 checkpoint.convert(src, dst, to=to, max_memory=2**21, **json.loads(options))
 print(count)
 """
@@ -213,6 +217,29 @@ def test_a_full_disk_is_a_sentence(small, tmp_path, monkeypatch, call):
             checkpoint.convert(small, tmp_path / "out", to="torch", verify=True)
     assert os.listdir(tmp_path) == []
     assert small.read_bytes() == before
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EOPNOTSUPP])
+def test_room_is_reserved_where_the_file_system_can(small, tmp_path, monkeypatch, code):
+    """All of it before the first byte: a disk that is too full is noticed then; one that cannot is written anyway."""
+    asked = []
+
+    def fallocate(fd, mode, start, nbytes):
+        asked.append((os.fstat(fd).st_size, mode, start.value, nbytes.value))
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(destination, "_libc", SimpleNamespace(fallocate=fallocate))
+    if code == errno.ENOSPC:
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            checkpoint.convert(small, tmp_path / "out", to="torch")
+        assert os.listdir(tmp_path) == []
+        return
+    checkpoint.convert(small, tmp_path / "out", to="torch")
+    assert asked[0] == (0, 0, 0, os.path.getsize(tmp_path / "out"))
+    monkeypatch.undo()
+    checkpoint.convert(small, tmp_path / "again", to="torch")
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
 
 
 def test_overwriting_a_folder(small, tmp_path):

@@ -215,15 +215,47 @@ def _renamed(rank, world, mesh):
     return True
 
 
+def _large(rank, world, mesh):
+    """Large parts that lie side by side in rows land apart and are joined; others go where they belong."""
+    import torch
+    from torch.distributed.tensor import Replicate, Shard
+
+    from torchshard import state_dict
+    from torchshard.tensor import carrying
+
+    found = []
+    side_by_side = carrying._side_by_side
+    carrying._side_by_side = lambda job, copies: found.append(side_by_side(job, copies)) or found[-1]
+    cases = [
+        ((300, 303), torch.float32, [Shard(1), Shard(1)], 1),
+        ((600, 450), torch.bool, [Shard(1), Shard(1)], 1),
+        ((3, 101, 300), torch.complex64, [Replicate(), Shard(1)], 1),
+        ((2, 3, 70001), torch.bfloat16, [Shard(2), Replicate()], 2),
+        ((1, 200000), torch.int64, [Shard(1), Shard(1)], None),  # one row: dense
+        ((400, 400), torch.float32, [Shard(0), Shard(1)], None),  # a grid
+        ((400, 400), torch.float32, [Shard(0), Shard(0)], None),
+        ((30, 30), torch.float32, [Shard(1), Shard(1)], None),  # small
+    ]
+    for shape, dtype, placements, dim in cases:
+        whole = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        made = state_dict.to_dtensor(whole.requires_grad_(whole.is_floating_point()), mesh, placements)
+        full = state_dict.to_full(made)
+        assert torch.equal(full, whole)
+        assert full.requires_grad == whole.requires_grad
+        assert found[-1] == dim, (shape, dim)
+    carrying._side_by_side = side_by_side
+    return len(found) == len(cases)
+
+
 def _everything(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return [check(rank, world, mesh) for check in (_kept, _where, _partial, _renamed)]
+    return [check(rank, world, mesh) for check in (_kept, _where, _partial, _renamed, _large)]
 
 
 def test_state_dicts():
-    assert run_ranks(4, _everything, timeout=120) == [[True] * 4] * 4
+    assert run_ranks(4, _everything, timeout=120) == [[True] * 5] * 4
 
 
 def _peak(work):

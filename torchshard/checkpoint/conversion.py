@@ -254,9 +254,9 @@ class _Work:
         summed = [extent for extent in extents if self.verify and extent.crc32 is not None]
         tensors = sum([slot.nbytes for slot in self.out.slots])
         self.total = tensors * (1 + self.verify) + sum([extent.nbytes for extent in summed])
-        names = [file.name for file in self.out.files]
+        files = {file.name: file.nbytes for file in self.out.files}
         with Destination(
-            self.target, names, self.fingerprint, overwrite=overwrite, fsync=fsync, resume=resume
+            self.target, files, self.fingerprint, overwrite=overwrite, fsync=fsync, resume=resume
         ) as place:
             if place.finished:
                 return

@@ -44,11 +44,12 @@ class Place(NamedTuple):
 class Piece:
     """A box of a tensor and, once asked for, its place. Finding the place may read a little of the file."""
 
-    __slots__ = ("_find", "_place", "box")
+    __slots__ = ("_find", "_place", "_row_major", "box")
 
     def __init__(self, box: Box, find: Callable[[], Place]) -> None:
         self.box, self._find = box, find
         self._place: Place | None = None
+        self._row_major: bool | None = None
 
     def place(self) -> Place:
         """Where the elements are; found once."""
@@ -58,10 +59,12 @@ class Piece:
 
     @property
     def row_major(self) -> bool:
-        """Whether the elements lie one after another, the last dim fastest."""
-        stride = self.place().stride
-        wanted = contiguous_stride(self.box.size)
-        return all(s == w for s, w, n in zip(stride, wanted, self.box.size, strict=True) if n > 1)
+        """Whether the elements lie one after another, the last dim fastest; found out once."""
+        if self._row_major is None:
+            stride = self.place().stride
+            wanted = contiguous_stride(self.box.size)
+            self._row_major = all(s == w for s, w, n in zip(stride, wanted, self.box.size, strict=True) if n > 1)
+        return self._row_major
 
 
 def narrowed(piece: Piece, box: Box, at: tuple[int, ...], itemsize: int) -> Piece:

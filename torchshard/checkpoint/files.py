@@ -100,12 +100,13 @@ class Files:
             done += got
 
     def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers one after another with the bytes from `offset` on; errors as for `read_into`."""
-        self._check_range(name, offset, sum(map(len, buffers)))
+        """Fill buffers of one length, one after another, with the bytes from `offset` on; errors as of `read_into`."""
+        length = len(buffers[0])
+        self._check_range(name, offset, length * len(buffers))
         handle = self._opened(name)
         for first in range(0, len(buffers), _VECTOR):
             some = buffers[first : first + _VECTOR]
-            wanted = sum(map(len, some))
+            wanted = length * len(some)
             try:
                 got = os.preadv(handle.fd, some, offset)
             except OSError as error:

@@ -41,7 +41,14 @@ class Transfer:
     staged: int
 
 
-def start(out: Views, into: Views, device: torch.device, circle: Circle) -> Transfer:
+def start(
+    out: Views,
+    into: Views,
+    device: torch.device,
+    circle: Circle,
+    joins: Sequence[Callable[[], object]] = (),
+    landings: int = 0,
+) -> Transfer:
     """Send and receive, without waiting.
 
     Args:
@@ -49,13 +56,15 @@ def start(out: Views, into: Views, device: torch.device, circle: Circle) -> Tran
         into: rank -> where its parts belong, of the same shapes and dtypes and in the same order as that rank sends.
         device: where messages lie while they travel.
         circle: all ranks concerned; they have agreed.
+        joins: what brings parts to where they belong for which `into` gives memory for the journey only.
+        landings: bytes of that memory.
 
     Raises:
         RankMismatchError: a rank is lost; names it.
     """
     works: list[dist.P2POp] = []
-    after: list[Callable[[], object]] = []
-    staged = 0
+    after = [*joins]
+    staged = landings
     for peer, views in into.items():
         messages, finish, extra = _incoming(views, device)
         after += finish

@@ -1,8 +1,10 @@
 """Tensors taken from one holding to another: the copies that layout/holding.py plans, many tensors in one exchange."""
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,10 +12,10 @@ from torch import Tensor
 
 from torchshard._torch import untraced
 from torchshard.comm.circle import Circle, circle_of, forget
-from torchshard.comm.transfers import Transfer, finish, start
+from torchshard.comm.transfers import LARGE, Transfer, finish, start
 from torchshard.errors import RankMismatchError, ShardingError, TorchshardError
 from torchshard.layout.boxes import Box
-from torchshard.layout.holding import Holding, lacking, receives, sends
+from torchshard.layout.holding import Copy, Holding, lacking, receives, sends
 
 AT_ONCE = 16 * 2**20
 """Bytes of the largest parts of the tensors of a batch, a larger tensor being one alone.
@@ -127,15 +129,48 @@ def _exchange(jobs: Sequence[Job], circle: Circle) -> None:
 def _start(batch: Sequence[Job], circle: Circle) -> Transfer:
     out: dict[int, list[Tensor]] = {}
     into: dict[int, list[Tensor]] = {}
+    joins: list[Callable[[], object]] = []
+    landings = 0
     for job in batch:
         for peer, box in sends(job.source, job.target, circle.rank):
             out.setdefault(peer, []).append(_view(job.parts, box))
-        for peer, box in receives(job.source, job.target, circle.rank):
-            if peer == circle.rank:
-                _view(job.goals, box).copy_(_view(job.parts, box))
-            else:
-                into.setdefault(peer, []).append(_view(job.goals, box))
-    return start(out, into, batch[0].device, circle)
+        copies = receives(job.source, job.target, circle.rank)
+        if (dim := _side_by_side(job, copies)) is not None:
+            slabs = [_slab(job, copy, circle.rank) for copy in copies]
+            joins.append(partial(torch.cat, slabs, dim, out=job.goals[0][1]))
+            landings += sum(x.nbytes for x, (peer, _) in zip(slabs, copies, strict=True) if peer != circle.rank)
+            goals: Sequence[Tensor] = slabs
+        else:
+            goals = [_view(job.goals, box) for _, box in copies]
+        for goal, (peer, box) in zip(goals, copies, strict=True):
+            if peer != circle.rank:
+                into.setdefault(peer, []).append(goal)
+            elif dim is None:
+                goal.copy_(_view(job.parts, box))
+    return start(out, into, batch[0].device, circle, joins, landings)
+
+
+def _side_by_side(job: Job, copies: Sequence[Copy]) -> int | None:
+    """The dim along which large parts lie side by side in the rows of the one goal, as columns do; else None.
+
+    Such parts land apart and are joined: row by row, torch.cat takes two thirds of the time that it takes to copy each
+    part on its own.
+    """
+    if len(job.goals) != 1 or any(copy.box.numel * job.dtype.itemsize < LARGE for copy in copies):
+        return None
+    [(whole, memory)] = job.goals
+    cut = {d for copy in copies for d, n in enumerate(copy.box.size) if n != whole.size[d]}
+    direct = memory.is_contiguous() and memory.device.type == job.device.type
+    if len(cut) != 1 or math.prod(whole.size[: min(cut)]) == 1 or not direct:
+        return None
+    return cut.pop()
+
+
+def _slab(job: Job, copy: Copy, rank: int) -> Tensor:
+    """A part for torch.cat: what this rank has itself, or memory for what another sends."""
+    if copy.peer == rank:
+        return _view(job.parts, copy.box).detach()
+    return torch.empty(copy.box.size, dtype=job.dtype, device=job.device)
 
 
 def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:

@@ -7,13 +7,14 @@ A process that is killed leaves this folder behind, never a destination. The nex
 from there if it is asked to (`resume`), else it begins anew.
 """
 
+import ctypes
 import errno
 import fcntl
 import functools
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ class Destination:
 
     Args:
         path: the file or folder to be.
-        names: of the files in the folder; [""] where `path` is the one file.
+        files: name -> bytes, of the files in the folder; the name is "" where `path` is the one file.
         fingerprint: one line that says all that the result follows from.
         overwrite: whether an existing destination is replaced.
         fsync: whether the data must be on the disk before the destination gets its name.
@@ -48,9 +49,10 @@ class Destination:
     """
 
     def __init__(
-        self, path: Path, names: Sequence[str], fingerprint: str, *, overwrite: bool, fsync: bool, resume: bool
+        self, path: Path, files: Mapping[str, int], fingerprint: str, *, overwrite: bool, fsync: bool, resume: bool
     ) -> None:
-        self.path, self.names, self.overwrite, self.fsync, self.resume = path, names, overwrite, fsync, resume
+        self.path, self.files, self.overwrite, self.fsync, self.resume = path, files, overwrite, fsync, resume
+        self.is_folder = "" not in files
         self.partial = _partial(path)
         self.data = self.partial / "data"
         self.done: Mapping[journal.Block, int] = {}
@@ -91,7 +93,7 @@ class Destination:
             self.finished = os.path.lexists(self.path)
         elif self.data.exists():
             self.done = state.blocks
-        if not self.finished and self.names != [""]:
+        if not self.finished and self.is_folder:
             self.data.mkdir(exist_ok=True)
 
     def __enter__(self) -> "Destination":
@@ -103,7 +105,9 @@ class Destination:
 
     def _open(self, name: str) -> Handle:
         try:
-            return Handle(self.data / name if name else self.data, os.O_RDWR | os.O_CREAT)
+            handle = Handle(self.data / name if name else self.data, os.O_RDWR | os.O_CREAT)
+            _reserve(handle.fd, self.files[name])
+            return handle
         except OSError as error:
             raise refused(self.path, error) from error
 
@@ -126,14 +130,14 @@ class Destination:
         self.notes, self.noted = [], time.monotonic()
 
     def _sync(self) -> None:
-        for name in self.names:
+        for name in self.files:
             os.fsync(self.fd(name).fd)
         if self.data.is_dir():
             _sync_folder(self.data)
 
     def commit(self) -> None:
         """Give the destination its name."""
-        check_free(self.path, self.overwrite, folder=self.names != [""])
+        check_free(self.path, self.overwrite, folder=self.is_folder)
         self._opened.cache_clear()
         try:
             journal.write(self.journal, [*self.notes, journal.COMMIT])
@@ -199,6 +203,20 @@ def _locked(path: Path, destination: Path) -> int:
             os.close(fd)
             raise
         os.close(fd)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Have the file system find room for all of a file at once, where it can; writing is then less work.
+
+    Not os.posix_fallocate: where the file system cannot, the C library writes a byte into each block instead.
+    """
+    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(code, os.strerror(code))
 
 
 def _take_name(data: Path, path: Path) -> None:

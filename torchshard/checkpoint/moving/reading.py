@@ -24,91 +24,112 @@ _GAP = 32 * 2**10  # bytes: about as many are copied in the time that a read of 
 _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
-def fill(entry: TensorEntry, block: Block, out: memoryview, scratch: memoryview) -> None:
-    """Read the elements of a block into `out`, the last dim fastest, cast to the entry's type.
+class Room:
+    """Memory that blocks are read into, one after another.
+
+    Args:
+        out: a block's elements come to its beginning.
+        scratch: may be overwritten, room for one element or more; used where pieces cut rows.
+    """
+
+    def __init__(self, out: memoryview, scratch: memoryview) -> None:
+        self.out, self.scratch = out, scratch
+        # Most blocks of a tensor are alike, and to make the views anew for each is a fifth of the work of reading.
+        self.rows = functools.lru_cache(maxsize=16)(functools.partial(_rows, out))
+
+
+def fill(entry: TensorEntry, block: Block, room: Room) -> memoryview:
+    """Read the elements of a block, the last dim fastest, cast to the entry's type.
 
     Args:
         entry: the tensor.
         block: planned over the entry's boxes.
-        out: bytes, exactly those of the block.
-        scratch: bytes that may be overwritten, room for one element or more; used where pieces cut rows.
+        room: with space for the block.
+
+    Returns:
+        The part of `room.out` that holds them.
 
     Raises:
         CheckpointError: the files do not hold what the index says.
     """
+    out = room.out[: block.box.numel * entry.itemsize]
     if entry.stored_dtype == entry.dtype:
-        for copy in block.copies:
-            _fill_from(entry, entry.pieces[copy.source], block.box, copy, out, scratch)
-        return
+        _fill_stored(entry, block, room)
+        return out
     import numpy as np
 
     stored = DTYPES[entry.stored_dtype]
     raw = memoryview(bytearray(block.box.numel * stored.itemsize))
-    for copy in block.copies:
-        _fill_from(entry, entry.pieces[copy.source], block.box, copy, raw, scratch)
+    _fill_stored(entry, block, Room(raw, room.scratch))
     values = cast(np.frombuffer(raw, stored.numpy), entry.stored_dtype, entry.dtype)
     out[:] = values.view("u1").data
+    return out
 
 
-def _fill_from(entry: TensorEntry, piece: Piece, block: Box, copy: Copy, out: memoryview, scratch: memoryview) -> None:
-    itemsize, place = entry.itemsize_stored, piece.place()
-    files, file = place.extent.files, place.extent.file
-    here = run_within(piece.box, copy.box) if piece.row_major else None
-    if here is not None:
-        parts = _parts(out, block, copy.box, itemsize)
-        if parts is not None:
-            files.read_scattered(file, place.start + here * itemsize, parts)
-            return
-    import numpy as np
-    from numpy.lib.stride_tricks import as_strided
-
-    raw = np.dtype(_RAW[itemsize])
-    target = np.frombuffer(out, raw).reshape(block.size)[copy.box.within(block)]
-    base = sum([(o - b) * s for o, b, s in zip(copy.box.offset, piece.box.offset, place.stride, strict=True)])
-    room = np.frombuffer(scratch, raw, len(scratch) // itemsize)
-    steps = [s * itemsize for s in place.stride]
-    for window in windows(copy.box.size, place.stride, len(room), _GAP // itemsize):
-        start = place.start + (base + window.start) * itemsize
-        files.read_into(file, start, scratch[: window.span * itemsize])
-        target[window.box.slices] = as_strided(room, window.box.size, steps)
+def _fill_stored(entry: TensorEntry, block: Block, room: Room) -> None:
+    """Read the elements of a block as they are stored."""
+    for copy in block.copies:
+        piece = entry.pieces[copy.source]
+        here = run_within(piece.box, copy.box) if piece.row_major else None
+        rows = None
+        if here is not None:
+            at = tuple(map(operator.sub, copy.box.offset, block.box.offset))
+            rows = room.rows(block.box.size, at, copy.box.size, entry.itemsize_stored)
+        if here is None or rows is None:
+            _fill_strided(entry, piece, block.box, copy, room)
+            continue
+        place = piece.place()
+        place.extent.files.read_scattered(place.extent.file, place.start + here * entry.itemsize_stored, rows)
 
 
-def _parts(out: memoryview, block: Box, box: Box, itemsize: int) -> list[memoryview] | None:
-    """The runs of `out` that hold the rows of `box`, in order; None where they are so short that numpy is faster."""
-    there = run_within(block, box)
-    if there is not None:
-        return [out[there * itemsize : (there + box.numel) * itemsize]]
-    runs = _runs(block.size, tuple(map(operator.sub, box.offset, block.offset)), box.size, itemsize)
-    return None if runs is None else [out[run] for run in runs]
+def _rows(
+    out: memoryview, outer: Sequence[int], offset: Sequence[int], size: Sequence[int], itemsize: int
+) -> Sequence[memoryview] | None:
+    """The rows of a part of an array that lies in `out`; None where they are so short that numpy is faster.
 
-
-@functools.lru_cache(maxsize=8)  # most blocks of a tensor are alike
-def _runs(outer: Sequence[int], offset: Sequence[int], size: Sequence[int], itemsize: int) -> Sequence[slice] | None:
-    """Where the rows of a part of an array lie in its bytes; None where they are shorter than _SHORT."""
-    dim = next(d for d in reversed(range(len(size))) if size[d] != outer[d])  # the dims behind are whole
+    Args:
+        out: the array's bytes and perhaps more.
+        outer: shape of the array.
+        offset: where in it the part begins.
+        size: shape of the part.
+        itemsize: bytes an element.
+    """
+    cut = [d for d, n in enumerate(size) if n != outer[d]]
+    dim = cut[-1] if cut else 0  # the dims behind are whole
     run = math.prod(size[dim:]) * itemsize
-    if run < _SHORT:
-        return None
     stride = contiguous_stride(outer)
+    if math.prod(size[:dim]) > 1 and run < _SHORT:
+        return None
     starts = [0]
     for d, n in enumerate(size):
         at = offset[d] * stride[d]
         steps = range(n) if d < dim else (0,)
         starts = [start + at + i * stride[d] for start in starts for i in steps]
-    return [slice(start * itemsize, start * itemsize + run) for start in starts]
+    return [out[start * itemsize : start * itemsize + run] for start in starts]
+
+
+def _fill_strided(entry: TensorEntry, piece: Piece, block: Box, copy: Copy, room: Room) -> None:
+    """Read a part of a block in large stretches, and put its elements where they belong."""
+    import numpy as np
+    from numpy.lib.stride_tricks import as_strided
+
+    itemsize, place = entry.itemsize_stored, piece.place()
+    raw = np.dtype(_RAW[itemsize])
+    out = np.frombuffer(room.out, raw, block.numel).reshape(block.size)[copy.box.within(block)]
+    base = sum([(o - b) * s for o, b, s in zip(copy.box.offset, piece.box.offset, place.stride, strict=True)])
+    scratch = np.frombuffer(room.scratch, raw, len(room.scratch) // itemsize)
+    steps = [s * itemsize for s in place.stride]
+    for window in windows(copy.box.size, place.stride, len(scratch), _GAP // itemsize):
+        start = place.start + (base + window.start) * itemsize
+        place.extent.files.read_into(place.extent.file, start, room.scratch[: window.span * itemsize])
+        out[window.box.slices] = as_strided(scratch, window.box.size, steps)
 
 
 def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
     """Whether two tensors of one type and shape hold the same bits; read in blocks."""
-    scratch = memoryview(bytearray(_scratch_size(a)))
-    ours, theirs = [memoryview(bytearray(min(max(1, a.nbytes), _BLOCK))) for _ in range(2)]
-    for x, y in zip(_all_blocks(a), _all_blocks(b), strict=True):
-        nbytes = x.box.numel * a.itemsize
-        fill(a, x, ours[:nbytes], scratch)
-        fill(b, y, theirs[:nbytes], scratch)
-        if ours[:nbytes] != theirs[:nbytes]:
-            return False
-    return True
+    ours, theirs = _room(a), _room(b)
+    blocks = zip(_all_blocks(a), _all_blocks(b), strict=True)
+    return all(fill(a, x, ours) == fill(b, y, theirs) for x, y in blocks)
 
 
 def _all_blocks(entry: TensorEntry) -> Iterator[Block]:
@@ -119,12 +140,9 @@ def arrays(entry: TensorEntry) -> "Iterator[NDArray[Any]]":
     """All values, in flat parts of some MiB, as DType.numpy; each is overwritten by the next."""
     import numpy as np
 
-    scratch = memoryview(bytearray(_scratch_size(entry)))
-    room = memoryview(bytearray(min(max(1, entry.nbytes), _BLOCK)))
+    room = _room(entry)
     for block in _all_blocks(entry):
-        out = room[: block.box.numel * entry.itemsize]
-        fill(entry, block, out, scratch)
-        yield np.frombuffer(out, DTYPES[entry.dtype].numpy)
+        yield np.frombuffer(fill(entry, block, room), DTYPES[entry.dtype].numpy)
 
 
 def read_index(entry: TensorEntry, index: Any) -> "NDArray[Any]":
@@ -161,14 +179,18 @@ def read_box(entry: TensorEntry, box: Box) -> "NDArray[Any]":
 
 def read_box_into(entry: TensorEntry, box: Box, out: memoryview) -> None:
     """The values of a box into bytes, exactly as many as it has, the last dim fastest."""
-    scratch = memoryview(bytearray(_scratch_size(entry)))
+    scratch = _scratch(entry)
     for block in plan(box, entry.boxes, _BLOCK // entry.itemsize):
-        start = block.at * entry.itemsize
-        fill(entry, block, out[start : start + block.box.numel * entry.itemsize], scratch)
+        fill(entry, block, Room(out[block.at * entry.itemsize :], scratch))
 
 
-def _scratch_size(entry: TensorEntry) -> int:
-    return max(16, min(math.prod(entry.shape) * entry.itemsize_stored, _BLOCK))
+def _room(entry: TensorEntry) -> Room:
+    """For the blocks of a tensor."""
+    return Room(memoryview(bytearray(min(max(1, entry.nbytes), _BLOCK))), _scratch(entry))
+
+
+def _scratch(entry: TensorEntry) -> memoryview:
+    return memoryview(bytearray(max(16, min(math.prod(entry.shape) * entry.itemsize_stored, _BLOCK))))
 
 
 def _box_and_rest(shape: tuple[int, ...], index: Any) -> tuple[Box, tuple[Any, ...]]:

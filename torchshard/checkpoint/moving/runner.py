@@ -17,7 +17,7 @@ from torchshard.checkpoint.files import Handle
 from torchshard.checkpoint.formats.out import Slot
 from torchshard.checkpoint.moving.checksums import combine, crc32
 from torchshard.checkpoint.moving.plan import Block, plan, run_within
-from torchshard.checkpoint.moving.reading import fill
+from torchshard.checkpoint.moving.reading import Room, fill
 from torchshard.errors import CheckpointError
 from torchshard.layout import whole
 
@@ -180,29 +180,26 @@ class _Run:
         """A thread's life."""
         try:
             # Anonymous maps: memory is used when it is written to, and given back with the last reference.
-            out, scratch = [memoryview(mmap.mmap(-1, self.budget.buffer)) for _ in range(2)]
+            room = Room(*[memoryview(mmap.mmap(-1, self.budget.buffer)) for _ in range(2)])
             while not self.stopped:
                 with self.lock:
                     job = next(self.jobs, None)
                 if job is None:
                     break
-                self.results.put(_Done(job, self._do(job, out, scratch)))
+                self.results.put(_Done(job, self._do(job, room)))
             self.results.put(None)
         except BaseException as error:
             self.results.put(error)
 
-    def _do(self, job: _Job, out: memoryview, scratch: memoryview) -> int:
+    def _do(self, job: _Job, room: Room) -> int:
         """Move one block; its crc32 where that is needed."""
-        if self.target is None:
-            fill(job.entry, job.block, out[: job.nbytes], scratch)
-            return crc32(out[: job.nbytes]) if self.checksums else 0
-        if (crc := self.target.done.get(job.name)) is not None:
+        if self.target is not None and (crc := self.target.done.get(job.name)) is not None:
             return crc
-        handle = self.target.fd(job.file)
-        buffer = out[: job.nbytes]
-        fill(job.entry, job.block, buffer, scratch)
-        write_all(handle.fd, buffer, job.offset)
-        return crc32(buffer) if self.checksums and not job.known else 0
+        data = fill(job.entry, job.block, room)
+        if self.target is not None:
+            handle = self.target.fd(job.file)
+            write_all(handle.fd, data, job.offset)
+        return crc32(data) if self.checksums and not job.known else 0
 
 
 def _known_crc(slot: Slot) -> int | None:
