@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,7 +228,7 @@ def test_room_is_reserved_where_the_file_system_can(small, tmp_path, monkeypatch
         ctypes.set_errno(code)
         return -1
 
-    monkeypatch.setattr(destination, "_libc", SimpleNamespace(fallocate=fallocate))
+    monkeypatch.setattr(destination, "_fallocate", fallocate)
     if code == errno.ENOSPC:
         with pytest.raises(CheckpointError, match="No space left on device"):
             checkpoint.convert(small, tmp_path / "out", to="torch")

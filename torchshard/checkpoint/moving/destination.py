@@ -205,7 +205,7 @@ def _locked(path: Path, destination: Path) -> int:
         os.close(fd)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # of Linux
 
 
 def _reserve(fd: int, nbytes: int) -> None:
@@ -213,7 +213,7 @@ def _reserve(fd: int, nbytes: int) -> None:
 
     Not os.posix_fallocate: where the file system cannot, the C library writes a byte into each block instead.
     """
-    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+    if _fallocate is not None and _fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(code, os.strerror(code))
