@@ -36,6 +36,7 @@ from torchshard._torch.dtensors import (
     wrapper_constructor,
 )
 from torchshard._torch.dynamo import (
+    after_every_forward,
     current_node,
     graph_break,
     graph_breaks,
@@ -43,6 +44,7 @@ from torchshard._torch.dynamo import (
     leaf_of_gradient,
     leaves_of,
     let_ask,
+    skip_alone,
     skip_frame,
     source_name,
     trace_artifact,
@@ -101,6 +103,7 @@ __all__ = [
     "FSDPGradients",
     "FSDPUser",
     "GraphPass",
+    "after_every_forward",
     "aliasing",
     "backend_by_name",
     "below_dispatch",
@@ -165,6 +168,7 @@ __all__ = [
     "root_mesh",
     "schema",
     "sharded_tensors",
+    "skip_alone",
     "skip_frame",
     "source_name",
     "stand_in",
