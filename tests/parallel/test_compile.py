@@ -179,6 +179,23 @@ def test_alike_modules_share_a_graph(grid):
             assert graphs("ours", prepare, compiled_first) == of_torch
 
 
+def test_a_parallel_module_is_exported(grid):
+    """With any number of rows; numbers and gradients are eager's, and lowered it consists of plain tensors."""
+    model = cases.parallel(grid)
+    x = torch.randn(5, cases.WIDTH, generator=torch.Generator().manual_seed(0))
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    lowered, program = exported.run_decompositions(), exported.module()
+    for rows in (x, x[:3]):
+        results = [run(rows) for run in (model, program, lowered.module())]
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+        for result in results[:2]:
+            result.square().sum().backward()
+    for p, q in zip(model.parameters(), program.parameters(), strict=True):
+        torch.testing.assert_close(*[getattr(t.grad, "_local_tensor", t.grad) for t in (p, q)])
+    assert collectives(lowered.graph) == ["all_reduce"] * 2
+
+
 def test_hooks_where_torch_has_none_of_the_private_names():
     from torchshard import _torch
 

@@ -52,6 +52,7 @@ from torchshard._torch.dynamo import (
     uncompiled,
     untraced,
 )
+from torchshard._torch.exporting import exported_whole
 from torchshard._torch.finding import without_fast_paths
 from torchshard._torch.fsdp import FSDPGradients, FSDPUser, fsdp_extension_base, fsdp_names, mark_flattened
 from torchshard._torch.groups import (
@@ -119,6 +120,7 @@ __all__ = [
     "default_group",
     "device_index",
     "expected",
+    "exported_whole",
     "flatten",
     "fsdp_extension_base",
     "fsdp_names",
