@@ -172,6 +172,29 @@ def let_ask(cls: type, constants: Sequence[str], traced: Sequence[str]) -> list[
     return list(new)
 
 
+def let_resolve_groups() -> bool:
+    """Have Dynamo find process groups by their names; whether it had to be told.
+
+    distributed_c10d._resolve_process_group is written in C, which Dynamo cannot trace (2.13-2.15); what it looks up is
+    in `_world.pg_names` as well. torch.compiler.substitute_in_graph refuses what torch traces already.
+    """
+
+    def resolve(group_name: str) -> Any:  # by way of a global, which guards are made of
+        for group, name in torch.distributed.distributed_c10d._world.pg_names.items():
+            if name == group_name:
+                return group
+        raise RuntimeError(f"no process group goes by the name {group_name}")
+
+    found: Any = find("distributed.distributed_c10d._resolve_process_group")
+    if found is None:
+        return False
+    try:
+        torch.compiler.substitute_in_graph(found, skip_signature_check=True)(resolve)
+    except ValueError:
+        return False
+    return True
+
+
 def _opaque_info(cls: type) -> Any:
     """What torch has registered for an opaque class that is not compared by value; None without, as before 2.13."""
     import torch.distributed.tensor  # noqa: F401  # where torch registers groups and meshes
