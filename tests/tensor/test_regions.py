@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
 from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard.compiler.advice import way_around
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -178,3 +179,7 @@ def test_a_sharded_tensor_passes_through_and_its_part_has_a_gradient():
     assert squares.shape == (2, 4)
     squares.sum().backward()
     assert torch.equal(part.grad, 2 * part)
+    for operator in (lambda x: x + 1, torch.relu, lambda x: x.mul_(2)):
+        with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+            one_graph(operator, x)
+        assert "x.local_tensor()" in way_around(str(refused.value))
