@@ -35,6 +35,11 @@ OF_A_GROUP = {
     "tag": lambda x, g: (x + 1, c10d._get_group_tag(g)),
     "membership": lambda x, g: (x + 1, c10d._rank_not_in_group(g)),
     "size by name": lambda x, g: x + c10d._get_group_size_by_name(g.group_name),
+    "group by name": lambda x, g: (x + 1, c10d._resolve_process_group(g.group_name)),
+    "its name again": lambda x, g: (
+        x + c10d._resolve_process_group(g.group_name).size(),
+        c10d._resolve_group_name_by_ranks_and_tag(dist.get_process_group_ranks(g), c10d._get_group_tag(g)),
+    ),
     "translated ranks": lambda x, g: x + 10 * dist.get_global_rank(g, 0) + dist.get_group_rank(g, 1),
     "world or not": lambda x, g: (x + 1, g is dist.group.WORLD, g == dist.group.WORLD, g is not dist.GroupMember.WORLD),
     "member or not": lambda x, g: (x + 1, g == dist.GroupMember.NON_GROUP_MEMBER),
@@ -72,6 +77,9 @@ def test_a_group_that_was_also_a_global(name):
 OF_THE_WORLD = {
     "rank, size": lambda x: x + 10 * dist.get_rank() + dist.get_world_size(),
     "ranks": lambda x: (x + 1, dist.get_process_group_ranks(None)),
+    "default group": lambda x: (x + 1, c10d._get_default_group()),
+    "what there is": lambda x: (x + 1, dist.get_pg_count(), dist.is_nccl_available(), dist.get_node_local_rank(0)),
+    "group by name": lambda x: x + c10d._resolve_process_group("0").size(),
     "group.WORLD": lambda x: (x + dist.group.WORLD.size(), dist.group.WORLD),
     "GroupMember.WORLD": lambda x: x + dist.GroupMember.WORLD.rank(),
     "initialized": lambda x: (x + 1, dist.is_initialized(), dist.is_available()),
@@ -138,6 +146,7 @@ def test_collectives_over_a_group():
 # A process in which nothing has been added: does a graph notice another group?
 _ALONE = """
 import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchshard.compiler import support_groups
 
@@ -146,8 +155,14 @@ few, more, x = dist.new_group([0, 1]), dist.new_group([1, 2, 3]), torch.ones(3)
 function = torch.compile(lambda x, g: x + g.size(), backend="eager", fullgraph=True)
 function(x, few)
 notices = function(x, more)[0] == 4
+finds = torch.compile(lambda x: (x, c10d._resolve_process_group("0")), backend="eager", fullgraph=True)
+try:
+    found = finds(x)[1] is dist.group.WORLD
+except torch._dynamo.exc.Unsupported:
+    found = False
 added = support_groups()
 assert notices != ("guards of ProcessGroup" in added), added
+assert found != ("_resolve_process_group" in added), added
 {also}
 """
 
@@ -179,6 +194,9 @@ def test_a_torch_that_needs_nothing_is_left_alone(monkeypatch):
     assert not _torch.guard_instances(dist.ProcessGroup, lambda group: [])
     assert _torch.let_ask(dist.ProcessGroup, ("size", "rank"), ("name",)) == []
     assert (info.guard_fn, info.members) == before
+    assert not _torch.let_resolve_groups()
+    with _torch.without_fast_paths():  # as where torch has no such function
+        assert not _torch.let_resolve_groups()
     monkeypatch.delattr(registry, "get_opaque_obj_info")  # as before 2.13
     assert not _torch.guard_instances(dist.ProcessGroup, lambda group: [])
     assert _torch.let_ask(dist.ProcessGroup, ("anything",), ()) == []

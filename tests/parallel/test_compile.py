@@ -1,8 +1,16 @@
 """A block of a tensor-parallel Llama compiles into one graph, forward and backward, with eager's values."""
 
+import copy
+from collections import OrderedDict
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.parallel import fsdp_cases as cases
 from tests.parallel.llama import Block, Config, Llama, loss, plan, rotary
 from tests.plain_graphs import assert_plain, collectives, recording
 from tests.ranks import run_ranks
@@ -107,3 +115,97 @@ def compare_models(rank, world):
 def test_one_graph_of_a_whole_model():
     for errors in run_ranks(2, compare_models, timeout=280):
         assert max(errors) < 1e-5, errors
+
+
+@pytest.fixture(scope="module")
+def grid():
+    """Four ranks, of which this is one; the others are not there."""
+    from torchshard import init_device_mesh
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("how", "library"), [("local_parameters", "ours"), ("local_parameters", "torch"), ("torch_parameters", "ours")]
+)
+def test_lent_parameters_are_traced(grid, how, library):
+    """Parameters that are DTensors in forward only: one graph of plain tensors, and eager's numbers."""
+    from torchshard.parallel import fsdp, local_parameters
+
+    torch._dynamo.reset()
+    lend, graphs = local_parameters if how == "local_parameters" else fsdp.torch_parameters, []
+    model = lend(cases.parallel(grid, library, hidden=(10, 7) if library == "ours" else (10, 6)))
+    same = copy.deepcopy(model)
+    compiled = torch.compile(same, backend=recording(graphs), fullgraph=True)
+    x = torch.randn(5, cases.WIDTH, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        for run in (model, compiled):
+            run(x).square().sum().backward()
+    for p, q in zip(model.parameters(), same.parameters(), strict=True):
+        torch.testing.assert_close(*[getattr(t.grad, "_local_tensor", t.grad) for t in (p, q)])
+    assert [len(collectives(graph)) for graph in graphs] == [2, 2]
+
+
+def test_alike_modules_share_a_graph(grid):
+    """No more graphs than of torch's classes under torch's fully_shard."""
+    from torchshard.parallel import local_parameters
+    from torchshard.parallel.fsdp import fully_shard
+
+    def graphs(library, prepare, compiled_first):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, counting = cases.parallel(grid, library, hidden=(8, 8, 8)), CompileCounterWithBackend("eager")
+        if not compiled_first:
+            prepare(model)
+        for block in model:
+            block.compile(backend=counting)
+        if compiled_first:
+            prepare(model)
+        for _ in range(2):
+            model(torch.ones(5, cases.WIDTH)).sum().backward()
+        assert not torch._dynamo.utils.counters["graph_break"]
+        return counting.frame_count
+
+    def sharded(by):
+        return lambda model: [by(module, mesh=grid["dp"]) for module in (*model, model)]
+
+    of_torch = graphs("torch", sharded(torch_fully_shard), False)
+    assert of_torch == 2  # with and without a gradient of the input
+    for prepare in (sharded(fully_shard), local_parameters):
+        for compiled_first in (False, True):
+            assert graphs("ours", prepare, compiled_first) == of_torch
+
+
+def test_a_parallel_module_is_exported(grid):
+    """With any number of rows; numbers and gradients are eager's, and lowered it consists of plain tensors."""
+    model = cases.parallel(grid)
+    x = torch.randn(5, cases.WIDTH, generator=torch.Generator().manual_seed(0))
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    lowered, program = exported.run_decompositions(), exported.module()
+    for rows in (x, x[:3]):
+        results = [run(rows) for run in (model, program, lowered.module())]
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+        for result in results[:2]:
+            result.square().sum().backward()
+    for p, q in zip(model.parameters(), program.parameters(), strict=True):
+        torch.testing.assert_close(*[getattr(t.grad, "_local_tensor", t.grad) for t in (p, q)])
+    assert collectives(lowered.graph) == ["all_reduce"] * 2
+
+
+def test_hooks_where_torch_has_none_of_the_private_names():
+    from torchshard import _torch
+
+    class Module:
+        def register_forward_hook(self, hook, always_call):
+            self.hooked = hook, always_call
+            return torch.utils.hooks.RemovableHandle(OrderedDict())
+
+    module = Module()
+    _torch.after_every_forward(module, print)
+    assert module.hooked == (print, True)
+    with _torch.without_fast_paths():
+        assert _torch.skip_alone(grid) is grid

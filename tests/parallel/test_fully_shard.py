@@ -221,3 +221,23 @@ FSDP would cut a parameter in pieces that torch cannot save, having no placement
   where:    up.weight, float32[7, 8] (tp=2:S(0)), then axis dp of FSDP's mesh (3,)
   fix:      another length, or shard_placement_fn= that gives FSDP another dim, which its ranks divide""",
     )
+
+
+def compiled(rank, world):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from torchshard import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, _ = cases.trained(cases.plain(hidden=(12, 8)), steps=2)
+    model, counting = cases.parallel(mesh, hidden=(12, 8)), CompileCounterWithBackend("aot_eager")
+    model[1].compile(backend=counting, fullgraph=True)
+    fully(model, mesh)
+    cases.trained(model, cases.adamw(model), steps=2, **cases.place(mesh))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(cases.full(p.detach()), q.detach())
+    return counting.frame_count
+
+
+def test_a_compiled_block():
+    assert run_ranks(4, compiled, timeout=250) == [1] * 4

@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
 from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard.compiler.advice import way_around
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,6 +139,35 @@ def test_a_module_with_dtensor_parameters_is_exported():
     assert described(exported.module()(WHOLE)) == described(module(WHOLE))
 
 
+class Around(torch.nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (from_local(x, MESH, [Shard(0)]) * 2).redistribute(placements=[Shard(1)]).sin().to_local(),
+        lambda x: (distribute_tensor(x, MESH, [Shard(0)]) + 1).sum().full_tensor(),
+        lambda x: torchshard.ones(8, 4, device_mesh=MESH, placements=[Shard(0)]).to_local() * x,
+    ],
+)
+def test_dtensors_made_in_a_module_are_exported(function, strict):
+    exported = torch.export.export(Around(function), (PIECE,), strict=strict)
+    for program in (exported, exported.run_decompositions()):
+        assert described(program.module()(PIECE)) == described(function(PIECE))
+
+
+def test_an_exported_function_is_traced_through_where_torch_has_no_way_to_record_it(monkeypatch):
+    monkeypatch.delattr(torch._export.wrappers, "_emit_flat_apply_call")
+    exported = torch.export.export(Around(lambda x: from_local(x, MESH).to_local() + 1), (PIECE,))
+    assert torch.equal(exported.module()(PIECE), PIECE + 1)
+
+
 def test_a_sharded_tensor_passes_through_and_its_part_has_a_gradient():
     from torchshard.tensor.sharded import factories, specs
 
@@ -149,3 +179,7 @@ def test_a_sharded_tensor_passes_through_and_its_part_has_a_gradient():
     assert squares.shape == (2, 4)
     squares.sum().backward()
     assert torch.equal(part.grad, 2 * part)
+    for operator in (lambda x: x + 1, torch.relu, lambda x: x.mul_(2)):
+        with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+            one_graph(operator, x)
+        assert "x.local_tensor()" in way_around(str(refused.value))

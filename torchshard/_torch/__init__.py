@@ -36,6 +36,7 @@ from torchshard._torch.dtensors import (
     wrapper_constructor,
 )
 from torchshard._torch.dynamo import (
+    after_every_forward,
     current_node,
     graph_break,
     graph_breaks,
@@ -43,6 +44,8 @@ from torchshard._torch.dynamo import (
     leaf_of_gradient,
     leaves_of,
     let_ask,
+    let_resolve_groups,
+    skip_alone,
     skip_frame,
     source_name,
     trace_artifact,
@@ -50,6 +53,7 @@ from torchshard._torch.dynamo import (
     uncompiled,
     untraced,
 )
+from torchshard._torch.exporting import exported_whole
 from torchshard._torch.finding import without_fast_paths
 from torchshard._torch.fsdp import FSDPGradients, FSDPUser, fsdp_extension_base, fsdp_names, mark_flattened
 from torchshard._torch.groups import (
@@ -101,6 +105,7 @@ __all__ = [
     "FSDPGradients",
     "FSDPUser",
     "GraphPass",
+    "after_every_forward",
     "aliasing",
     "backend_by_name",
     "below_dispatch",
@@ -116,6 +121,7 @@ __all__ = [
     "default_group",
     "device_index",
     "expected",
+    "exported_whole",
     "flatten",
     "fsdp_extension_base",
     "fsdp_names",
@@ -149,6 +155,7 @@ __all__ = [
     "leaf_of_gradient",
     "leaves_of",
     "let_ask",
+    "let_resolve_groups",
     "local_callable",
     "mark_flattened",
     "no_torch_function",
@@ -165,6 +172,7 @@ __all__ = [
     "root_mesh",
     "schema",
     "sharded_tensors",
+    "skip_alone",
     "skip_frame",
     "source_name",
     "stand_in",

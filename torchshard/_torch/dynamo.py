@@ -21,6 +21,34 @@ def skip_frame(function: _Function) -> _Function:
     return _never_trace(function, below=False)
 
 
+def skip_alone(function: _Function) -> _Function:
+    """Have Dynamo trace this function where it is called in a frame that is traced, and leave it alone otherwise.
+
+    For hooks of modules: eager code calls them with nothing to compile in them (the same, 2.11-2.15). Without it, they
+    are graphs of their own.
+    """
+    frames = find("_C._dynamo.eval_frame")
+    if hasattr(frames, "_FrameExecStrategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def after_every_forward(module: torch.nn.Module, hook: Callable[..., None]) -> None:
+    """Have a module call this after each forward, failed ones too: register_forward_hook(hook, always_call=True).
+
+    Graphs are guarded by the keys of such hooks, which are numbers without end: alike modules would not share a graph.
+    So the key becomes one that alike modules have in common (Module._forward_hooks, ._forward_hooks_always_called,
+    2.11-2.15); without those, it stays.
+    """
+    handle = module.register_forward_hook(hook, always_call=True)
+    tables = [getattr(module, name, {}) for name in ("_forward_hooks", "_forward_hooks_always_called")]
+    if all(handle.id in table for table in tables):
+        key = f"torchshard {len(tables[1])}"
+        for table in tables:
+            table[key] = table.pop(handle.id)
+
+
 def untraced(function: _Function) -> _Function:
     """Have Dynamo leave this function alone, and all that it calls: torch.compiler.disable without its cost."""
     return _never_trace(function, below=True)
@@ -142,6 +170,29 @@ def let_ask(cls: type, constants: Sequence[str], traced: Sequence[str]) -> list[
     new = {name: kind for name, kind in kinds.items() if name not in info.members}
     info.members.update(new)
     return list(new)
+
+
+def let_resolve_groups() -> bool:
+    """Have Dynamo find process groups by their names; whether it had to be told.
+
+    distributed_c10d._resolve_process_group is written in C, which Dynamo cannot trace (2.13-2.15); what it looks up is
+    in `_world.pg_names` as well. torch.compiler.substitute_in_graph refuses what torch traces already.
+    """
+
+    def resolve(group_name: str) -> Any:  # by way of a global, which guards are made of
+        for group, name in torch.distributed.distributed_c10d._world.pg_names.items():
+            if name == group_name:
+                return group
+        raise RuntimeError(f"no process group goes by the name {group_name}")
+
+    found: Any = find("distributed.distributed_c10d._resolve_process_group")
+    if found is None:
+        return False
+    try:
+        torch.compiler.substitute_in_graph(found, skip_signature_check=True)(resolve)
+    except ValueError:
+        return False
+    return True
 
 
 def _opaque_info(cls: type) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import is_traced
+from torchshard._torch import exported_whole, is_traced
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
@@ -136,7 +136,12 @@ def redistribute(
     same_dtypes = forward_dtype in (None, source.dtype) and backward_dtype in (None, source.dtype)
     if source.sharding is target and same_dtypes:
         return x
-    return _Redistribute.apply(x, target, forward_dtype, backward_dtype, async_op)  # type: ignore[no-any-return, no-untyped-call]
+    return _redistributed(x, target, forward_dtype, backward_dtype, async_op)
+
+
+@exported_whole
+def _redistributed(x: DTensor, *how: Any) -> DTensor:
+    return _Redistribute.apply(x, *how)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:
@@ -144,10 +149,16 @@ def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Te
     refresh(x)
     if not torch.is_grad_enabled():
         return x._local_tensor
+    return _part(x, grad_placements)
+
+
+@exported_whole
+def _part(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:
     return _ToLocal.apply(x, grad_placements)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # its tensor work traces well, its arithmetic on layouts is not to be traced
+@exported_whole
 def from_local(
     local: Tensor,
     device_mesh: DeviceMesh,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, is_traced
+from torchshard._torch import current_mesh, exported_whole, is_traced
 from torchshard.comm import collectives
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
@@ -50,6 +50,7 @@ def distribute_tensor(
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # as from_local
+@exported_whole
 def _distributed(
     tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[TorchPlacement] | None, src_data_rank: int | None
 ) -> DTensor:

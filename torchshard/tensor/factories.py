@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh
+from torchshard._torch import current_mesh, exported_whole
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.autograd import as_leaf
@@ -95,6 +95,7 @@ def _made(
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@exported_whole
 def _filled(
     kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
     dtype: torch.dtype | None, requires_grad: bool,
@@ -106,6 +107,7 @@ def _filled(
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@exported_whole
 def _random(
     kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
     dtype: torch.dtype | None, requires_grad: bool,
@@ -117,6 +119,7 @@ def _random(
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@exported_whole
 def _cut(
     kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
     dtype: torch.dtype | None, requires_grad: bool,

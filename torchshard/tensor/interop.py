@@ -24,12 +24,16 @@ def to_torch(x: DTensor) -> Tensor:
     if layout.marks & ASSUMED:
         check_assumed(x._local_tensor, layout)
     return upstream.DTensor.from_local(
-        x.to_local(), x.device_mesh, _told(layout), run_check=False, shape=x.shape, stride=x.stride()
+        x.to_local(), x.device_mesh, told(layout), run_check=False, shape=x.shape, stride=x.stride()
     )
 
 
-def _told(layout: TensorLayout) -> tuple[TorchPlacement, ...]:
-    """The placements as torch's from_local reads them: strided splits of several axes it takes for an order of axes."""
+def told(layout: TensorLayout) -> tuple[TorchPlacement, ...]:
+    """The placements as torch's from_local reads them: strided splits of several axes it takes for an order of axes.
+
+    Raises:
+        ShardingError: there are none.
+    """
     for dim, runs in layout.sharding.runs.items():
         axes = layout.sharding.splits[dim]
         if len(axes) > 1:
@@ -65,5 +69,5 @@ def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:
     mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
     shape = torch.Size(layout.shape)
     return upstream.DTensor.from_local(
-        part, mesh.device_mesh, _told(layout), run_check=False, shape=shape, stride=layout.stride
+        part, mesh.device_mesh, told(layout), run_check=False, shape=shape, stride=layout.stride
     )

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from torchshard._torch import after_every_forward, skip_alone
+from torchshard.errors import ShardingError
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.interop import from_torch, over
+from torchshard.tensor.interop import from_torch, over, told
 from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import redistribute_local
 
 
@@ -80,23 +85,40 @@ class Placed:
     Attributes:
         layout: of the DTensor.
         kind: its class, ours or torch's.
+        told: placements as from_local of that class reads them; None where it cannot be told, which breaks graphs.
     """
 
     layout: TensorLayout
-    kind: type[Tensor]
+    kind: type[Any]
+    told: tuple[TorchPlacement, ...] | None
 
     @classmethod
     def of(cls, x: Tensor) -> "Placed":
         """Of a DTensor of either class."""
-        return cls(_ours(x)._spec, DTensor if isinstance(x, DTensor) else upstream.DTensor)
+        return cls._of(_ours(x)._spec, DTensor if isinstance(x, DTensor) else upstream.DTensor)
+
+    @classmethod
+    def _of(cls, layout: TensorLayout, kind: type[Tensor]) -> "Placed":
+        try:
+            return cls(layout, kind, layout.torch_placements if kind is DTensor else told(layout))
+        except ShardingError:
+            return cls(layout, kind, None)
 
     def replicated(self, x: Tensor) -> "Placed":
         """For a plain tensor that is the same on all ranks of this mesh."""
-        return Placed(layout_for(self.layout.mesh.replicated(), x.shape, x.stride(), x.dtype), self.kind)
+        return self._of(layout_for(self.layout.mesh.replicated(), x.shape, x.stride(), x.dtype), self.kind)
 
     def lent(self, part: Tensor) -> Tensor:
         """The DTensor of a part, of its dtype, through which gradients come back to it."""
-        return over(part, self.layout, self.kind)
+        layout = self.layout
+        if self.told is None or not torch.compiler.is_dynamo_compiling():
+            return over(part, layout, self.kind)
+        # Dynamo knows torch's placements and from_local, and takes neither layouts nor constructors of wrappers.
+        mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
+        made: Tensor = self.kind.from_local(
+            part, mesh.device_mesh, self.told, run_check=False, shape=torch.Size(layout.shape), stride=layout.stride
+        )
+        return made
 
     def saved(self, part: Tensor) -> Tensor:
         """The DTensor of a part, with its memory and no history."""
@@ -146,8 +168,12 @@ class Owner:
     def hook_up(self, module: nn.Module) -> None:
         """Have DTensors in place while `module` runs."""
         module.register_forward_pre_hook(self._lend, prepend=True)
-        module.register_forward_hook(self._take_back, always_call=True)
+        after_every_forward(module, self._take_back)
 
+    # Called in a traced forward, these are traced. Called in front of one, they would be frames of their own to Dynamo,
+    # compiled anew for each module.
+
+    @skip_alone
     def _lend(self, *_: Any) -> None:
         own, lent = vars(self.module), []
         for name, placed in self.placed.items():
@@ -156,6 +182,7 @@ class Owner:
                 lent.append(name)
         self._lent.append(lent)
 
+    @skip_alone
     def _take_back(self, *_: Any) -> None:
         for name in self._lent.pop():
             del vars(self.module)[name]
