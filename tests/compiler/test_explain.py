@@ -8,7 +8,8 @@ from expecttest import assert_expected_inline
 
 from tests.compiler.models import batch, make
 from tests.compiler.traced import traced
-from torchshard.compiler import explain
+from torchshard import _torch
+from torchshard.compiler import explain, writing
 from torchshard.ddp import DistributedDataParallel
 
 
@@ -62,6 +63,15 @@ graph
   torchshard.open_bucket args = (2, 32, torch.float32, cpu, [1])
   torchshard.launch_bucket args = (%flat_2, %token, [%slot_7], [%view_3], [0], 2)""",
     )
+
+
+def test_an_embedding_is_copied_where_torch_has_another_operator_for_it(monkeypatch, fake_group):
+    monkeypatch.delitem(writing._TERMS, _torch.masked_index_put())
+    inserted = explain(make("shared"), batch("shared", 8)[0]).inserted
+    copied = {g.name for b in inserted for g in {*b.planned.gradients} - {*b.direct}}
+    assert copied == {"tokens.weight"}
+    with _torch.without_fast_paths():
+        assert _torch.masked_index_put() is None
 
 
 def test_gradients_that_are_sums_are_written_term_by_term(fake_group):

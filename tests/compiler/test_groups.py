@@ -35,6 +35,7 @@ OF_A_GROUP = {
     "tag": lambda x, g: (x + 1, c10d._get_group_tag(g)),
     "membership": lambda x, g: (x + 1, c10d._rank_not_in_group(g)),
     "size by name": lambda x, g: x + c10d._get_group_size_by_name(g.group_name),
+    "its name in c10d": lambda x, g: (x + 1, c10d._get_process_group_name(g)),
     "group by name": lambda x, g: (x + 1, c10d._resolve_process_group(g.group_name)),
     "its name again": lambda x, g: (
         x + c10d._resolve_process_group(g.group_name).size(),
@@ -194,9 +195,9 @@ def test_a_torch_that_needs_nothing_is_left_alone(monkeypatch):
     assert not _torch.guard_instances(dist.ProcessGroup, lambda group: [])
     assert _torch.let_ask(dist.ProcessGroup, ("size", "rank"), ("name",)) == []
     assert (info.guard_fn, info.members) == before
-    assert not _torch.let_resolve_groups()
+    assert _torch.let_find_groups() == []
     with _torch.without_fast_paths():  # as where torch has no such function
-        assert not _torch.let_resolve_groups()
+        assert _torch.let_find_groups() == []
     monkeypatch.delattr(registry, "get_opaque_obj_info")  # as before 2.13
     assert not _torch.guard_instances(dist.ProcessGroup, lambda group: [])
     assert _torch.let_ask(dist.ProcessGroup, ("anything",), ()) == []

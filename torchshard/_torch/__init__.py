@@ -44,7 +44,7 @@ from torchshard._torch.dynamo import (
     leaf_of_gradient,
     leaves_of,
     let_ask,
-    let_resolve_groups,
+    let_find_groups,
     skip_alone,
     skip_frame,
     source_name,
@@ -74,6 +74,7 @@ from torchshard._torch.inductor import (
     gradient_outputs,
     inductor_options,
     inductor_patches,
+    masked_index_put,
     trace_backward,
 )
 from torchshard._torch.operators import (
@@ -155,9 +156,10 @@ __all__ = [
     "leaf_of_gradient",
     "leaves_of",
     "let_ask",
-    "let_resolve_groups",
+    "let_find_groups",
     "local_callable",
     "mark_flattened",
+    "masked_index_put",
     "no_torch_function",
     "norm_partial",
     "one_operator",

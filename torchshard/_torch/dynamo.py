@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -172,11 +173,13 @@ def let_ask(cls: type, constants: Sequence[str], traced: Sequence[str]) -> list[
     return list(new)
 
 
-def let_resolve_groups() -> bool:
-    """Have Dynamo find process groups by their names; whether it had to be told.
+def let_find_groups() -> list[str]:
+    """Have Dynamo find groups by their names, and names of groups; returns the functions that it had to be told of.
 
     distributed_c10d._resolve_process_group is written in C, which Dynamo cannot trace (2.13-2.15); what it looks up is
-    in `_world.pg_names` as well. torch.compiler.substitute_in_graph refuses what torch traces already.
+    in `_world.pg_names` as well. _get_process_group_name looks there by a key, and the guard is then the dict's:
+    another group as an argument would have the old one's name. torch.compiler.substitute_in_graph refuses what torch
+    substitutes already.
     """
 
     def resolve(group_name: str) -> Any:  # by way of a global, which guards are made of
@@ -185,14 +188,17 @@ def let_resolve_groups() -> bool:
                 return group
         raise RuntimeError(f"no process group goes by the name {group_name}")
 
-    found: Any = find("distributed.distributed_c10d._resolve_process_group")
-    if found is None:
-        return False
-    try:
-        torch.compiler.substitute_in_graph(found, skip_signature_check=True)(resolve)
-    except ValueError:
-        return False
-    return True
+    def name_of(pg: Any) -> str:
+        return pg.group_name if isinstance(pg, torch.distributed.ProcessGroup) else "None"
+
+    told = []
+    for name, function in (("_resolve_process_group", resolve), ("_get_process_group_name", name_of)):
+        found: Any = find(f"distributed.distributed_c10d.{name}")
+        if found is not None:
+            with suppress(ValueError):
+                torch.compiler.substitute_in_graph(found, skip_signature_check=True)(function)
+                told.append(name)
+    return told
 
 
 def _opaque_info(cls: type) -> Any:

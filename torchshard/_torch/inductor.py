@@ -5,6 +5,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from torchshard._torch.finding import find
+
 
 def backend_by_name(name: str) -> Callable[..., Any]:
     """The compiler that `torch.compile(backend=name)` would call (torch._dynamo.lookup_backend, 2.11-2.15).
@@ -105,6 +107,11 @@ def gradient_outputs(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node, in
         and isinstance(made, GradAOTOutput)
         and isinstance(made.grad_of, PlainAOTInput)
     ]
+
+
+def masked_index_put() -> Any:
+    """The operator that an embedding's gradient becomes: (zeros, mask, indices, rows), 2.11-2.15; None without it."""
+    return find("ops.aten._unsafe_masked_index_put_accumulate.default")
 
 
 def compile_pieces(

@@ -31,12 +31,12 @@ def support_groups() -> tuple[str, ...]:
     Example:
         >>> support_groups()                                                # doctest: +SKIP
         ('guards of ProcessGroup', 'ProcessGroup.name', 'ProcessGroup.bound_device_id', 'DeviceMesh.get_all_groups',
-         '_resolve_process_group')
+         '_resolve_process_group', '_get_process_group_name')
     """
     added = ["guards of ProcessGroup"] if _torch.guard_instances(dist.ProcessGroup, _identity) else []
     for cls, (asked, traced) in _MEMBERS.items():
         added += [f"{cls.__name__}.{name}" for name in _torch.let_ask(cls, asked, traced)]
-    return (*added, "_resolve_process_group") if _torch.let_resolve_groups() else tuple(added)
+    return (*added, *_torch.let_find_groups())
 
 
 def _identity(group: Any) -> list[Any]:

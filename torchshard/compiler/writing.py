@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchshard import _torch
 from torchshard.compiler import ops
 
 _aten = torch.ops.aten
@@ -169,5 +170,5 @@ _TERMS: dict[Any, Callable[[Any, _Order], _Parts | None]] = {
     _aten.addmm.default: _product_and_sum,
     _aten.baddbmm.default: _product_and_sum,
     _aten.add.Tensor: _sum,
-    _aten._unsafe_masked_index_put_accumulate.default: _rows,
+    _torch.masked_index_put(): _rows,
 }
