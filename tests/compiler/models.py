@@ -77,10 +77,27 @@ class Shared(nn.Module):
         return F.linear(self.twice(self.twice(h).tanh()), self.tokens.weight).mean(1)
 
 
+class Strided(nn.Module):
+    """Parameters that lie in memory in another order than their dims, and than their gradients are made in."""
+
+    def __init__(self):
+        super().__init__()
+        self.inward = nn.Parameter((torch.randn(16, 16) / 4).t())
+        self.heads = nn.Parameter((torch.randn(4, 16, 4) / 4).permute(1, 0, 2))
+        self.experts = nn.Parameter((torch.randn(2, 16, 16) / 4).transpose(1, 2))
+        self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        h = torch.einsum("btd,dhk->bthk", x.view(-1, 2, 16) @ self.inward, self.heads).flatten(2)
+        h = torch.bmm(h.transpose(0, 1), self.experts).transpose(0, 1)
+        return self.conv(h.reshape(-1, 2, 4, 4)).tanh().flatten(1)[:, ::2]
+
+
 MAKERS = {
     "mlp": lambda: mlp(32, 4),
     "normed": Normed,
     "shared": Shared,
+    "strided": Strided,
     "gpt": lambda: GPT(GPTConfig()),
     "tied gpt": lambda: GPT(GPTConfig(tied=True, checkpoint=True)),
     **{how: (lambda how=how: Parts(how)) for how in ("plain", "tied", "checkpoint", "break", "both", "unused")},

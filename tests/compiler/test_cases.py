@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.compiler.models import BatchNormed, Parts, batch, loss_of
+from tests.compiler.models import BatchNormed, Parts, Strided, batch, loss_of
 from tests.compiler.traced import traced
 from tests.compiler.trial import Trial
 from tests.ranks import run_ranks
@@ -84,6 +84,15 @@ def test_forwards_of_many_kinds(trial, name):
     assert all(worst < limit for worst, *_ in steps), steps
     if in_graph is not None:
         assert steps[2][1:] == (in_graph, 0, 0), steps
+
+
+def test_parameters_in_another_order_of_memory(trial):
+    """Inductor must not hand over copies of slots: as views of the buckets, gradients would not have their values."""
+    made = trial(how="inductor", make=Strided, gradient_as_bucket_view=True)
+    steps = [made.step(_plain) for _ in range(3)]
+    assert all(worst < 1e-5 for worst, *_ in steps), steps
+    assert steps[2][1:] == (5, 0, 0)
+    assert all(p.grad.stride() == p.stride() for p in made.ddp.parameters())
 
 
 def test_parameters_that_are_frozen_and_thawed(trial):

@@ -21,6 +21,7 @@ IN_GRAPH = {  # of the parameters with a gradient, those that only graphs use
     "both": 4,
     "unused": 4,
     "shared": 5,
+    "strided": 5,
 }
 CAP = 0.01  # MiB: several buckets in each model
 
@@ -65,7 +66,7 @@ def check(answers, expected):
 
 
 @pytest.mark.parametrize(
-    "names", [["mlp", "normed", "tied", "unused", "shared"], ["gpt", "tied gpt", "checkpoint", "both"]]
+    "names", [["mlp", "normed", "tied", "unused", "shared", "strided"], ["gpt", "tied gpt", "checkpoint", "both"]]
 )
 def test_every_model(names):
     for answers in run_ranks(2, train, "traced", names):

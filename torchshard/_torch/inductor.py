@@ -1,6 +1,6 @@
 """Inductor and the compilers behind a backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -107,6 +107,17 @@ def gradient_outputs(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node, in
         and isinstance(made, GradAOTOutput)
         and isinstance(made.grad_of, PlainAOTInput)
     ]
+
+
+def expect_strides(graph: torch.fx.Graph, strides: Mapping[int, Sequence[int]]) -> None:
+    """Have inductor return results in these strides, by position, instead of in those that they had before all passes.
+
+    The output's metadata "original_output_strides" (2.11-2.15). Without it, results with other strides are copies.
+    """
+    recorded = graph.output_node().meta.get("original_output_strides")
+    if isinstance(recorded, list):
+        for position, wanted in strides.items():
+            recorded[position] = tuple(wanted)
 
 
 def masked_index_put() -> Any:

@@ -15,16 +15,17 @@ import torch
 
 from torchshard.compiler.call import current_call
 
-_library = torch.library.Library("torchshard", "FRAGMENT")
-_library.define(
+_SCHEMAS = (
     "open_bucket(int bucket, int numel, ScalarType dtype, Device device, int[] params) -> Tensor",
-)
-_library.define("product_into(Tensor a, Tensor b, bool first, int bucket, int slot, Tensor(a!) out) -> ()")
-_library.define("rows_into(Tensor index, Tensor rows, bool first, int bucket, int slot, Tensor(a!) out) -> ()")
-_library.define(
+    "product_into(Tensor a, Tensor b, bool first, int bucket, int slot, Tensor(a!) out) -> ()",
+    "rows_into(Tensor index, Tensor rows, bool first, int bucket, int slot, Tensor(a!) out) -> ()",
     "launch_bucket(Tensor(a!) flat, Tensor(b!) order, Tensor[] views, Tensor[] gradients, int[] slots, int bucket)"
-    " -> ()"
+    " -> ()",
 )
+_library = torch.library.Library("torchshard", "FRAGMENT")
+for _schema in _SCHEMAS:
+    # Whatever the strides: where inductor thinks that others are needed, it hands over a copy, also of what is written.
+    _library.define(_schema, tags=(torch.Tag.flexible_layout,))
 
 OPEN, PRODUCT_INTO, ROWS_INTO, LAUNCH = (
     torch.ops.torchshard.open_bucket.default,
@@ -81,6 +82,10 @@ def _launch(
     slots: list[int],
     bucket: int,
 ) -> None:
+    start, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+    assert all(start <= view.data_ptr() < end or not view.numel() for view in views), (
+        "a graph writes to copies of slots"
+    )
     for slot, gradient in zip(slots, gradients, strict=True):
         alpha, beta = _factors(bucket, slot)
         if beta == 0.0:

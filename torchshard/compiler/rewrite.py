@@ -139,7 +139,7 @@ class _Insertion:
 
     def __init__(self, graph: torch.fx.Graph, order: Mapping[torch.fx.Node, int], made: Mapping[int, _Made]) -> None:
         self._graph, self._order, self._made = graph, order, made
-        self._results = list(graph.output_node().args[0])  # type: ignore[arg-type]
+        self._results: dict[int, tuple[torch.fx.Node, GraphParameter, int]] = {}  # by position: arguments of _slot
         self._unneeded: list[torch.fx.Node] = []
         self._first = next(node for node in graph.nodes if node.op != "placeholder")
         self._next = {a: self._first if a.op == "placeholder" else b for a, b in pairwise(graph.nodes)}
@@ -161,7 +161,7 @@ class _Insertion:
         for slot, g in enumerate(made):
             if g.how:
                 self._write(g.how, number, slot, views[slot])
-            self._results[g.position] = views[slot]
+            self._results[g.position] = flat, g.parameter, starts[slot]
         with graph.inserting_before(self._next[max(steps, key=self._order.__getitem__)]):
             gradients = [made[slot].node for slot in copied]
             graph.call_function(ops.LAUNCH, (flat, self._token, views, gradients, copied, number))
@@ -179,9 +179,16 @@ class _Insertion:
         self._unneeded += how.unneeded
 
     def done(self) -> None:
-        """Return the slots instead of the gradients."""
+        """Return the slots instead of the gradients.
+
+        By views of their own: inductor copies results that it does not return in the strides that they have, and what
+        is written must not be a copy. Slots have the strides of parameters, which gradients need not have had.
+        """
         output = self._graph.output_node()
-        output.args = (tuple(self._results),)
+        _torch.expect_strides(self._graph, {at: p.strides for at, (_, p, _) in self._results.items()})
+        with self._graph.inserting_before(output):
+            slots = {at: self._slot(*place) for at, place in self._results.items()}
+        output.args = (tuple([slots.get(at, result) for at, result in enumerate(output.args[0])]),)  # type: ignore[arg-type]
         for node in self._unneeded:
             self._graph.erase_node(node)
 

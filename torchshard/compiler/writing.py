@@ -15,6 +15,7 @@ from torchshard import _torch
 from torchshard.compiler import ops
 
 _aten = torch.ops.aten
+_RESHAPE = _aten.view.default
 _Order = Mapping[torch.fx.Node, int]
 _View = tuple[Callable[..., Any], Sequence[int]]  # an operator and its argument, besides the tensor
 
@@ -68,13 +69,9 @@ def written(gradient: torch.fx.Node, strides: Sequence[int], order: _Order) -> W
         unneeded.append(node)
         if node.target in _VIEWS:
             operator, argument = view = _VIEWS[node.target](node)
-            try:
-                todo.append((node.args[0], operator(place, argument), (*views, view)))
-            except (
-                RuntimeError,
-                ValueError,
-            ):  # the slot's memory has another order; on fake tensors it is a ValueError
+            if operator is _RESHAPE and not place.is_contiguous():  # inductor would view a copy of it
                 return None
+            todo.append((node.args[0], operator(place, argument), (*views, view)))
         elif (parts := _TERMS[node.target](node, order) if node.target in _TERMS else None) is not None:
             made, rest = parts
             terms += [replace(term, views=views) for term in made]
@@ -106,12 +103,12 @@ def _permuted(node: Any) -> _View:
 
 
 def _reshaped(node: Any) -> _View:
-    return _aten.view.default, list(node.args[0].meta["val"].shape)
+    return _RESHAPE, list(node.args[0].meta["val"].shape)
 
 
 _VIEWS: dict[Any, Callable[[Any], _View]] = {
     _aten.permute.default: _permuted,
-    _aten.view.default: _reshaped,
+    _RESHAPE: _reshaped,
     _aten.unsqueeze.default: _reshaped,
     _aten.squeeze.dim: _reshaped,
     _aten.squeeze.dims: _reshaped,
