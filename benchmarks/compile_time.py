@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.compile_step import cases
-from benchmarks.harness import Comparison, compare, in_turns, table
+from benchmarks.harness import Comparison, compare, cpu_seconds, in_turns, table
 
 
 def first_step(side: str, case: str) -> float:
@@ -32,14 +32,9 @@ def first_step(side: str, case: str) -> float:
         model = torch.compile(DistributedDataParallel(make()), backend="torchshard")
     else:
         model = torch.compile(nn.parallel.DistributedDataParallel(make()))
-    start = _cpu_time()
+    start = cpu_seconds()
     model(x).square().mean().backward()
-    return _cpu_time() - start
-
-
-def _cpu_time() -> float:
-    user, system, of_children, in_children, _ = os.times()
-    return user + system + of_children + in_children
+    return cpu_seconds() - start
 
 
 def _alone(side: str, case: str) -> float:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.harness import Comparison, compare
+from benchmarks.harness import Comparison, compare, cpu_seconds
 
 _CODE = """
 import sys, time
@@ -110,10 +110,9 @@ def _turn(imports: str, work: str, src: Path, dst: Path) -> Turn:
 
 def _copied(src: Path, dst: Path) -> Turn:
     _remove(dst)
-    start, before = time.perf_counter(), os.times()
+    start, before = time.perf_counter(), cpu_seconds()
     subprocess.run(["cp", "-r", str(src), str(dst)], check=True)
-    seconds, after = time.perf_counter() - start, os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    seconds, cpu = time.perf_counter() - start, cpu_seconds() - before
     return Turn(seconds, cpu, 0)
 
 
@@ -224,11 +223,9 @@ def inspected(keys: int = 10_000, rounds: int = 5) -> list[tuple[str, int, float
             subprocess.run(command, capture_output=True, check=True, env=env)
             seconds = []
             for _ in range(rounds):
-                start, before = time.perf_counter(), os.times()
+                start, before = time.perf_counter(), cpu_seconds()
                 subprocess.run(command, capture_output=True, check=True, env=env)
-                after = os.times()
-                cpu = after.children_user + after.children_system - before.children_user - before.children_system
-                seconds.append((time.perf_counter() - start, cpu))
+                seconds.append((time.perf_counter() - start, cpu_seconds() - before))
             wall, cpu = [statistics.median(column) for column in zip(*seconds, strict=True)]
             rows.append((kind, keys, wall, cpu))
     return rows

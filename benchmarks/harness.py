@@ -1,6 +1,7 @@
 """Comparisons that hold on a noisy machine: two sides take turns in one run; what counts is the ratio of each round."""
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -111,6 +112,11 @@ def turn(side: _Side, repeat: int = 1) -> float:
     for _ in range(repeat):
         side()
     return (time.perf_counter() - start) / repeat
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process until now, and of those that it has started and waited for."""
+    return sum(os.times()[:4])
 
 
 def geometric_mean(comparisons: Iterable[Comparison]) -> float:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+_LOCAL = "take x.local_tensor() in the region, or use a DTensor"
+
 # What Dynamo says (a part of it) -> what to do instead.
 WAYS_AROUND: Mapping[str, str] = {
     "Module-level backwards hooks require compiled autograd": (
@@ -13,10 +15,10 @@ WAYS_AROUND: Mapping[str, str] = {
     "A compiled region cannot make a leaf": "make leaves outside of the region, or use DTensor.from_local",
     "cannot ask the other ranks for the sizes": "pass shape and stride to from_local",
     "draws random numbers as no compiled region can": "call this operator outside of the region",
-    "on user-defined type 'ShardedTensor'": "take x.local_tensor() in the region, or use a DTensor",
-    "'ShardedTensor' implements": "take x.local_tensor() in the region, or use a DTensor",
-    "of class `ShardedTensor`": "take x.local_tensor() in the region, or use a DTensor",
-    "(ShardedTensor)": "take x.local_tensor() in the region, or use a DTensor",
+    "on user-defined type 'ShardedTensor'": _LOCAL,
+    "'ShardedTensor' implements": _LOCAL,
+    "of class `ShardedTensor`": _LOCAL,
+    "(ShardedTensor)": _LOCAL,
     "returning intermediate with requires_grad_()": "call requires_grad_() outside of the region",
     "cls_source must not be None for MRO walk": "make texts of placements outside of the region",
     "is not registered for this opaque object type": "call torchshard.compiler.support_groups() first",

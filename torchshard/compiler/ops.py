@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchshard.compiler.call import current_call
+from torchshard.compiler.call import Call, current_call
 
 _SCHEMAS = (
     "open_bucket(int bucket, int numel, ScalarType dtype, Device device, int[] params) -> Tensor",
@@ -50,15 +50,14 @@ def _fake_open(
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _factors(bucket: int, slot: int, first: bool = True) -> tuple[float, float]:
-    """Alpha and beta: a term is written as alpha times the term plus beta times what lies in the slot."""
-    call = current_call()
-    alpha, beta = call.factors(bucket, slot) if call else (1.0, 0.0)
-    return alpha, beta if first else 1.0
+def _factors(call: Call | None, bucket: int, slot: int) -> tuple[float, float]:
+    """Alpha and beta: a gradient is written as alpha times itself plus beta times what lies in its slot."""
+    return call.factors(bucket, slot) if call else (1.0, 0.0)
 
 
 def _product_into(a: torch.Tensor, b: torch.Tensor, first: bool, bucket: int, slot: int, out: torch.Tensor) -> None:
-    alpha, beta = _factors(bucket, slot, first)
+    alpha, beta = _factors(current_call(), bucket, slot)
+    beta = beta if first else 1.0
     if alpha == 1.0 and beta == 0.0:
         (torch.mm if out.ndim == 2 else torch.bmm)(a, b, out=out)
     else:
@@ -66,7 +65,8 @@ def _product_into(a: torch.Tensor, b: torch.Tensor, first: bool, bucket: int, sl
 
 
 def _rows_into(index: torch.Tensor, rows: torch.Tensor, first: bool, bucket: int, slot: int, out: torch.Tensor) -> None:
-    alpha, beta = _factors(bucket, slot, first)
+    alpha, beta = _factors(current_call(), bucket, slot)
+    beta = beta if first else 1.0
     if beta == 0.0:
         out.zero_()
     elif beta != 1.0:
@@ -82,17 +82,16 @@ def _launch(
     slots: list[int],
     bucket: int,
 ) -> None:
-    start, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-    assert all(start <= view.data_ptr() < end or not view.numel() for view in views), (
-        "a graph writes to copies of slots"
-    )
+    call, start = current_call(), flat.data_ptr()
+    end = start + flat.nbytes
+    assert all(start <= view.data_ptr() < end or not view.numel() for view in views), "slots lie in their bucket"
     for slot, gradient in zip(slots, gradients, strict=True):
-        alpha, beta = _factors(bucket, slot)
+        alpha, beta = _factors(call, bucket, slot)
         if beta == 0.0:
             torch.mul(gradient, alpha, out=views[slot])
         else:
             views[slot].mul_(beta).add_(gradient, alpha=alpha)
-    if call := current_call():
+    if call:
         call.launch(bucket, views)
 
 
