@@ -6,7 +6,8 @@ Ranks share one machine and have one thread each. A round is a turn of either si
 times, user and system, of all ranks together: moving bytes between processes of one machine is work of its CPUs. Peak
 memory is that of the allocator: what a call holds at most beyond what there was before, on the rank where that is
 largest, results included (for large parameters; the profiler that sees it is slow). Small parameters are an eighth of
-the size in all.
+the size in all. The state dict of FSDP1 is its sharded one, of torch's ShardedTensors; what torch has for these is the
+gathering that `get_model_state_dict` does, a function of torch.distributed._state_dict_utils.
 """
 
 import argparse
@@ -100,14 +101,43 @@ def _cases(ours, theirs, mesh):
     }
 
 
-def _compare(rank, world, gib, many, dim, rounds):
+def _fsdp_cases(gib: float):
+    """Name -> (ours, theirs), of the sharded state dict of FSDP1."""
+    from torch.distributed._state_dict_utils import _gather_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from torchshard import state_dict
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(max(1, round(gib * 64)))]
+    device = torch.device("cpu")
+    module = FullyShardedDataParallel(
+        torch.nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}), device_id=device
+    )
+    with FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+        sharded = module.state_dict()
+    return {
+        "full on all ranks, _gather_state_dict": (
+            lambda: state_dict.to_full(sharded),
+            lambda: _gather_state_dict(sharded, pg=None, device=device),
+        ),
+        "full on rank 0, _gather_state_dict": (
+            lambda: state_dict.to_full(sharded, rank0_only=True, cpu_offload=True),
+            lambda: _gather_state_dict(sharded, pg=None, device=device, cpu_offload=True, ranks_only=(0,)),
+        ),
+    }
+
+
+def _compare(rank, world, kind, gib, rounds):
     """Case -> rounds of (ours, theirs) in seconds, and the peaks in bytes; as this rank saw them."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
-    ours, theirs = _state(mesh, gib, many, dim)
+    many, dim = kind.startswith("64 KiB"), int("columns" in kind)
+    cases = _fsdp_cases(gib) if "FSDP1" in kind else _cases(*_state(mesh, gib, many, dim), mesh)
     found = {}
-    for name, (mine, other) in _cases(ours, theirs, mesh).items():
+    for name, (mine, other) in cases.items():
         if "rows" in name and dim:
             continue
         _check_equal(mine(), other())
@@ -147,11 +177,15 @@ def _check_equal(mine, other) -> None:
 
 
 def measured(gib: float = 1.0, rounds: int = 7) -> list[Row]:
-    """All cases for large parameters cut by rows and by columns, and for many small ones."""
+    """All cases: large parameters cut by rows and by columns, those of FSDP1, and many small ones."""
     rows = []
-    for what, many, dim in (("16 MiB by rows", False, 0), ("16 MiB by columns", False, 1), ("64 KiB by rows", True, 0)):
-        size = gib / 8 if many else gib
-        answers = run_ranks(WORLD, _compare, size, many, dim, rounds, timeout=1500)
+    for what, size in (
+        ("16 MiB by rows", gib),
+        ("16 MiB by columns", gib),
+        ("16 MiB in FSDP1", gib),
+        ("64 KiB by rows", gib / 8),
+    ):
+        answers = run_ranks(WORLD, _compare, what, size, rounds, timeout=1500)
         for name in answers[0]:
             times = [
                 tuple(map(sum, zip(*seen, strict=True))) for seen in zip(*[a[name][0] for a in answers], strict=True)

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import by_messages, run_ranks
 
 
 def _told(make, kind=Exception):
@@ -114,23 +114,25 @@ def _lost(rank, world, store, when):
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=10)
     )
     mesh = init_device_mesh("cpu", (world,))
+    if when == "while messages are on their way":
+        by_messages()
     sd = {f"w{k}": state_dict.to_dtensor(torch.ones(3 * 1024, 1024), mesh, [Shard(0)]) for k in range(4)}
     if rank == 2:
-        if when == "while gathering":
-            carrying.start = lambda *_: os._exit(1)
+        if when != "before":
+            carrying.start = carrying.fetch = lambda *_: os._exit(1)
             state_dict.to_full(sd)
         os._exit(1)
     return _told(lambda: state_dict.to_full(sd))
 
 
-@pytest.mark.parametrize("when", ["before", "while gathering"])
+@pytest.mark.parametrize("when", ["before", "while memory is read", "while messages are on their way"])
 def test_a_dead_rank_is_named_in_time(when, tmp_path):
     found = run_ranks(3, _lost, str(tmp_path / "store"), when, backend="", timeout=60, expect_dead=(2,))
     for rank in (0, 1):
         said, seconds = found[rank]
         assert seconds < 45  # the group's limit is 10
         assert said.startswith("RankMismatchError")
-        if when == "while gathering":
+        if when != "before":
             assert "no answer within 3 s from rank 2" in said
         else:
             assert re.search("waits in vain.*ranks? 2", said, re.S), said

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import by_messages, run_ranks
 
 SHAPES = [(8, 6), (5, 7), (3,), (1, 9), (6, 4, 5)]
 
@@ -77,9 +77,11 @@ def _parts(x):
     return x.tolist()
 
 
-def _every_pair(rank, world, shapes, dtypes):
+def _every_pair(rank, world, shapes, dtypes, messages):
     import torch
 
+    if messages:
+        by_messages()
     meshes = _meshes()
     count = 0
     for seed, (shape, dtype) in enumerate(zip(shapes, itertools.cycle(dtypes))):
@@ -97,12 +99,14 @@ def _every_pair(rank, world, shapes, dtypes):
     return count
 
 
-def test_every_pair_of_forms():
-    counts = run_ranks(4, _every_pair, SHAPES[1:2], ["int64"], timeout=200)
+@pytest.mark.parametrize("messages", [False, True])
+def test_every_pair_of_forms(messages):
+    counts = run_ranks(4, _every_pair, SHAPES[1:2], ["int64"], messages, timeout=200)
     assert len(set(counts)) == 1
     assert counts[0] > 400
 
 
 @pytest.mark.full
-def test_every_pair_of_forms_shapes_and_dtypes():
-    run_ranks(4, _every_pair, SHAPES, ["bfloat16", "int16", "bool", "complex64", "float32"], timeout=280)
+@pytest.mark.parametrize("messages", [False, True])
+def test_every_pair_of_forms_shapes_and_dtypes(messages):
+    run_ranks(4, _every_pair, SHAPES, ["bfloat16", "int16", "bool", "complex64", "float32"], messages, timeout=280)

@@ -1,5 +1,6 @@
 """Ranks that exchange parts of tensors: who they are, how they reach one another, and what they have agreed to."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ class Circle:
         group: the process group of all of them.
         agreement: on what is exchanged.
         exchanges: how many there have been; the same on every rank that follows the others.
+        near: process ids by rank if all can read one another's memory, else empty; None until somebody asks.
     """
 
     ranks: tuple[int, ...]
@@ -26,6 +28,7 @@ class Circle:
     group: dist.ProcessGroup
     agreement: Agreement
     exchanges: int = 0
+    near: Mapping[int, int] | None = None
 
     def agree(self, text: str) -> None:
         """Return when all ranks are about to do what `text` says.

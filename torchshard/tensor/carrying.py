@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchshard._torch import untraced
 from torchshard.comm.circle import Circle, circle_of, forget
+from torchshard.comm.neighbours import fetch, neighbours
 from torchshard.comm.transfers import LARGE, Transfer, finish, start
 from torchshard.errors import RankMismatchError, ShardingError, TorchshardError
 from torchshard.layout.boxes import Box
@@ -115,6 +116,31 @@ def _carry(jobs: Sequence[Job], ranks: tuple[int, ...], problem: TorchshardError
 
 
 def _exchange(jobs: Sequence[Job], circle: Circle) -> None:
+    """Each rank gets what it lacks: out of the memory of the others where it can read that, else by messages."""
+    if pids := neighbours(circle, jobs[0].device):
+        into: dict[int, list[Tensor]] = {}
+        for job in jobs:
+            for peer, box in receives(job.source, job.target, circle.rank):
+                goal = _view(job.goals, box)
+                if peer == circle.rank:
+                    goal.copy_(_view(job.parts, box))
+                else:
+                    into.setdefault(peer, []).append(goal)
+        fetch(_sent(jobs, circle.rank), into, circle, pids)
+    else:
+        _send(jobs, circle)
+
+
+def _sent(jobs: Sequence[Job], rank: int) -> dict[int, list[Tensor]]:
+    """Rank -> the parts for it."""
+    out: dict[int, list[Tensor]] = {}
+    for job in jobs:
+        for peer, box in sends(job.source, job.target, rank):
+            out.setdefault(peer, []).append(_view(job.parts, box))
+    return out
+
+
+def _send(jobs: Sequence[Job], circle: Circle) -> None:
     """Batch by batch; the oldest are waited for where what exists for the journey only would take too much memory."""
     device, limit = jobs[0].device, max(AT_ONCE, *[job.nbytes for job in jobs])
     under_way: deque[Transfer] = deque()
@@ -127,13 +153,10 @@ def _exchange(jobs: Sequence[Job], circle: Circle) -> None:
 
 
 def _start(batch: Sequence[Job], circle: Circle) -> Transfer:
-    out: dict[int, list[Tensor]] = {}
     into: dict[int, list[Tensor]] = {}
     joins: list[Callable[[], object]] = []
     landings = 0
     for job in batch:
-        for peer, box in sends(job.source, job.target, circle.rank):
-            out.setdefault(peer, []).append(_view(job.parts, box))
         copies = receives(job.source, job.target, circle.rank)
         if (dim := _side_by_side(job, copies)) is not None:
             slabs = [_slab(job, copy, circle.rank) for copy in copies]
@@ -147,7 +170,7 @@ def _start(batch: Sequence[Job], circle: Circle) -> Transfer:
                 into.setdefault(peer, []).append(goal)
             elif dim is None:
                 goal.copy_(_view(job.parts, box))
-    return start(out, into, batch[0].device, circle, joins, landings)
+    return start(_sent(batch, circle.rank), into, batch[0].device, circle, joins, landings)
 
 
 def _side_by_side(job: Job, copies: Sequence[Copy]) -> int | None:

@@ -1,0 +1,217 @@
+"""Ranks on one machine read one another's memory: one copy, where a message takes one into a socket and one out of it.
+
+Linux lets a process read the memory of another one of the same user (process_vm_readv). Whether it does is tried out by
+all ranks, once: containers and Yama may forbid it, and a process id means another process elsewhere. So each rank
+publishes a random word and where it lies, and is read only by those that find it there.
+
+An exchange is then three steps: each rank tells the others where the parts lie that they lack; all read; each says that
+it has. Only then may the parts change again.
+"""
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard.comm.circle import Circle
+from torchshard.comm.spans import Addresses, Block, Spans, calls, extent, spans
+from torchshard.comm.transfers import Views, finish, start
+
+_CPU = torch.device("cpu")
+_WHAT = "the memory of another rank"
+
+_MOST = 1024
+"""Pairs of address and length in a call: IOV_MAX of Linux."""
+
+_LONGEST = 64 * 2**20
+"""Bytes of a call that has several; the system stops at 2 GiB."""
+
+_SHORT = 256
+"""Bytes of a span below which it is faster to read what lies between spans too, and to copy from there."""
+
+_NEAR = 1024
+"""Bytes from one span to the next up to which that is so: a span costs about as much as 1 KiB."""
+
+_FEW = 256
+"""Spans that are not worth the detour."""
+
+_STAGED = 4 * 2**20
+"""Bytes that are read so at a time."""
+
+
+def neighbours(circle: Circle, device: torch.device) -> Mapping[int, int]:
+    """Rank -> process id, if each rank of the circle can read the memory of all others; else nothing, on all ranks.
+
+    Args:
+        circle: ranks that have agreed to exchange something, so that all of them ask.
+        device: where the parts lie.
+
+    Raises:
+        RankMismatchError: a rank is lost; names it.
+    """
+    if circle.near is None:
+        circle.near = _found(circle) if device.type == "cpu" and dist.get_backend(circle.group) == "gloo" else {}
+    return circle.near
+
+
+def fetch(out: Views, into: Views, circle: Circle, pids: Mapping[int, int]) -> None:
+    """Return when all parts are where they belong, and nobody needs this rank's parts any more.
+
+    Args:
+        out: rank -> the parts for it.
+        into: rank -> where its parts belong, of the same shapes and dtypes and in the same order as that rank has them.
+        circle: all ranks concerned; they have agreed.
+        pids: of the others, by rank.
+
+    Raises:
+        RankMismatchError: a rank is lost; names it.
+    """
+    held = {peer: [_in_reach(view) for view in views] for peer, views in out.items()}
+    told = {peer: [_places(views)] for peer, views in held.items()}
+    heard = {peer: [torch.empty(sum(1 + v.ndim for v in views), dtype=torch.int64)] for peer, views in into.items()}
+    finish([start(told, heard, _CPU, circle)], _CPU, circle)
+    for peer, views in into.items():
+        try:
+            _read(pids[peer], views, heard[peer][0].tolist())
+        except OSError as error:
+            circle.agreement.blame(_WHAT, error)
+    done = torch.ones(1)
+    finish([start({p: [done] for p in into}, {p: [done.clone()] for p in out}, _CPU, circle)], _CPU, circle)
+
+
+def _in_reach(view: Tensor) -> Tensor:
+    """The same values in memory that can be read from outside: the driver's pinned memory cannot."""
+    view = view.detach().resolve_conj().resolve_neg().cpu()
+    return view.clone() if view.is_pinned() else view
+
+
+def _places(views: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([n for view in views for n in _block(view)], dtype=torch.int64)
+
+
+def _block(view: Tensor) -> tuple[int, ...]:
+    size = view.element_size()
+    return view.data_ptr(), *[step * size for step in view.stride()]
+
+
+def _read(pid: int, views: Sequence[Tensor], places: Sequence[int]) -> None:
+    """Fill the views with the blocks of the process that lie at these places."""
+    simple: list[Spans] = []
+    at = 0
+    for view in views:
+        address, *strides = places[at : at + 1 + view.ndim]
+        at += 1 + view.ndim
+        there = Block(address, tuple(strides))
+        if view.device.type != "cpu" or view.is_pinned():
+            landing = torch.empty(view.shape, dtype=view.dtype)
+            _run(pid, _planned(pid, landing, there))
+            view.copy_(landing)
+        else:
+            simple += _planned(pid, view, there)
+    _run(pid, simple)
+
+
+def _planned(pid: int, view: Tensor, there: Block) -> list[Spans]:
+    """The spans to read for one view; none where it has been filled another way."""
+    address, *strides = _block(view)
+    found = spans(view.shape, view.element_size(), Block(address, tuple(strides)), there)
+    apart = extent(view.shape, view.element_size(), there) // len(found.here)
+    if found.length >= _SHORT or len(found.here) <= _FEW or apart > _NEAR:
+        return [found]
+    _read_with_gaps(pid, view, there)
+    return []
+
+
+def _read_with_gaps(pid: int, view: Tensor, there: Block) -> None:
+    """Read all that lies from the first element to the last, some MiB at a time, and copy out what is wanted."""
+    dim = max(range(view.ndim), key=there.strides.__getitem__)
+    step = max(there.strides[dim], 1)
+    rows = max(1, _STAGED // step)
+    for begin in range(0, view.shape[dim], rows):
+        part = view.narrow(dim, begin, min(rows, view.shape[dim] - begin))
+        block = Block(there.address + begin * there.strides[dim], there.strides)
+        landing = torch.empty(extent(part.shape, view.element_size(), block), dtype=torch.uint8)
+        whole = Block(landing.data_ptr(), (1,)), Block(block.address, (1,))
+        _run(pid, [spans(landing.shape, 1, *whole)])
+        strides = [n // view.element_size() for n in there.strides]
+        part.copy_(landing.view(view.dtype).as_strided(part.shape, strides))
+
+
+def _run(pid: int, copies: Sequence[Spans]) -> None:
+    for here, there in calls(copies, _MOST, _LONGEST):
+        _call(pid, here, there)
+
+
+def _call(pid: int, here: Addresses, there: Addresses) -> None:
+    """Read; here and there are rows of (address, bytes) with the same sum.
+
+    Raises:
+        OSError: the process is gone, or its memory.
+    """
+    wanted = int(here[:, 1].sum())
+    while wanted:
+        got = _process_vm_readv(pid, here.ctypes.data, len(here), there.ctypes.data, len(there), 0)
+        if got < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"process_vm_readv of process {pid}: {os.strerror(code)}")
+        wanted -= got
+        if wanted and (not got or len(here) > 1 or len(there) > 1):
+            raise OSError(f"process_vm_readv of process {pid}: {wanted} bytes fewer than asked for")
+        here, there = (side + np.array([[got, -got]]).astype(np.uint64) for side in (here, there))
+
+
+def _found(circle: Circle) -> Mapping[int, int]:
+    """See `neighbours`: all tell where their words lie, and whether they have found those of the others."""
+    word = _word(os.getpid())
+    mine = torch.tensor([_machine(), os.getpid(), word.data_ptr(), *word.tolist()], dtype=torch.int64)
+    others = [torch.empty_like(mine) for _ in circle.ranks]
+    able = torch.ones(1)
+    try:
+        dist.all_gather(others, mine, group=circle.group)
+        told = [other.tolist() for other in others]
+        able.fill_(all(map(_readable, told)))
+        dist.all_reduce(able, dist.ReduceOp.MIN, group=circle.group)
+    except RuntimeError as error:
+        circle.agreement.blame(_WHAT, error)
+    return {rank: pid for rank, (_, pid, *_) in zip(circle.ranks, told, strict=True)} if able else {}
+
+
+def _readable(told: Sequence[int]) -> bool:
+    machine, pid, address, *word = told
+    found = torch.empty(len(word), dtype=torch.int64)
+    if _process_vm_readv is None or machine != _machine():
+        return False
+    try:
+        _run(pid, [spans(found.shape, 8, Block(found.data_ptr(), (8,)), Block(address, (8,)))])
+    except OSError:
+        return False
+    return found.tolist() == word
+
+
+@cache
+def _word(pid: int) -> Tensor:
+    """What this process is known by; one that was forked off has its own."""
+    return torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.int64)
+
+
+def _machine() -> int:
+    """A number of the machine and of its last start."""
+    try:
+        return int(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:15], 16)
+    except OSError:
+        return 0
+
+
+_process_vm_readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+if _process_vm_readv is not None:
+    _process_vm_readv.argtypes = [
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
+    ]  # fmt: skip
+    _process_vm_readv.restype = ctypes.c_ssize_t
