@@ -52,6 +52,27 @@ def expected(n: int) -> int:
     return hint if isinstance(hint, int) else int(n)
 
 
+class _FirstKept(dict[Any, Any]):
+    """A dict whose entries stay what they were at first."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.setdefault(key, value)
+
+
+def keep_symbols() -> None:
+    """In the trace that is going on, if any, a symbol stays what it was at first (2.11-2.15).
+
+    The tracer takes each result that is a symbol (4 s / 4) for the definition of that symbol from then on, and recurses
+    where such a result depends on the symbol again. There is no public way to compute with symbols unrecorded.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+    known = getattr(tracer, "sympy_expr_tracker", None)
+    if type(known) is dict:
+        tracer.sympy_expr_tracker = _FirstKept(known)
+
+
 def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]:
     """The fastest way to make a wrapper subclass with slots `_local_tensor` and `_spec`.
 

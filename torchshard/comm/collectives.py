@@ -44,13 +44,6 @@ class Started(Generic[_Result]):
         return self.finish([_wait(x) for x in self.coming])
 
 
-def part(x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """x.narrow(dim, start, length); without the sum 0 + length where that is symbolic, see layout/pieces.py."""
-    if type(length) is int:
-        return x.narrow(dim, start, length)
-    return x[(slice(None),) * dim + (slice(start, start + length if start else length),)]
-
-
 def all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
     """The pieces of all ranks, joined along `dim`.
 
@@ -77,7 +70,7 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
     def join(got: Sequence[Tensor]) -> Tensor:
         pieces = got[0].view(shape)
         seats = group.seats or range(group.size)
-        return torch.cat([part(pieces[seat], dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
+        return torch.cat([pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
 
     return Started((coming,), join)
 

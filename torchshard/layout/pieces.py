@@ -3,9 +3,6 @@
 Piece k is [min(k c, n), min((k + 1) c, n)) with c = ceil(n / p): torch.chunk's rule, which torch's DTensor and its
 distributed checkpoint share. Tail pieces may be short or empty. Several axes on one dim nest: each splits, by its
 actual size, the piece that the axis before it in the order left.
-
-Lengths may be symbolic, in a trace. There, arithmetic that gives a symbol back (plus 0, 4 s - 3 s) must not be done:
-torch's tracer takes such a result for the definition of the symbol itself, and recurses.
 """
 
 from collections.abc import Sequence
@@ -29,14 +26,8 @@ def nested_piece(n: int, sizes: Sequence[int], coordinate: Sequence[int]) -> Int
     start = 0
     for parts, k in zip(sizes, coordinate, strict=True):
         offset, n = piece(n, parts, k)
-        start = _moved(start, offset)
+        start += offset
     return start, n
-
-
-def _moved(start: int, offset: int) -> int:
-    if isinstance(start, int) and start == 0:
-        return offset
-    return start if isinstance(offset, int) and offset == 0 else start + offset
 
 
 def nested_pieces(n: int, sizes: Sequence[int]) -> list[Interval]:
@@ -44,7 +35,7 @@ def nested_pieces(n: int, sizes: Sequence[int]) -> list[Interval]:
     pieces = [(0, n)]
     for parts in sizes:
         pieces = [
-            (_moved(start, offset), length)
+            (start + offset, length)
             for start, whole in pieces
             for offset, length in (piece(whole, parts, k) for k in range(parts))
         ]

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import expected, norm_partial, strided_shard
+from torchshard._torch import expected, keep_symbols, norm_partial, strided_shard
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding
 from torchshard.layout.placements import Partial, Placement, R, Shard
@@ -30,6 +30,8 @@ class TensorLayout(Layout):
     __slots__ = ("_marked", "_torch_placements", "marks", "plain", "tensor_meta")
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> None:
+        if any(type(n) is not int for n in shape):  # symbolic
+            keep_symbols()
         super().__init__(sharding, shape, stride, dtype)
         self.marks = 0
         self.plain: TensorLayout = self

@@ -82,7 +82,7 @@ def _slice(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
     assert mesh.coordinate is not None
     dim = step.dim(step.after)
     start, length = _cuts(step, plan, mesh, dim)[mesh.coordinate[step.axes[0]]]
-    return lambda x: collectives.part(x, dim, start, length).clone(memory_format=torch.contiguous_format)
+    return lambda x: x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
 def _all_to_all(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
