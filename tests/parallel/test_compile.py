@@ -16,7 +16,8 @@ from tests.plain_graphs import assert_plain, collectives, recording
 from tests.ranks import run_ranks
 
 
-def compare(rank, world, kind):
+def compare(rank, world, kind, sizes, dynamic):
+    """Worst errors of a block beside a plain one, for each (batch, time); and the collectives of each graph."""
     from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
     from torchshard.parallel import parallelize_module
 
@@ -29,12 +30,12 @@ def compare(rank, world, kind):
     of_block = {path.removeprefix(prefix): style for path, style in plan(kind).items() if path.startswith(prefix)}
     parallelize_module(block, mesh, of_block)
     graphs = []
-    compiled = torch.compile(block, backend=recording(graphs), fullgraph=True)
-    turns = rotary(8, config.head)
+    compiled = torch.compile(block, backend=recording(graphs), fullgraph=True, dynamic=dynamic)
     g = torch.Generator().manual_seed(3)
     errors = []
-    for _ in range(2):
-        x = torch.randn(2, 8, config.width, generator=g, requires_grad=True)
+    for batch, time in sizes:
+        turns = rotary(time, config.head)
+        x = torch.randn(batch, time, config.width, generator=g, requires_grad=True)
         given = x.detach().clone() if kind == "tp" else x.detach().chunk(world, 1)[rank].clone()
         if kind == "dtensor":
             given = distribute_tensor(x.detach(), mesh, [Shard(1)])
@@ -51,8 +52,7 @@ def compare(rank, world, kind):
         for p, q in pairs:
             full = p.full_tensor() if isinstance(p, DTensor) else p
             errors.append((full - q).abs().max().item() / max(1.0, q.abs().max().item()))
-    assert len(graphs) == 2, "one forward and one backward"
-    if kind == "tp":
+    if kind == "tp" and not dynamic:
         compiled_first(plain, mesh, of_block, (given.detach(), turns), got, graphs)
     return errors, [collectives(graph) for graph in graphs]
 
@@ -82,7 +82,17 @@ SENT = {  # forward, backward; the graphs hold nothing but plain tensors and the
 
 @pytest.mark.parametrize(("kind", "world"), [("tp", 2), ("sp", 4), ("dtensor", 2)])
 def test_one_graph_forward_and_backward(kind, world):
-    for errors, sent in run_ranks(world, compare, kind, timeout=280):
+    for errors, sent in run_ranks(world, compare, kind, [(2, 8)] * 2, None, timeout=280):
+        assert max(errors) < 1e-5, errors
+        assert sent == SENT[kind]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("tp", marks=pytest.mark.full), pytest.param("sp", marks=pytest.mark.full), "dtensor"]
+)
+def test_one_graph_for_all_batches_and_times(kind):
+    sizes = [(6, 10), (4, 8), (3, 12)]  # at first unlike the other sizes there are, which would share their symbols
+    for errors, sent in run_ranks(2, compare, kind, sizes, True, timeout=280):
         assert max(errors) < 1e-5, errors
         assert sent == SENT[kind]
 

@@ -93,26 +93,59 @@ OF_ALL_LENGTHS = {
     "product": lambda x: x @ x.t(),
     "sum": lambda x: (x.sum(0) + 1).full_tensor(),
     "softmax": lambda x: torch.softmax(x, 0),
+    "views": lambda x: x.view(-1, 2, 2).flatten(1).view(-1).sin(),
     "from_local": lambda x: from_local(x.to_local() * 1, MESH, x.placements).redistribute(placements=[Replicate()]),
 }
 
 
-@pytest.mark.parametrize("n", [8, 7])
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-@pytest.mark.parametrize("name", OF_ALL_LENGTHS)
+def lengths_compared(function, compiled, placement, lengths):
+    for length in lengths:
+        x = distribute_tensor(torch.randn(length, 4), MESH, [placement]).requires_grad_()
+        result = compiled(x)
+        assert described(result) == described(function(x))
+        result.sum().backward()
+        assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "n"),
+    [(name, Shard(0), 8) for name in OF_ALL_LENGTHS]
+    + [("pointwise", Shard(0), 7), ("to columns and back", Shard(0), 7), ("made whole", Shard(0), 7)]
+    + [("pointwise", Replicate(), 7), ("product", Replicate(), 8)],
+)
 def test_one_graph_for_all_lengths(name, placement, n):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
     counting = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(OF_ALL_LENGTHS[name], backend=counting, fullgraph=True, dynamic=True)
-    for length in (n, n + 4, n + 8):
-        x = distribute_tensor(torch.randn(length, 4), MESH, [placement]).requires_grad_()
-        result = compiled(x)
-        assert described(result) == described(OF_ALL_LENGTHS[name](x))
-        result.sum().backward()
-        assert x.grad.shape == x.shape
+    lengths_compared(OF_ALL_LENGTHS[name], compiled, placement, (n, n + 4, n + 8))
     assert counting.frame_count <= (1 if n == 8 else 2)  # parts that come to be even, or cease to, look different
+
+
+def test_graphs_of_all_lengths_and_the_cache_of_inductor():
+    def function(x):
+        return x.full_tensor()
+
+    for _ in range(2):  # the second time, the cache has graphs whose guards name a size of the local tensor
+        torch._dynamo.reset()
+        lengths_compared(function, torch.compile(function, fullgraph=True, dynamic=True), Shard(0), (8, 12))
+
+
+def test_guards_of_cached_graphs_that_name_other_inputs_fail():
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from torchshard._torch import mend_trace
+
+    class Length:
+        node = type("Node", (), {"shape_env": ShapeEnv()})
+
+    for _ in range(2):
+        mend_trace(Length())
+    evaluate = Length.node.shape_env.evaluate_guards_expression
+    assert evaluate("L['t0'] == 3", [3])
+    assert not evaluate("L['t0'] == 3", [4])
+    assert not evaluate("L['t0'] == L['x']._local_tensor.size()[0]", [3])
 
 
 @pytest.mark.parametrize(

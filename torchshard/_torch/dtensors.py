@@ -59,11 +59,13 @@ class _FirstKept(dict[Any, Any]):
         self.setdefault(key, value)
 
 
-def keep_symbols() -> None:
-    """In the trace that is going on, if any, a symbol stays what it was at first (2.11-2.15).
+def mend_trace(n: Any) -> None:
+    """Before a tensor with the symbolic length n is traced: what the tracer of 2.11-2.15 does wrong with such.
 
     The tracer takes each result that is a symbol (4 s / 4) for the definition of that symbol from then on, and recurses
-    where such a result depends on the symbol again. There is no public way to compute with symbols unrecorded.
+    where such a result depends on the symbol again: in this trace a symbol stays what it was at first. And where sizes
+    of local tensors have symbols of their own, guards of inductor's cached graphs name inputs that the graph does not
+    have, which is a KeyError: such a graph is not taken from the cache. Either is an attribute of one trace's objects.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -71,6 +73,34 @@ def keep_symbols() -> None:
     known = getattr(tracer, "sympy_expr_tracker", None)
     if type(known) is dict:
         tracer.sympy_expr_tracker = _FirstKept(known)
+    shapes: Any = getattr(getattr(n, "node", None), "shape_env", None)
+    evaluate = getattr(shapes, "evaluate_guards_expression", None)
+    if evaluate is not None and not isinstance(evaluate, _OfKnownInputs):
+        shapes.evaluate_guards_expression = _OfKnownInputs(evaluate)
+
+
+class _OfKnownInputs:
+    """ShapeEnv.evaluate_guards_expression, false where an input is named that there is not."""
+
+    def __init__(self, evaluate: Callable[..., bool]) -> None:
+        self.evaluate = evaluate
+
+    def __call__(self, code: str, args: Any) -> bool:
+        try:
+            return self.evaluate(code, args)
+        except KeyError:
+            return False
+
+
+def unrecorded(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of lengths; a trace does not record what it computes (disable_proxy_modes_tracing, 2.11-2.15).
+
+    Results are traced from their formulas where they are used: 4 s / 4 is then s itself, a size of an input.
+    """
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with disable_proxy_modes_tracing():
+        return function(*args)
 
 
 def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]:

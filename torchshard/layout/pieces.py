@@ -5,12 +5,33 @@ distributed checkpoint share. Tail pieces may be short or empty. Several axes on
 actual size, the piece that the axis before it in the order left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, TypeVarTuple
 
 Interval = tuple[int, int]  # start and length
+_Ts = TypeVarTuple("_Ts")
+_T = TypeVar("_T")
 
 
-def piece(n: int, parts: int, k: int) -> Interval:
+class Symbolic:
+    """How to compute with lengths that are no plain numbers; whoever brings such sets `unrecorded`."""
+
+    unrecorded: Callable[..., Any] = staticmethod(lambda function, *args: function(*args))
+
+
+def _unrecorded(function: Callable[[int, *_Ts], _T]) -> Callable[[int, *_Ts], _T]:
+    """The function, no part of a trace when lengths are symbolic."""
+
+    def called(n: int, *args: *_Ts) -> _T:
+        if type(n) is int:
+            return function(n, *args)
+        return Symbolic.unrecorded(function, n, *args)  # type: ignore[no-any-return]
+
+    called.__doc__ = function.__doc__
+    return called
+
+
+def _piece(n: int, parts: int, k: int) -> Interval:
     """Start and length of piece k of n items split in `parts`."""
     if parts == 1:
         return 0, n
@@ -21,15 +42,20 @@ def piece(n: int, parts: int, k: int) -> Interval:
     return start, min(step, n - start)
 
 
+piece = _unrecorded(_piece)
+
+
+@_unrecorded
 def nested_piece(n: int, sizes: Sequence[int], coordinate: Sequence[int]) -> Interval:
     """Start and length of the piece at `coordinate` when axes of these sizes split n items one after another."""
     start = 0
     for parts, k in zip(sizes, coordinate, strict=True):
-        offset, n = piece(n, parts, k)
+        offset, n = _piece(n, parts, k)
         start += offset
     return start, n
 
 
+@_unrecorded
 def nested_pieces(n: int, sizes: Sequence[int]) -> list[Interval]:
     """All pieces, the first axis slowest: starts never decrease."""
     pieces = [(0, n)]
@@ -37,15 +63,16 @@ def nested_pieces(n: int, sizes: Sequence[int]) -> list[Interval]:
         pieces = [
             (start + offset, length)
             for start, whole in pieces
-            for offset, length in (piece(whole, parts, k) for k in range(parts))
+            for offset, length in (_piece(whole, parts, k) for k in range(parts))
         ]
     return pieces
 
 
+@_unrecorded
 def largest_piece(n: int, sizes: Sequence[int]) -> int:
     """Length of the largest piece, which is the one at coordinate 0 everywhere."""
     for parts in sizes:
-        n = piece(n, parts, 0)[1]
+        n = _piece(n, parts, 0)[1]
     return n
 
 

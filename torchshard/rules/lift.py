@@ -75,15 +75,15 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     pieces = {f: [n] for f, n in bound.sizes.items()}
     chosen: list[Way] = []
     for axis, parts in enumerate(mesh.shape):
-        best, least = None, (True, math.inf)
-        for way in possible:
-            if not _possible(way, parts, pieces, chosen):
-                continue
+        ranked = []
+        for at, way in enumerate(possible):
             price = _price(way, axis, parts, layouts, nbytes, fixed, options.like)
-            # What runs where it lies is taken: users place tensors to have it so.
-            rank = price >= _LAUNCH, price + _pending(way, layouts, axis, parts, result_bytes)
-            if rank < least:
-                best, least = way, rank
+            if price < math.inf:
+                # What runs where it lies is taken: users place tensors to have it so.
+                cost = price + _pending(way, layouts, axis, parts, result_bytes)
+                ranked.append((price >= _LAUNCH, cost, at))
+        # Lengths are asked about last, and no more than it takes: those of a trace are guarded then.
+        best = next((possible[at] for *_, at in sorted(ranked) if _possible(possible[at], parts, pieces, chosen)), None)
         if best is None:
             return None
         chosen.append(best)

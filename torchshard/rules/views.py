@@ -48,7 +48,7 @@ def _name_factors(
     rest_in, rest_out = {d: source[d] for d in ins if source[d] != 1}, {d: target[d] for d in outs if target[d] != 1}
     while rest_in and rest_out:
         (i, n), (j, m) = next(iter(rest_in.items())), next(iter(rest_out.items()))
-        shared = math.gcd(n, m)
+        shared = _common(n, m)
         if shared > 1:
             factor = f"f{len(sizes)}"
             sizes[factor] = shared
@@ -65,6 +65,15 @@ def _name_factors(
             whole = f"{letter}{len(sizes)}"
             sizes[whole] = n
             names[d].append(whole)
+
+
+def _common(n: int, m: int) -> int:
+    """The greatest common divisor; of symbolic lengths it stays symbolic where one divides the other."""
+    if type(n) is int and type(m) is int:
+        return math.gcd(n, m)
+    if m % n == 0:
+        return n
+    return m if n % m == 0 else math.gcd(n, m)
 
 
 def _dim(factors: Sequence[str]) -> str:

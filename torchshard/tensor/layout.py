@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import expected, keep_symbols, norm_partial, strided_shard
+from torchshard._torch import expected, mend_trace, norm_partial, strided_shard, unrecorded
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding
+from torchshard.layout.pieces import Symbolic
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.layout.reductions import parse_norm
 from torchshard.layout.strided import factors_from_order, order_from_factors
@@ -17,6 +18,8 @@ from torchshard.layout.strided import factors_from_order, order_from_factors
 # What may be true of a tensor beside its layout; plans are made for each combination.
 SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
 ASSUMED = 2  # made by from_local without a shape: that all ranks hold equal pieces has not been checked yet
+
+Symbolic.unrecorded = unrecorded
 
 
 class TensorLayout(Layout):
@@ -30,8 +33,9 @@ class TensorLayout(Layout):
     __slots__ = ("_marked", "_torch_placements", "marks", "plain", "tensor_meta")
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> None:
-        if any(type(n) is not int for n in shape):  # symbolic
-            keep_symbols()
+        for n in shape:
+            if type(n) is not int:  # symbolic
+                mend_trace(n)
         super().__init__(sharding, shape, stride, dtype)
         self.marks = 0
         self.plain: TensorLayout = self
