@@ -123,6 +123,15 @@ def test_one_graph_for_all_lengths(name, placement, n):
     assert counting.frame_count <= (1 if n == 8 else 2)  # parts that come to be even, or cease to, look different
 
 
+def test_traces_of_this_torch_need_mending(monkeypatch):
+    """If this fails, torch needs `mend_trace` for its tracer no longer: leave that out from this version on."""
+    monkeypatch.setattr("torchshard.tensor.layout.mend_trace", lambda n: None)
+    torch._dynamo.reset()
+    compiled = torch.compile(OF_ALL_LENGTHS["product"], backend="aot_eager", fullgraph=True, dynamic=True)
+    with pytest.raises(Exception, match="maximum recursion depth"):
+        lengths_compared(OF_ALL_LENGTHS["product"], compiled, Replicate(), (8,))
+
+
 def test_graphs_of_all_lengths_and_the_cache_of_inductor():
     def function(x):
         return x.full_tensor()
