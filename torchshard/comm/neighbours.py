@@ -57,7 +57,7 @@ def neighbours(circle: Circle, device: torch.device) -> Mapping[int, int]:
         RankMismatchError: a rank is lost; names it.
     """
     if circle.near is None:
-        circle.near = _found(circle) if device.type == "cpu" and dist.get_backend(circle.group) == "gloo" else {}
+        circle.near = _found(circle) if device.type == "cpu" and dist.get_backend(circle.group) != "fake" else {}
     return circle.near
 
 
@@ -209,7 +209,8 @@ def _machine() -> int:
         return 0
 
 
-_process_vm_readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+_libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+_process_vm_readv: Any = getattr(_libc, "process_vm_readv", None)
 if _process_vm_readv is not None:
     _process_vm_readv.argtypes = [
         ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
