@@ -73,6 +73,9 @@ def check_whole(metadata: Any, ranks: Sequence[int]) -> None:
     Raises:
         ShardingError: names two parts that overlap and their ranks, one outside, or how many elements are missing.
     """
+    for shard in metadata.shards_metadata:
+        if shard.placement is None or shard.placement.rank() is None:
+            raise ShardingError("A part lies on no rank.", expected="a placement such as rank:0/cpu", got=shard)
     holding = holding_of(metadata, ranks)
     for box, owners in holding.owners.items():
         if len(owners) > 1:
