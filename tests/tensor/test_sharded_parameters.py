@@ -2,6 +2,8 @@
 
 import copy
 import io
+import os
+from datetime import timedelta
 
 import pytest
 
@@ -103,3 +105,24 @@ def _parameters(rank, world):
 
 def test_sharded_tensors_as_parameters():
     run_ranks(4, _parameters)
+
+
+def _lost(rank, world, store):
+    import torch
+    import torch.distributed as dist
+
+    from torchshard import ShardedTensor
+
+    limit = timedelta(seconds=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    if rank == 2:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as error:
+        ShardedTensor.from_local(torch.ones(2, 3))
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_dead_rank_is_named_by_those_that_make_a_sharded_tensor(tmp_path):
+    for said in run_ranks(3, _lost, str(tmp_path / "store"), backend="", expect_dead=(2,))[:2]:
+        assert said.startswith("RankMismatchError: rank")
+        assert "not rank 2" in said

@@ -122,8 +122,7 @@ class ShardedTensor(Tensor):
             raise ShardingError("No dim to join along.", expected=f"a dim of {tuple(local_tensor.shape)}", got=dim)
         group = process_group or default_group()
         ranks = dist.get_process_group_ranks(group)
-        shapes: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(shapes, tuple(local_tensor.shape), group=group)
+        shapes = checking.of_all(tuple(local_tensor.shape), group)
         dim = dim + local_tensor.ndim if dim < 0 else dim
         place = ranks.index(dist.get_rank())
         offset = [0] * local_tensor.ndim
