@@ -73,6 +73,7 @@ Shard: torch's own
 class ShardedTensor(Tensor)
     cpu(self, memory_format=torch.preserve_format, process_group=None)
     cuda(self, device=None, non_blocking=False, memory_format=torch.preserve_format, process_group=None)
+    data: property
     from_local(cls, local_tensor, dim=0, process_group=None)
     from_local_shards(cls, local_shards, *global_size, process_group=None, init_rrefs=False)
     from_shards_and_metadata(cls, local_shards, sharded_tensor_metadata, process_group=None, init_rrefs=False, sharding_spec=None)

@@ -165,6 +165,40 @@ def test_numbered_states_of_fused_parameters_are_refused():
     sd = {"state": {0: {"exp_avg": np.ones(2)}}, "param_groups": [{"params": [0]}]}
     assert same(KeyRules([rename("a", "b")])(sd), sd)
     assert "get_optimizer_state_dict" in refused(KeyRules([fuse(["a", "b"], "c")]), sd)
+    assert "get_optimizer_state_dict" in refused(KeyRules([transpose("a")]), sd)
+
+
+def test_parts_that_are_not_alike_are_named():
+    rules = KeyRules([fuse(["q", "k"], "qk"), rename("z", "y")])
+    for odd, words in (
+        (np.ones((2, 2), np.float64), r"float32 \[2, 2\], float64 \[2, 2\]"),
+        (np.ones((2, 3), np.float32), r"float32 \[2, 2\], float32 \[2, 3\]"),
+        (np.ones(2, np.float32), r"float32 \[2, 2\], float32 \[2\]"),
+    ):
+        said = refused(rules, {"q": np.ones((2, 2), np.float32), "k": odd})
+        assert re.search(f"other dtypes or shapes.*{words}.*made of q, k", said, re.S), said
+    state = {"q": {"step": 1, "exp_avg": np.ones(2)}, "k": {"step": 1}}
+    said = refused(rules, {"state": state, "param_groups": [{"params": ["q", "k"]}]})
+    assert re.search("Dicts of other values.*step.*exp_avg.*made of q, k", said, re.S), said
+    assert "made of a" in refused(KeyRules([split("a", ["x", "y"])]), {"a": np.ones(3)})
+
+
+def test_dims_may_be_counted_from_the_end():
+    rules = KeyRules([fuse(["q", "k"], "qk", dim=-1, sizes=(2, 1))])
+    sd = {"q": np.arange(8.0).reshape(2, 4), "k": np.arange(4.0).reshape(2, 2)}
+    assert there_and_back(rules, sd)["qk"].shape == (2, 6)
+    sd = {name: {"exp_avg": x, "step": np.array(3)} for name, x in sd.items()}
+    assert same(rules.inverse()(rules({"state": sd, "param_groups": []}))["state"], sd)
+
+
+def test_arrays_beside_dicts_of_them_go_by_other_names():
+    sd = {"model": arrays("a.x"), "a": np.array(3), "more": [1]}
+    new = there_and_back(KeyRules([rename("a", "b")]), sd)
+    assert {key: list(value) if key == "model" else value for key, value in new.items()} == {
+        "model": ["b.x"], "a": 3, "more": [1],
+    }  # fmt: skip
+    extra = {**arrays("a.x"), "a._extra_state": {"scale": np.ones(2)}}
+    assert list(there_and_back(KeyRules([rename("a", "b")]), extra)) == ["b.x", "b._extra_state"]
 
 
 words = st.text("abc", min_size=1, max_size=3)

@@ -38,7 +38,7 @@ def _differ(rank, world):
 def _one_differs(rank, world, mesh, fault):
     """Convert with one rank that does not do as the others."""
     import torch
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Partial, Shard
 
     from torchshard import DTensor, state_dict
 
@@ -60,10 +60,18 @@ def _one_differs(rank, world, mesh, fault):
         if odd:
             broken._local_tensor = torch.ones(2, 3)
         given["b"] = broken
+    if fault == "known":  # all ranks have done either before
+        others = {"other": sd["b"] + 1}
+        state_dict.to_full(others)
+        state_dict.to_full(given)
+        given = others if odd else given
+    if fault == "terms":  # one rank has a sum less to make
+        for name in ("s", "t") if odd else ("t",):
+            given[name] = DTensor.from_local(torch.ones(3), mesh, [Partial()])
     if odd and fault == "target":
         told = _told(lambda: state_dict.to_dtensor(given, mesh, [Shard(1)]))
     else:
-        told = _told(lambda: state_dict.to_full(given))
+        told = _told(lambda: state_dict.to_full(given, reduce_partial=True))
     for name, (local, values) in before.items():
         assert sd[name]._local_tensor is local
         assert torch.equal(local, values)
@@ -75,6 +83,8 @@ WORDS = {
     "dtype": "different state dicts.*b: torch.float(32|64).*b: torch.float(64|32)",
     "shape": r"different state dicts.*b: .*shape \(12, .\)",
     "assumed": r"different state dicts.*b: .*shape \(1[25], 3\)",
+    "known": "different state dicts.*(a: .*other: |other: .*a: )",
+    "terms": "different state dicts.*(s: .*t: |t: .*s: )",
     "target": "different state dicts.*whole on the ranks|different state dicts.*S\\(1\\)",
 }
 

@@ -3,6 +3,8 @@
 import itertools
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from tests.ranks import by_messages, run_ranks
 
@@ -110,3 +112,78 @@ def test_every_pair_of_forms(messages):
 @pytest.mark.parametrize("messages", [False, True])
 def test_every_pair_of_forms_shapes_and_dtypes(messages):
     run_ranks(4, _every_pair, SHAPES, ["bfloat16", "int16", "bool", "complex64", "float32"], messages, timeout=280)
+
+
+def _any_form(draw, shape, meshes):
+    """A form of a tensor with dims: how any other becomes it, and what it has to become before it becomes any other.
+
+    On a mesh, in boxes, of either library; along replicated axes of a mesh, a ShardedTensor for each group.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    from tests.layout.test_holding import boxes_of
+    from torchshard import state_dict
+    from torchshard.tensor.sharded import specs
+
+    def theirs(make):
+        return (lambda x: state_dict.to_torch(make(x))) if draw(st.booleans()) else make
+
+    kind = draw(st.sampled_from(["mesh", "mesh", "as it is", "chunks", "boxes", "whole"]))
+    if kind in ("mesh", "as it is"):
+        mesh = draw(st.sampled_from(meshes))
+        one = st.one_of(st.builds(Shard, st.integers(-len(shape), len(shape) - 1)), st.just(Replicate()))
+        here, back = ([draw(one) for _ in range(mesh.ndim)] for _ in range(2))
+        if kind == "mesh":
+            return theirs(lambda x: state_dict.to_dtensor(x, mesh, here)), lambda x: x
+        parts = theirs(lambda x: state_dict.to_sharded_tensor(state_dict.to_dtensor(x, mesh, here)))
+        return parts, lambda x: state_dict.to_dtensor(x, mesh, back)
+    if kind == "chunks":
+        dim = draw(st.integers(-len(shape), len(shape) - 1))
+        return theirs(lambda x: state_dict.to_sharded_tensor(x, dim=dim)), lambda x: x
+    if kind == "boxes" and all(shape):
+        shards = [
+            specs.ShardMetadata(list(box.offset), list(box.size), f"rank:{draw(st.integers(0, 3))}/cpu")
+            for box in draw(boxes_of(shape))
+        ]
+        return theirs(lambda x: state_dict.to_sharded_tensor(x, spec=specs.EnumerableShardingSpec(shards))), lambda x: x
+    return state_dict.to_full, lambda x: x
+
+
+def _round_trips(rank, world, examples):
+    """All ranks draw the same: nothing is random but by the test's name."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torchshard import state_dict
+
+    meshes = [init_device_mesh("cpu", n) for n in ((4,), (2, 2), (1, 4, 1), (2, 1, 2), (1, 2, 1, 2))]
+    types = [torch.float32, torch.int16, torch.bool, torch.complex64, torch.bfloat16, torch.float64, torch.uint8]
+    count = 0
+
+    @settings(
+        max_examples=examples, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(st.data(), st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), st.sampled_from(types))
+    def check(data, shape, dtype):
+        nonlocal count
+        count += 1
+        whole = _whole(shape, dtype, count)
+        forms = [_any_form(data.draw, shape, meshes) for _ in range(3)]
+        sd = {"w": whole, "same": whole.detach(), "step": 3}
+        for form, on in (*forms, forms[0]):
+            sd = form(sd)
+            assert sd["w"] is sd["same"]
+            assert (sd["w"].shape, sd["w"].dtype, sd["step"]) == (shape, dtype, 3)
+            assert _parts(sd["w"]) == _parts(form(whole.clone()))
+            sd = on(sd)
+        assert torch.equal(state_dict.to_full(sd)["w"], whole)
+
+    check()
+    return count
+
+
+@pytest.mark.parametrize("examples", [15, pytest.param(250, marks=pytest.mark.full)])
+def test_any_form_becomes_any_other_and_comes_back(examples):
+    counts = run_ranks(4, _round_trips, examples, timeout=280)
+    assert counts == [counts[0]] * 4

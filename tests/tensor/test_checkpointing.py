@@ -20,12 +20,12 @@ def state(module, mesh, seed, cut):
 
 
 def chunks(path):
-    """Offsets and sizes of everything stored, without where its bytes are."""
+    """Everything about what is stored but where its bytes are."""
     from torch.distributed.checkpoint import FileSystemReader
 
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     return {
-        name: (tuple(m.size), str(m.properties.dtype), sorted((tuple(c.offsets), tuple(c.sizes)) for c in m.chunks))
+        name: (m.size, m.properties, sorted((tuple(c.offsets), tuple(c.sizes)) for c in m.chunks))
         for name, m in stored.items()
     }
 
@@ -39,13 +39,16 @@ def body(rank, world, folder, how):
     mesh = ours.init_device_mesh("cpu", (2, 2))
     line = ours.init_device_mesh("cpu", (4,))
     cut = [ours.Shard(0), ours.Replicate()]
-    mine = state(ours, mesh, 0, cut)
+    mine, yours = state(ours, mesh, 0, cut), state(theirs, mesh, 0, cut)
+    if how == "save":  # stagers copy values only
+        for x in (mine["uneven"], yours["uneven"]):
+            x.requires_grad_()
     if how == "async":
         dcp.async_save(mine, checkpoint_id=f"{folder}/ours").result()
     else:
         dcp.save(mine, checkpoint_id=f"{folder}/ours")
-    dcp.save(state(theirs, mesh, 0, cut), checkpoint_id=f"{folder}/torch")
-    want = {k: v.full_tensor() for k, v in mine.items()}
+    dcp.save(yours, checkpoint_id=f"{folder}/torch")
+    want = {k: v.detach().full_tensor() for k, v in mine.items()}
     found = {"metadata": chunks(f"{folder}/ours") == chunks(f"{folder}/torch")}
     targets = {
         "same": state(ours, mesh, 1, cut),

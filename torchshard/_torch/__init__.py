@@ -97,6 +97,7 @@ from torchshard._torch.operators import (
     schema,
 )
 from torchshard._torch.sharded import (
+    group_of_loaded,
     group_of_theirs,
     is_sharded_tensor,
     sharded_tensors,
@@ -135,6 +136,7 @@ __all__ = [
     "gradient_outputs",
     "graph_break",
     "graph_breaks",
+    "group_of_loaded",
     "group_of_members",
     "group_of_theirs",
     "group_store",

@@ -3,6 +3,8 @@
 import functools
 from typing import Any
 
+from torchshard._torch.groups import default_group
+
 
 @functools.cache
 def sharded_tensors() -> Any:
@@ -46,6 +48,16 @@ def their_sharded_tensor(shards: Any, metadata: Any, spec: Any, group: Any) -> A
 def group_of_theirs(x: Any) -> Any:
     """The process group of one of torch's ShardedTensors (ShardedTensor._process_group, 2.11-2.15)."""
     return x._process_group
+
+
+def group_of_loaded() -> Any:
+    """The process group of ShardedTensors that are being loaded: the default one, or what torch's context manager
+    load_with_process_group says (torch.distributed._shard.api, 2.11-2.15); the default one without that name.
+    """
+    from torch.distributed._shard import api
+
+    current = getattr(api, "_get_current_process_group", None)
+    return default_group() if current is None else current()
 
 
 def is_sharded_tensor(x: Any) -> bool:

@@ -165,9 +165,9 @@ class _Entries:
         """Number of dims; None for an object."""
         return len(x.shape) if isinstance(x, TensorEntry) else None
 
-    def length(self, x: TensorEntry, dim: int) -> int:
-        """Length of a dim."""
-        return x.shape[dim]
+    def kind(self, x: TensorEntry) -> tuple[Any, tuple[int, ...]]:
+        """Dtype, in the tensor and where it is stored, and shape."""
+        return (x.dtype, x.stored_dtype), x.shape
 
     def cut(self, x: TensorEntry, dim: int, start: int, length: int) -> TensorEntry:
         """Part of a tensor."""

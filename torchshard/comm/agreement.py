@@ -77,6 +77,14 @@ class Agreement:
         self._place = self._known[step]
         self._followed.append((position, text))
 
+    def compare(self, text: str, position: int) -> None:
+        """As `confirm`, but a plan that all have agreed to before is compared, too; for what is done seldom.
+
+        Without it, ranks that turn to different plans, all of them agreed to earlier, follow them unasked.
+        """
+        if self._store is not None:
+            self._compare(self._store, text, position)
+
     def check(self, position: int, what: str) -> None:
         """Called while waiting: raise RankMismatchError if the reason is another plan on some rank, or a lost rank.
 

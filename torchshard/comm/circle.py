@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchshard._torch import group_of_members
 from torchshard.comm.agreement import Agreement
+from torchshard.errors import RankMismatchError
 
 
 @dataclass(slots=True)
@@ -31,13 +32,17 @@ class Circle:
     near: Mapping[int, int] | None = None
 
     def agree(self, text: str) -> None:
-        """Return when all ranks are about to do what `text` says.
+        """Return when all ranks are about to do what `text` says; asked each time, as ranks that have exchanged the
+        same things before may still take them in another order.
 
         Raises:
             RankMismatchError: one of them is about to do something else, or does not come.
         """
-        self.agreement.restart()
-        self.agreement.confirm(text, self.exchanges)
+        try:
+            self.agreement.compare(text, self.exchanges)
+        except RankMismatchError:
+            forget(self)
+            raise
         self.exchanges += 1
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torchshard.errors import ShardingError
-from torchshard.keys.rules import Fuse, Rule, Split, Value, Values, listed
+from torchshard.keys.rules import Fuse, Rule, Split, Transpose, Value, Values, listed
 
 
 class Arrays(Protocol):
@@ -26,8 +26,8 @@ class Arrays(Protocol):
     def ndim(self, x: Any) -> int | None:
         """Number of dims; None for what is no array."""
 
-    def length(self, x: Any, dim: int) -> int:
-        """Length of a dim."""
+    def kind(self, x: Any) -> tuple[Any, tuple[int, ...]]:
+        """Dtype and shape."""
 
     def cut(self, x: Any, dim: int, start: int, length: int) -> Any:
         """Part of an array."""
@@ -49,9 +49,9 @@ class _Numpy:
         """As of Arrays."""
         return getattr(x, "ndim", None)
 
-    def length(self, x: Any, dim: int) -> int:
+    def kind(self, x: Any) -> tuple[Any, tuple[int, ...]]:
         """As of Arrays."""
-        return int(x.shape[dim])
+        return x.dtype, x.shape
 
     def cut(self, x: Any, dim: int, start: int, length: int) -> Any:
         """As of Arrays."""
@@ -90,8 +90,9 @@ class KeyRules:
 
         Args:
             sd: keys and arrays; or dicts of such dicts (`{"model": {...}, "optimizer": {...}}`), whose own keys stay as
-                they are. In the state dict of an optimizer ("state" and "param_groups") the names of parameters follow
-                the rules, and what is kept for a parameter is cut, joined and transposed as it is.
+                they are, also those of arrays beside the dicts (a step counter). In the state dict of an optimizer
+                ("state" and "param_groups") the names of parameters follow the rules, and what is kept for a parameter
+                is cut, joined and transposed as it is.
 
         Raises:
             ShardingError: keys that collide, parts that are missing, a rename that cannot be undone for a key; with
@@ -138,9 +139,9 @@ class KeyRules:
             _, fits = self._work_out(keys)
             idle -= {k for k, (fit, _) in enumerate(fits) if fit}
             left += [key for key in keys if not any(key in sources for _, sources in fits)]
-            if len(keys) < len(level) and any(isinstance(rule, Fuse | Split) for rule in self.rules):
+            if len(keys) < len(level) and any(isinstance(rule, Fuse | Split | Transpose) for rule in self.rules):
                 raise ShardingError(
-                    "Parameters that go by numbers cannot be joined or taken apart.",
+                    "Parameters that go by numbers cannot be joined, taken apart or transposed.",
                     expected="an optimizer's state by names of parameters",
                     got=[key for key in level if not isinstance(key, str)][:3],
                     fix="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
@@ -164,7 +165,15 @@ class KeyRules:
                     yield from self._levels(value)
 
     def _is_names(self, tree: Any) -> bool:
-        return isinstance(tree, Mapping) and any(self.arrays.ndim(value) is not None for value in tree.values())
+        """Whether a dict has arrays, and no dicts of them: but for what a module keeps as its extra state."""
+        if not isinstance(tree, Mapping) or all(self.arrays.ndim(value) is None for value in tree.values()):
+            return False
+        return not any(self._has_arrays(x) for key, x in tree.items() if not str(key).endswith("_extra_state"))
+
+    def _has_arrays(self, tree: Any) -> bool:
+        if not isinstance(tree, Mapping):
+            return False
+        return any(self.arrays.ndim(x) is not None or self._has_arrays(x) for x in tree.values())
 
     def _applied(self, tree: Any) -> Any:
         if self._is_names(tree):
@@ -188,40 +197,60 @@ class KeyRules:
     def _made(self, value: Value, level: Mapping[str, Any]) -> Any:
         if value.key:
             return level[value.key]
-        return self._combined(value, [self._made(part, level) for part in value.made_of])
+        parts = [self._made(part, level) for part in value.made_of]
+        try:
+            return self._combined(value, parts)
+        except ShardingError as error:
+            where = f"made of {', '.join(_sources(value))}" if error.where is None else error.where
+            raise ShardingError(
+                error.what, expected=error.expected, got=error.got, where=where, fix=error.fix
+            ) from None
 
     def _combined(self, value: Value, parts: Sequence[Any]) -> Any:
         """Arrays, or dicts of them, cut, joined or transposed."""
         first = parts[0]
         if isinstance(first, Mapping):
+            if any(not isinstance(part, Mapping) or set(part) != set(first) for part in parts):
+                raise ShardingError(
+                    "Dicts of other values cannot be joined.",
+                    expected=list(first),
+                    got=[list(x) if isinstance(x, Mapping) else x for x in parts],
+                )
             return {name: self._combined(value, [part[name] for part in parts]) for name in first}
         ndim = self.arrays.ndim(first)
         if value.how == "transpose":
             return first if ndim is None or ndim < 2 else self.arrays.transpose(first)
-        if ndim is None or ndim <= value.dim:
+        if ndim is None or not -ndim <= value.dim < ndim:
             if not all(self.arrays.same(first, part) for part in parts[1:]):
                 raise ShardingError("Values that cannot be joined are not the same.", expected=first, got=parts[1:])
             return first
+        dim = value.dim % ndim
         if value.how == "join":
-            self._check_sizes(value, [self.arrays.length(part, value.dim) for part in parts])
-            return self.arrays.join(parts, value.dim)
-        length, total = self.arrays.length(first, value.dim), sum(value.sizes)
+            self._check_parts(value, dim, [self.arrays.kind(part) for part in parts])
+            return self.arrays.join(parts, dim)
+        length, total = self.arrays.kind(first)[1][dim], sum(value.sizes)
         if length % total:
             raise ShardingError(
                 "A tensor cannot be cut in these proportions.",
-                expected=f"a length of dim {value.dim} that {total} divides",
+                expected=f"a length of dim {dim} that {total} divides, in proportions {value.sizes}",
                 got=length,
-                where=f"proportions {value.sizes}",
             )
         unit = length // total
         start = unit * sum(value.sizes[: value.place])
-        return self.arrays.cut(first, value.dim, start, unit * value.sizes[value.place])
+        return self.arrays.cut(first, dim, start, unit * value.sizes[value.place])
 
-    def _check_sizes(self, value: Value, lengths: Sequence[int]) -> None:
+    def _check_parts(self, value: Value, dim: int, kinds: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
+        if len({(dtype, *shape[:dim], "any", *shape[dim + 1 :]) for dtype, shape in kinds}) > 1:
+            raise ShardingError(
+                "Parts of other dtypes or shapes cannot be joined.",
+                expected=f"one dtype, and one shape but for dim {dim}",
+                got=", ".join(f"{dtype} {list(shape)}" for dtype, shape in kinds),
+            )
+        lengths = [shape[dim] for _, shape in kinds]
         if any(n * value.sizes[0] != lengths[0] * size for n, size in zip(lengths, value.sizes, strict=True)):
             raise ShardingError(
                 "Parts are not in the proportions that would take them apart again.",
-                expected=f"lengths of dim {value.dim} as {value.sizes}",
+                expected=f"lengths of dim {dim} as {value.sizes}",
                 got=tuple(lengths),
                 fix=f"fuse(..., sizes={tuple(lengths)})",
             )

@@ -190,7 +190,9 @@ class Split:
 
 
 @dataclass(frozen=True)
-class _Transpose:
+class Transpose:
+    """The last two dims exchanged; made by `transpose`."""
+
     pattern: Pattern
 
     def apply(self, values: Values) -> tuple[Values, set[str]]:
@@ -290,4 +292,4 @@ def split(whole: str, parts: Sequence[str], dim: int = 0, *, sizes: Sequence[int
 
 def transpose(pattern: str) -> Rule:
     """Exchange the last two dims of what fits `pattern`; values of fewer dims are left as they are."""
-    return _Transpose(Pattern.of(pattern))
+    return Transpose(Pattern.of(pattern))

@@ -22,7 +22,7 @@ from torchshard.comm.circle import circle_of
 from torchshard.errors import ShardingError
 from torchshard.layout.placements import Shard
 from torchshard.state_dict.converting import convert
-from torchshard.state_dict.forms import Form
+from torchshard.state_dict.forms import Form, take_replicas
 from torchshard.state_dict.targets import InParts, OnMesh, Target, Whole
 from torchshard.state_dict.trees import identity, leaves, with_leaves
 from torchshard.tensor.dtensor import DTensor
@@ -40,8 +40,8 @@ def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, red
 
     Args:
         sd: a tensor or a nesting; every rank of its tensors' meshes and groups calls this.
-        rank0_only: on the first of these ranks alone. Others get an empty container (None for a single tensor), and
-            never hold a whole tensor.
+        rank0_only: on the first of these ranks alone. Others get an empty container (None for a single tensor or a
+            named tuple), and never hold a whole tensor.
         cpu_offload: in CPU memory.
         reduce_partial: take the value of Partial tensors, which are refused otherwise.
 
@@ -53,7 +53,7 @@ def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, red
 
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
         if form.holding is None:
-            return Whole((_here(),), True) if cpu_offload else None
+            return Whole((_here(),), True) if cpu_offload and form.device.type != "cpu" else None
         ranks = form.holding.ranks
         if rank0_only:
             firsts.setdefault(ranks[0], path)
@@ -69,7 +69,7 @@ def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, red
 
     full = convert(sd, decide, reduce_partial=reduce_partial)
     if rank0_only and _here() != next(iter(firsts), 0):
-        return type(sd)() if isinstance(sd, (dict, list, tuple)) else None
+        return type(sd)() if isinstance(sd, (dict, list, tuple)) and not hasattr(sd, "_fields") else None
     return full
 
 
@@ -111,6 +111,7 @@ def to_dtensor(
         sharding = sharding_from_torch(found, mesh, form.shape)
         if sharding.partial:
             raise ShardingError("Values cannot be converted to terms.", expected="Shard(dim) or Replicate()", got=found)
+        take_replicas(form, mesh)
         return OnMesh(sharding)
 
     return convert(sd, decide, reduce_partial=reduce_partial, source=src_rank)
@@ -167,10 +168,11 @@ def to_sharded_tensor(
     Plain tensors without dims are left as they are.
 
     Raises:
-        ShardingError: a spec that does not fit, or a rank outside of a tensor's mesh.
+        ShardingError: a spec that does not fit, `dim` beside a spec, or a rank outside of a tensor's mesh.
         RankMismatchError: ranks do not convert the same, or one is lost.
     """
-
+    if dim is not None and spec is not None:
+        raise ShardingError("A spec says itself which dim is cut.", expected="dim= or spec=", got="both")
     cuts: dict[Any, Any] = {}  # one spec for all tensors that are cut alike
 
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
@@ -205,6 +207,8 @@ def _as_it_is(form: Form) -> Target:
             got=f"rank {here}",
             fix="convert on the ranks of its mesh alone",
         )
+    if not form.holding.owners:  # no element anywhere: any cut is right
+        return InParts(specs.chunks(0, ranks, form.device), ranks, form.group or circle_of(ranks, form.device).group)
     held = [(rank, box) for box, owners in form.holding.owners.items() for rank in owners if rank in ranks]
     shards = [specs.ShardMetadata(list(b.offset), list(b.size), _place(rank, form)) for rank, b in sorted(held)]
     group = form.group or circle_of(ranks, form.device).group

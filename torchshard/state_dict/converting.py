@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard.comm.circle import circle_of
 from torchshard.errors import ShardingError
+from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
-from torchshard.state_dict.forms import Form, Memory, form_of
+from torchshard.state_dict.forms import Form, Memory, form_of, terms_of
 from torchshard.state_dict.targets import Target
-from torchshard.state_dict.trees import identity, leaves, with_leaves
+from torchshard.state_dict.trees import identity, tensors, with_leaves
 from torchshard.tensor.carrying import Job, carry
 from torchshard.tensor.redistribute import check_assumed
 
@@ -40,16 +42,19 @@ def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: 
         source: the global rank whose plain tensors count; None where all have the same.
 
     Raises:
-        ShardingError: a tensor that cannot be converted; nothing is moved then on any rank.
+        ShardingError: a tensor that cannot be converted, or the source is no rank; nothing is moved then on any rank.
         RankMismatchError: ranks do not convert the same, or one is lost.
     """
     memory: Memory = {}
     under_way: dict[Any, _Made | Tensor] = {}
     jobs: list[Job] = []
     paths: dict[str, Any] = {}
-    for path, leaf in leaves(tree):
-        if not isinstance(leaf, Tensor):
-            continue
+    found = tensors(tree)
+    if source is not None and not 0 <= source < _world():
+        raise ShardingError("The source is no rank.", expected=f"0 to {_world() - 1}", got=source)
+    if reduce_partial:
+        _agree_on_reductions(found)
+    for path, leaf in found:
         key = paths[path] = identity(leaf)
         if key in under_way:
             continue
@@ -68,6 +73,18 @@ def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: 
     return with_leaves(tree, lambda path, leaf: finished[paths[path]] if path in paths else leaf)
 
 
+def _agree_on_reductions(found: Sequence[tuple[str, Tensor]]) -> None:
+    """All ranks reduce the same Partial tensors, in the same order: compared before the first of them is."""
+    circles: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for path, x in found:
+        if (terms := terms_of(x)) is not None:
+            ranks, device, text = terms
+            circles.setdefault((ranks, device), []).append(f"{path}: {text}")
+    for (ranks, device), lines in sorted(circles.items()):
+        if _here() in ranks:
+            circle_of(ranks, torch.device(device)).agree("\n".join(lines))
+
+
 def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[Job], source: int | None) -> _Made:
     """What a tensor becomes: memory and the job that fills it, or the tensor's own memory where nothing moves."""
     goal = target.holding(form, memory)
@@ -83,6 +100,8 @@ def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[J
     job = Job(
         path, f"{form.text}, to {target.text}", form.dtype, held, goal, parts, [], device, form.problem, form.group
     )
+    if job.problem is None and (job.moves or form.holding is None):
+        job.problem = _without_values(path, form, parts)
     if not job.moves and form.unchecked is not None and form.parts:
         check_assumed(form.parts[0][1], form.unchecked)  # else the ranks compare what they move
     if not job.moves and job.problem is None and all(box in own or not box.numel for box in boxes):
@@ -92,5 +111,24 @@ def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[J
     return _Made(form, target, [room for _, room in job.goals])
 
 
+def _without_values(path: str, form: Form, parts: Sequence[tuple[Box, Tensor]]) -> ShardingError | None:
+    """What is wrong with a tensor of which this rank has nothing that could be copied."""
+    if form.holding is None and not form.parts:
+        return ShardingError("Only dense tensors can be cut.", expected=torch.strided, got=form.text, where=path)
+    if any(part.is_meta for _, part in parts):
+        return ShardingError(
+            "A tensor on the meta device has no values to convert.",
+            expected="a tensor with values",
+            got=form.text,
+            where=path,
+            fix="to_dtensor(..., src_rank=) takes them from one rank",
+        )
+    return None
+
+
 def _here() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

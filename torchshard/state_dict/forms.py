@@ -14,8 +14,9 @@ from torchshard._torch import sharded_tensors
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding
-from torchshard.layout.layout import Sharding
+from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.strided import strided_intervals
+from torchshard.state_dict.trees import not_dense
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import ASSUMED, TensorLayout, from_torch
 from torchshard.tensor.mesh import BoundMesh, bind
@@ -70,7 +71,7 @@ def form_of(x: Tensor, reduce_partial: bool, memory: Memory) -> Form:
         memory: filled here.
 
     Raises:
-        ShardingError: `x` is Partial and shall not be reduced.
+        ShardingError: `x` is Partial and shall not be reduced, or nested.
     """
     if isinstance(x, sharded_tensors().ShardedTensor):
         x = ShardedTensor.from_torch(x)
@@ -80,18 +81,72 @@ def form_of(x: Tensor, reduce_partial: bool, memory: Memory) -> Form:
         return _of_upstream(x, reduce_partial, memory)
     if isinstance(x, DTensor):
         return _of_dtensor(x, reduce_partial, memory)
+    if not_dense(x):
+        return _other(x)
     shape = tuple(x.shape)
     text = f"{x.dtype} of shape {shape}, whole"
     return Form(shape, x.stride(), x.dtype, None, [(whole(shape), x.detach())], x.device, text, x.requires_grad)
+
+
+def _other(x: Tensor) -> Form:
+    """A plain tensor that cannot be cut: it can stay as it is, and has no parts to make another of."""
+    if x.is_nested:
+        raise ShardingError("Nested tensors are not converted.", expected="dense tensors", got=f"{x.ndim} dims, nested")
+    shape = tuple(x.shape)
+    text = f"{x.dtype} of shape {shape}, {'quantized' if x.is_quantized else x.layout}"
+    return Form(shape, contiguous_stride(shape), x.dtype, None, [], x.device, text, x.requires_grad)
+
+
+def terms_of(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
+    """Ranks, type of device and description of a Partial tensor; None of any other."""
+    if isinstance(x, upstream.DTensor):
+        mesh: BoundMesh = bind(x.device_mesh)
+        partial, where = any(p.is_partial() for p in x.placements), str(x.placements)
+    elif isinstance(x, DTensor):
+        mesh = x._spec.mesh  # type: ignore[assignment]
+        partial, where = bool(x._spec.sharding.partial), str(x._spec.sharding)
+    else:
+        return None
+    text = f"{x.dtype} of shape {tuple(x.shape)}, to be reduced, {where} on the ranks {list(mesh.ranks)}"
+    return (tuple(sorted(mesh.ranks)), mesh.device_mesh.device_type, text) if partial else None
+
+
+def take_replicas(form: Form, mesh: BoundMesh) -> None:
+    """Have the form of a ShardedTensor say that each line of ranks beside its own on a mesh has one like it.
+
+    So it is after `to_sharded_tensor` of a DTensor that was replicated along an axis. Other forms stay as they are.
+    """
+    holding, at = form.holding, mesh.coordinate
+    if form.group is None or holding is None or at is None or not set(holding.ranks) < set(mesh.ranks):
+        return
+    places = dict(zip(mesh.ranks, mesh.coordinates(), strict=True))
+    axes = [a for a in range(mesh.ndim) if any(places[rank][a] != at[a] for rank in holding.ranks)]
+    if sorted(mesh.line(axes)) != list(holding.ranks):
+        return
+    along = {rank: tuple([there[a] for a in axes]) for rank, there in places.items()}
+    held = [
+        (rank, box)
+        for box, owners in holding.owners.items()
+        for owner in owners
+        for rank in mesh.ranks
+        if along[rank] == along[owner]
+    ]
+    form.holding = Holding.of(form.shape, held, mesh.ranks)
+    form.text = _of_parts(form, form.holding)
+
+
+def _of_parts(form: Form | ShardedTensor, holding: Holding) -> str:
+    parts = "; ".join(f"{box} on {ranks}" for box, ranks in holding.owners.items())
+    return f"{form.dtype} of shape {tuple(form.shape)}, parts {parts}"
 
 
 def _of_sharded_tensor(x: ShardedTensor, memory: Memory) -> Form:
     group = group_of(x)
     key = id(x.metadata())
     holding = memory.get(key) or memory.setdefault(key, moving.held(x))
-    text = f"{x.dtype} of shape {tuple(x.shape)}, parts {'; '.join(f'{b} on {r}' for b, r in holding.owners.items())}"
     device = x.metadata().shards_metadata[0].placement.device()
     shape = tuple(x.shape)
+    text = _of_parts(x, holding)
     return Form(shape, x.stride(), x.dtype, holding, moving.parts(x), device, text, x.requires_grad, group=group)
 
 

@@ -48,9 +48,9 @@ class _Tensors:
         """As of keys.Arrays."""
         return x.ndim if isinstance(x, Tensor) else None
 
-    def length(self, x: Tensor, dim: int) -> int:
+    def kind(self, x: Tensor) -> tuple[Any, tuple[int, ...]]:
         """As of keys.Arrays."""
-        return x.shape[dim]
+        return x.dtype, tuple(x.shape)
 
     def cut(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
         """As of keys.Arrays; plain results are copies, as parts of a state dict are saved and loaded alone."""

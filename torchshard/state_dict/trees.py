@@ -1,12 +1,16 @@
-"""Nested containers: their tensors by path, and the same containers with other leaves."""
+"""Nested containers: their tensors by path, the same containers with other leaves, and which tensors are one."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
+import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
+from torchshard.errors import ShardingError
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
@@ -25,6 +29,24 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in items:
         yield from leaves(value, f"{path}.{key}" if path else str(key))
+
+
+def tensors(tree: Any) -> list[tuple[str, Tensor]]:
+    """Path and value of every tensor, in the order of paths: the same on ranks whose dicts were filled otherwise.
+
+    Raises:
+        ShardingError: a tensor and another leaf have the same path.
+    """
+    found = sorted(leaves(tree), key=itemgetter(0))
+    for (path, x), (other, y) in pairwise(found):
+        if path == other and (isinstance(x, Tensor) or isinstance(y, Tensor)):
+            raise ShardingError(
+                "Two values of a state dict go by the same name.",
+                expected="keys and positions that differ when they are joined by dots",
+                got=path,
+                fix="rename one of the keys, or convert the inner dicts one by one",
+            )
+    return [(path, x) for path, x in found if isinstance(x, Tensor)]
 
 
 def with_leaves(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
@@ -49,9 +71,18 @@ def identity(x: Tensor) -> Any:
     if isinstance(x, DTensor):
         return "DTensor", x._spec, identity(x._local_tensor)
     if isinstance(x, ShardedTensor):
-        return "ShardedTensor", tuple(x.shape), *[identity(shard.tensor) for shard in x.local_shards()]
+        parts = [identity(shard.tensor) for shard in x.local_shards()]
+        return "ShardedTensor", tuple(x.shape), *(parts or [x._token])
     if isinstance(x, upstream.DTensor):
         return "upstream", x.device_mesh, x.placements, tuple(x.shape), identity(x.to_local())
-    if type(x) not in (Tensor, nn.Parameter) or not x.nbytes or x.is_meta:
+    if type(x) not in (Tensor, nn.Parameter) or not_dense(x):
         return id(x)
-    return x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype
+    memory = x.untyped_storage()
+    # What is empty has no address; views of it share torch's object for the memory.
+    where = memory.data_ptr() if x.nbytes and not x.is_meta else memory
+    return where, x.storage_offset(), x.shape, x.stride(), x.dtype
+
+
+def not_dense(x: Tensor) -> bool:
+    """Whether the elements do not lie in memory at strides: sparse, quantized and nested tensors."""
+    return x.is_nested or x.is_quantized or x.layout is not torch.strided

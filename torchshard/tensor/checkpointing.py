@@ -16,7 +16,9 @@ from torchshard.tensor.dtensor import DTensor
 
 def write_items(x: DTensor, name: str) -> list[WriteItem]:
     """What this rank writes of `x`; nothing on a rank outside of the mesh."""
-    return items(name, x.size(), TensorProperties.create_from_tensor(x._local_tensor), chunks(x))
+    properties = TensorProperties.create_from_tensor(x._local_tensor)
+    properties.requires_grad = x.requires_grad
+    return items(name, x.size(), properties, chunks(x))
 
 
 def items(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchshard.comm.agreement import Agreement
 from torchshard.errors import RankMismatchError, ShardingError
 from torchshard.tensor.sharded.specs import ShardedTensorMetadata, TensorProperties, holding_of
 
@@ -73,6 +74,9 @@ def check_whole(metadata: Any, ranks: Sequence[int]) -> None:
     Raises:
         ShardingError: names two parts that overlap and their ranks, one outside, or how many elements are missing.
     """
+    for shard in metadata.shards_metadata:
+        if shard.placement is None or shard.placement.rank() is None:
+            raise ShardingError("A part lies on no rank.", expected="a placement such as rank:0/cpu", got=shard)
     holding = holding_of(metadata, ranks)
     for box, owners in holding.owners.items():
         if len(owners) > 1:
@@ -84,6 +88,22 @@ def check_whole(metadata: Any, ranks: Sequence[int]) -> None:
         raise ShardingError(
             error.what, expected=error.expected, got=error.got, where=f"parts of shape {tuple(metadata.size)}\n{owned}"
         ) from None
+
+
+def of_all(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of a group says of its parts, in the group's order.
+
+    Raises:
+        RankMismatchError: a rank does not come, or is lost; names it.
+    """
+    said: list[Any] = [None] * group.size()
+    agreement = Agreement(group, torch.device("cpu"), "parts of a ShardedTensor")
+    agreement.confirm("parts of a ShardedTensor", 0)
+    try:
+        dist.all_gather_object(said, mine, group=group)
+    except RuntimeError as error:
+        agreement.blame("parts of a ShardedTensor", error)
+    return said
 
 
 def global_metadata(
@@ -100,11 +120,11 @@ def global_metadata(
 
     Raises:
         ShardingError: a rank has a problem, or the parts do not make up the tensor; on every rank.
-        RankMismatchError: ranks differ in the size of the tensor or the properties of their parts; names them.
+        RankMismatchError: ranks differ in the size of the tensor or in properties of their parts, or one is lost; names
+            them.
     """
-    said: list[Any] = [None] * len(ranks)
     told = None if problem is None else problem.__reduce__()[1]
-    dist.all_gather_object(said, (mine, told, tuple(size)), group=group)
+    said = of_all((mine, told, tuple(size)), group)
     for rank, (_, told, _) in zip(ranks, said, strict=True):
         if told is not None:
             _, what, parts = told

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torchshard.layout.boxes import Box
 from torchshard.tensor.sharded.moving import parts
-from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, flat_size
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+from torchshard.tensor.sharded.specs import flat_size
 
 
 def empty(sharding_spec: Any, *size: Any, **options: Any) -> ShardedTensor:

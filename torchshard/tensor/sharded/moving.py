@@ -1,6 +1,5 @@
 """ShardedTensors that move: gathered on one rank, cut in another way, to another device."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding, lacking
 from torchshard.tensor.carrying import Job, carry
 from torchshard.tensor.sharded import checking, specs
+from torchshard.tensor.sharded.operators import cut_as
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of, made
 
 
@@ -29,6 +29,10 @@ def gather(x: ShardedTensor, dst: int, out: Tensor | None, dtype: torch.dtype | 
     """See ShardedTensor.gather."""
     group = group_of(x)
     ranks = dist.get_process_group_ranks(group)
+    if not 0 <= dst < len(ranks):
+        raise ShardingError(
+            "gather() has no such destination.", expected=f"a place from 0 to {len(ranks) - 1}", got=dst
+        )
     here = dist.get_rank() == ranks[dst]
     problem = None
     if here != (out is not None) or (out is not None and out.shape != x.shape):
@@ -91,25 +95,13 @@ def to(x: ShardedTensor, *args: Any, **options: Any) -> ShardedTensor:
         raise RuntimeError("only torch.contiguous_format and torch.preserve_format are supported")
     # Nothing but the parser of Tensor.to knows all its spellings, so a tensor without elements is sent through it.
     like = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **{**options, "copy": False})
-    moves = like.device != x.device
-    if not moves and like.dtype == x.dtype and not options.get("copy", False) and group is x._process_group:
+    if (
+        like.device == x.device
+        and like.dtype == x.dtype
+        and not options.get("copy", False)
+        and group is x._process_group
+    ):
         return x
-    device = like.device
-
-    def moved(shard: Any) -> Any:
-        place = specs.place_of(shard.placement.rank(), device) if moves else shard.placement
-        return specs.ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), place)
-
-    metadata = replace(
-        x._metadata,
-        shards_metadata=[moved(shard) for shard in x._metadata.shards_metadata],
-        tensor_properties=replace(x._metadata.tensor_properties, dtype=like.dtype, requires_grad=False),
-    )
     tensors = [shard.tensor.detach().to(*args, **options) for shard in x._local_shards]
-    shards = [
-        specs.Shard(tensor, moved(shard.metadata)) for tensor, shard in zip(tensors, x._local_shards, strict=True)
-    ]
-    spec = specs.inferred_spec(metadata) if moves else x._sharding_spec
-    moved_x = made(shards, metadata, spec, group)
-    moved_x.requires_grad_(x.requires_grad and like.is_floating_point())
-    return moved_x
+    there = cut_as(x, tensors, like, group)
+    return there.requires_grad_(x.requires_grad and like.is_floating_point())  # type: ignore[return-value]

@@ -1,9 +1,11 @@
 """Operators of ShardedTensors: those that work element by element, run on this rank's parts without communication."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchshard._torch import operator_names, schema
@@ -11,7 +13,7 @@ from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.rules import pointwise
 from torchshard.tensor.foreach import handles as on_lists
 from torchshard.tensor.sharded import specs
-from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, like
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, made
 
 # By element, but of another shape or meaning where parts are taken one by one.
 _OTHERS = {"view_as_real.default", "view_as_complex.default", "bucketize.Tensor"}
@@ -35,7 +37,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     ):
         options = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
         return _whole_new(found[0], torch.zeros_like if "zeros" in name else torch.empty_like, **options)
-    if not _by_element(func, name):
+    if not _by_element(func, name) and not _by_mask(name, args):
         raise UnsupportedOperatorError(
             f"{name} is not an operator of ShardedTensors.",
             expected="an operator that works element by element, such as those of optimizers",
@@ -45,20 +47,51 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         )
     if on_lists(operator_names(func)[0]):
         return _run_lists(func, args, kwargs)
-    _require_alike(name, found, args)
+    _require_alike(name, found, [*args, *kwargs.values()])
     return _joined(func, args, kwargs, found[0])
+
+
+def cut_as(
+    x: ShardedTensor, tensors: Sequence[Tensor], example: Tensor, group: dist.ProcessGroup | None = None
+) -> ShardedTensor:
+    """A ShardedTensor cut as `x` is, with other tensors as this rank's parts.
+
+    Args:
+        x: cut as the result shall be.
+        tensors: this rank's parts.
+        example: of the dtype and on the device that they have on all ranks.
+        group: the ranks; those of `x` by default.
+    """
+    properties = replace(x._metadata.tensor_properties, dtype=example.dtype, requires_grad=False, pin_memory=False)
+    metadata, spec = replace(x._metadata, tensor_properties=properties), x._sharding_spec
+    own = [shard.metadata for shard in x._local_shards]
+    if example.device != x.device:
+        metadata = specs.on_device(metadata, example.device)
+        spec = specs.inferred_spec(metadata)
+        own = specs.on_device(replace(metadata, shards_metadata=own), example.device).shards_metadata
+    shards = [specs.Shard(tensor, shard) for tensor, shard in zip(tensors, own, strict=True)]
+    return made(shards, metadata, spec, group or x._process_group)
 
 
 def _whole_new(x: ShardedTensor, make: Callable[..., Tensor], **options: Any) -> ShardedTensor:
     """As torch's staging of asynchronous checkpoints asks for a copy: of the whole size, cut alike."""
     tensors = [make(shard.tensor.detach(), **options) for shard in x._local_shards]
-    return like(x, tensors, options.get("dtype") or x.dtype)
+    return cut_as(x, tensors, make(_nothing(x), **options))
 
 
 def _by_element(func: Any, name: str) -> bool:
     if _RANDOM in func.tags or name in _OTHERS or operator_names(func)[0] in _REDUCING:
         return False
+    if not all("Tensor" in str(result.type) for result in schema(func).returns):  # a number, of all elements
+        return False
     return torch.Tag.pointwise in func.tags or name in pointwise.RULES or name in _ALSO or on_lists(name)
+
+
+def _by_mask(name: str, args: Sequence[Any]) -> bool:
+    """Whether this is `x[mask] = number`, as the optimizer Rprop has it."""
+    if name != "index_put_.default":
+        return False
+    return all(isinstance(index, ShardedTensor) and index.dtype == torch.bool for index in args[1])
 
 
 def _sharded(values: Any) -> Iterator[ShardedTensor]:
@@ -80,7 +113,7 @@ def _parts(values: Any, k: int) -> Any:
     return values
 
 
-def _require_alike(name: str, found: Sequence[ShardedTensor], args: Any) -> None:
+def _require_alike(name: str, found: Sequence[ShardedTensor], values: Sequence[Any]) -> None:
     first = found[0]
     for other in found[1:]:
         if other._metadata is not first._metadata and not _cut_alike(first, other):
@@ -90,7 +123,7 @@ def _require_alike(name: str, found: Sequence[ShardedTensor], args: Any) -> None
                 got=f"shape {tuple(other.shape)} cut as {other._sharding_spec}",
                 fix="y.reshard(x.sharding_spec())",
             )
-    for position, value in enumerate(args):
+    for position, value in enumerate(values):
         if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and value.ndim:
             raise ShardingError(
                 f"{name}: argument {position} is a plain tensor.",
@@ -111,18 +144,25 @@ def _cut_alike(a: ShardedTensor, b: ShardedTensor) -> bool:
 def _joined(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], first: ShardedTensor) -> Any:
     """What the operator gives for each part, as ShardedTensors; its first argument where it writes to that."""
     results = [func(*_parts(args, k), **_parts(kwargs, k)) for k in range(len(first._local_shards))]
-    written = [k for k, a in enumerate(schema(func).arguments) if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        args[k] if k < len(args) else kwargs[a.name]
+        for k, a in enumerate(schema(func).arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     if written:
-        return args[written[0]]
+        return written[0] if len(written) == 1 else tuple(written)
     # A rank without parts learns dtypes from the operator on nothing.
     example = results[0] if results else func(*_nothing(args), **_nothing(kwargs))
-    return _wrapped(first, example, results)
+    wrapped = _wrapped(first, example, results)
+    if schema(func).returns[0].alias_info is not None:
+        wrapped._token = first._token
+    return wrapped
 
 
 def _wrapped(first: ShardedTensor, example: Any, results: Sequence[Any]) -> Any:
     if isinstance(example, (list, tuple)):
         return type(example)(_wrapped(first, one, [r[k] for r in results]) for k, one in enumerate(example))
-    return like(first, results, example.dtype)
+    return cut_as(first, results, example)
 
 
 def _nothing(values: Any) -> Any:
@@ -146,9 +186,9 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     counts = [len(item._local_shards) if isinstance(item, ShardedTensor) else 1 for item in first]
     for value in args:
         if isinstance(value, (list, tuple)) and len(value) == len(first):
-            for item, one in zip(value, first, strict=True):
-                if isinstance(item, ShardedTensor) and isinstance(one, ShardedTensor):
-                    _require_alike(func.name(), [one, item], ())
+            for pair in zip(first, value, strict=True):
+                if any(isinstance(item, ShardedTensor) for item in pair):
+                    _require_alike(func.name(), list(_sharded(pair)), pair)
 
     def spread(value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(first):
@@ -162,10 +202,8 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         result = func(*map(spread, args), **{key: spread(value) for key, value in kwargs.items()})
     if result is None or not schema(func).returns:
         return None
-    parts, made = iter(result), []
+    parts, items = iter(result), []
     for item, n in zip(first, counts, strict=True):
         mine = [next(parts) for _ in range(n)]
-        made.append(
-            like(item, mine, mine[0].dtype if mine else item.dtype) if isinstance(item, ShardedTensor) else mine[0]
-        )
-    return made
+        items.append(cut_as(item, mine, mine[0] if mine else item) if isinstance(item, ShardedTensor) else mine[0])
+    return items

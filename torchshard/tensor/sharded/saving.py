@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchshard._torch import group_of_loaded
 from torchshard.errors import ShardingError
 from torchshard.tensor.sharded import sharded_tensor, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, made
@@ -29,6 +30,7 @@ def reduced(x: ShardedTensor) -> Any:
         tensors,
         place,
         _spec(x._sharding_spec),
+        isinstance(x, nn.Parameter),
     )
 
 
@@ -40,6 +42,7 @@ def restored(
     tensors: list[tuple[list[int], list[int], Tensor]],
     place: Place,
     spec: tuple[str, Any],
+    parameter: bool = False,
 ) -> ShardedTensor:
     """The ShardedTensor of a pickle. Where there is no process group its parts can be used, and nothing be moved.
 
@@ -49,17 +52,23 @@ def restored(
     shards = [specs.ShardMetadata(o, n, specs.upstream.RemoteDevice(where)) for o, n, where in described]
     properties = specs.TensorProperties(dtype=dtype, requires_grad=requires_grad)
     metadata = specs.ShardedTensorMetadata(shards, torch.Size(size), properties)
-    own = {(tuple(shard.shard_offsets), tuple(shard.shard_sizes)): shard for shard in shards}
-    parts = []
-    for offsets, sizes, tensor in tensors:
-        theirs = own[tuple(offsets), tuple(sizes)]
-        place_now = specs.place_of(theirs.placement.rank(), tensor.device)
-        parts.append(specs.Shard(tensor.requires_grad_(requires_grad), specs.ShardMetadata(offsets, sizes, place_now)))
-    return made(parts, metadata, _spec_again(spec, metadata), _group(place))
+    own = {
+        (tuple(shard.shard_offsets), tuple(shard.shard_sizes)): at
+        for at, shard in enumerate(shards)
+        if place is None or shard.placement.rank() == place[0]
+    }
+    held = [(own[tuple(offsets), tuple(sizes)], tensor) for offsets, sizes, tensor in tensors]
+    sharding_spec = _spec_again(spec, metadata)
+    if any(tensor.device != shards[at].placement.device() for at, tensor in held):  # torch.load(map_location=)
+        metadata = specs.on_device(metadata, held[0][1].device)
+        sharding_spec = specs.inferred_spec(metadata)
+    parts = [specs.Shard(t.requires_grad_(requires_grad), metadata.shards_metadata[at]) for at, t in held]
+    x: Any = made(parts, metadata, sharding_spec, _group(place))
+    return nn.Parameter(x, requires_grad) if parameter else x  # type: ignore[return-value]
 
 
 def _group(place: Place) -> Any:
-    """The process group in which the tensor lived, as far as that is the default one; None where it is another."""
+    """The process group in which the tensor lived, as far as torch knows it while it loads; else None."""
     if place is None or not dist.is_initialized():
         return None
     rank, ranks, world = place
@@ -70,7 +79,8 @@ def _group(place: Place) -> Any:
             got=f"rank {dist.get_rank()} of {dist.get_world_size()}",
             fix="load on each rank what that rank has saved; without a process group the file opens anywhere",
         )
-    return dist.group.WORLD if ranks == dist.get_process_group_ranks(dist.group.WORLD) else None
+    group = group_of_loaded()
+    return group if ranks == dist.get_process_group_ranks(group) else None
 
 
 def _spec(spec: Any) -> tuple[str, Any]:

@@ -1,12 +1,13 @@
 """The ShardedTensor class. Its operators are in operators.py, how it moves in moving.py, pickles in saving.py."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchshard._torch import default_group, group_of_theirs, no_torch_function, stand_in, their_sharded_tensor
 from torchshard.errors import ShardingError
@@ -49,6 +50,7 @@ class ShardedTensor(Tensor):
     _metadata: Any
     _sharding_spec: Any
     _group: "_Group"
+    _token: object  # shared by tensors of the same memory, of which this rank may have none
 
     @staticmethod
     def __new__(
@@ -72,7 +74,7 @@ class ShardedTensor(Tensor):
                 got=f"{layout}, {memory_format}",
             )
         properties = TensorProperties(dtype or torch.get_default_dtype(), layout, requires_grad, pin_memory=pin_memory)
-        metadata = specs.metadata_of(sharding_spec, flat_size(size), properties)
+        metadata = specs.metadata_of(sharding_spec, specs.flat_size(size), properties)
         group = process_group or default_group()
         ranks = dist.get_process_group_ranks(group)
         checking.check_whole(metadata, ranks)
@@ -116,10 +118,11 @@ class ShardedTensor(Tensor):
         Raises:
             RankMismatchError: the parts do not fit together; names the ranks.
         """
+        if not -local_tensor.ndim <= dim < local_tensor.ndim:
+            raise ShardingError("No dim to join along.", expected=f"a dim of {tuple(local_tensor.shape)}", got=dim)
         group = process_group or default_group()
         ranks = dist.get_process_group_ranks(group)
-        shapes: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(shapes, tuple(local_tensor.shape), group=group)
+        shapes = checking.of_all(tuple(local_tensor.shape), group)
         dim = dim + local_tensor.ndim if dim < 0 else dim
         place = ranks.index(dist.get_rank())
         offset = [0] * local_tensor.ndim
@@ -152,7 +155,7 @@ class ShardedTensor(Tensor):
         """
         _refuse_rrefs(init_rrefs)
         group, problem, mine = process_group or default_group(), None, None
-        ranks, size = dist.get_process_group_ranks(group), flat_size(global_size)
+        ranks, size = dist.get_process_group_ranks(group), specs.flat_size(global_size)
         try:
             mine = checking.local_metadata(local_shards, size, dist.get_rank(), ranks)
         except ShardingError as error:
@@ -185,6 +188,19 @@ class ShardedTensor(Tensor):
     @property
     def _process_group(self) -> dist.ProcessGroup | None:
         return self._group.process_group
+
+    @property
+    def data(self) -> "ShardedTensor":
+        """The same tensor without history; set it to take over the parts of another ShardedTensor, as modules do."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, ShardedTensor):
+            raise ShardingError("Not the data of a ShardedTensor.", expected="a ShardedTensor", got=type(other))
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        for name in ("_local_shards", "_metadata", "_sharding_spec", "_group", "_token"):
+            setattr(self, name, getattr(other, name))
 
     # As torch's own class calls them.
     _init_from_local_shards = from_local_shards
@@ -238,8 +254,7 @@ class ShardedTensor(Tensor):
 
         Args:
             dst: place of that rank in the process group.
-            out: of the tensor's size; given there only. Values arrive in the tensor's own dtype, and are converted
-                only where `out` has another.
+            out: of the tensor's size; given there only. Values arrive in their own dtype, and are converted last.
             enforce_dtype: deprecated in torch; converting is always right here, so it changes nothing.
             dtype: to which the values are converted before they are written.
 
@@ -306,9 +321,15 @@ class ShardedTensor(Tensor):
         return f"ShardedTensor({self._metadata})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
-        if id(self) not in memo:
-            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            return Tensor.__deepcopy__(self, memo)  # type: ignore[no-any-return, no-untyped-call]  # raises as for any
+        copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return memo.setdefault(id(self), copied)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from torchshard.tensor.sharded import saving
@@ -340,15 +361,8 @@ def made(shards: Sequence[Any], metadata: Any, spec: Any, group: dist.ProcessGro
     device = shards[0].tensor.device if shards else metadata.shards_metadata[0].placement.device()
     x: Any = stand_in(ShardedTensor, size, contiguous_stride(size), properties.dtype, device)
     x._local_shards, x._metadata, x._sharding_spec, x._group = list(shards), metadata, spec, _Group(group)
+    x._token = object()
     return x.requires_grad_(properties.requires_grad)  # type: ignore[no-any-return]
-
-
-def like(x: ShardedTensor, tensors: Sequence[Tensor], dtype: torch.dtype) -> ShardedTensor:
-    """A ShardedTensor cut as `x` is, with other tensors as this rank's parts."""
-    properties = replace(x._metadata.tensor_properties, dtype=dtype, requires_grad=False, pin_memory=False)
-    metadata = replace(x._metadata, tensor_properties=properties)
-    shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, x._local_shards, strict=True)]
-    return made(shards, metadata, x._sharding_spec, x._process_group)
 
 
 def group_of(x: ShardedTensor) -> dist.ProcessGroup:
@@ -362,17 +376,9 @@ def group_of(x: ShardedTensor) -> dist.ProcessGroup:
             "This ShardedTensor was loaded without a process group: its ranks cannot talk.",
             expected="a process group",
             got="none",
-            fix="call torch.distributed.init_process_group() before torch.load(), or use local_shards()",
+            fix="call init_process_group() before torch.load(), or load within torch's load_with_process_group(group)",
         )
     return x._process_group
-
-
-def flat_size(size: Sequence[Any]) -> torch.Size:
-    """Sizes given as numbers or as one sequence."""
-    dims = list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else list(size)
-    if not all(isinstance(n, int) for n in dims):
-        raise TypeError(f"size has to be a sequence of ints, found: {dims}")
-    return torch.Size(dims)
 
 
 def _refuse_rrefs(init_rrefs: bool) -> None:

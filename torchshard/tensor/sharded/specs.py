@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,6 +124,23 @@ def inferred_spec(metadata: Any) -> Any:
 def chunks(dim: int, ranks: Sequence[int], device: torch.device) -> Any:
     """One piece along `dim` for each of these ranks, on a device each."""
     return ChunkShardingSpec(dim, [place_of(rank, device) for rank in ranks])
+
+
+def flat_size(size: Sequence[Any]) -> torch.Size:
+    """Sizes given as numbers or as one sequence."""
+    dims = list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else list(size)
+    if not all(isinstance(n, int) for n in dims):
+        raise TypeError(f"size has to be a sequence of ints, found: {dims}")
+    return torch.Size(dims)
+
+
+def on_device(metadata: Any, device: torch.device) -> Any:
+    """The same parts, each on this device of its rank."""
+    shards = [
+        ShardMetadata(list(s.shard_offsets), list(s.shard_sizes), place_of(s.placement.rank(), device))
+        for s in metadata.shards_metadata
+    ]
+    return replace(metadata, shards_metadata=shards)
 
 
 def place_of(rank: int, device: torch.device | str) -> Any:

@@ -1,0 +1,80 @@
+"""Odd tensors and odd dicts: what is filled in another order, tied, empty, without values, or goes by one name twice."""
+
+import re
+from collections import namedtuple
+
+import pytest
+
+from tests.ranks import run_ranks
+
+Pair = namedtuple("Pair", "a b")
+
+
+def _odd(rank, world):
+    import torch
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    from torchshard import DTensor, ShardedTensor, init_device_mesh, state_dict
+    from torchshard.errors import ShardingError
+    from torchshard.tensor.sharded import specs
+
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(15.0).view(5, 3)
+    spread = state_dict.to_dtensor(whole, mesh, [Shard(0)])  # the last rank holds nothing
+
+    def refused(call, words):
+        with pytest.raises(ShardingError, match=re.compile(words, re.S)):
+            call()
+
+    # Paths: two leaves of one path are told; the order of the dicts does not matter, not even for sums.
+    for sd in ({"a": {"b": spread}, "a.b": spread}, {1: spread, "1": spread}, {"a": {"b": 3}, "a.b": spread}):
+        refused(lambda sd=sd: state_dict.to_full(sd), "Two values of a state dict go by the same name.*got: *(a.b|1)")
+    terms = {name: DTensor.from_local(torch.full((3,), float(k)), mesh, [Partial()]) for k, name in enumerate("abc")}
+    if rank == 1:
+        terms = dict(reversed(terms.items()))
+    sums = state_dict.to_full(terms, reduce_partial=True)
+    assert {name: x.tolist() for name, x in sums.items()} == {"a": [0] * 3, "b": [4] * 3, "c": [8] * 3}
+
+    # Ties are seen also by ranks that hold nothing, and by those that name the tied ones in another order.
+    two = specs.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    some, others = ShardedTensor(two, 4, 2).zero_(), ShardedTensor(two, 4, 2).fill_(1)
+    for x, other in ((spread, 2 * spread), (state_dict.to_torch(spread), spread.clone()), (some, others)):
+        sd = {"a": x, "b": x.detach(), "c": other, "d": other.detach()}
+        full = state_dict.to_full(sd if rank != 1 else dict(reversed(sd.items())))
+        assert full["a"] is full["b"]
+        assert full["c"] is full["d"]
+        assert full["a"] is not full["c"]
+    meta = torch.empty(5, 3, device="meta")
+    sd = {"a": whole, "b": whole.detach()} if rank == 2 else {"a": meta, "b": meta.detach()}
+    sd = state_dict.to_dtensor(sd, mesh, [Shard(0)], src_rank=2)
+    assert sd["a"] is sd["b"]
+    assert torch.equal(sd["a"].full_tensor(), whole)
+
+    # Along replicated axes each group has its own ShardedTensor; mesh and placements lead back to one DTensor.
+    grid = init_device_mesh("cpu", (2, 2))
+    for placements in ([Replicate(), Shard(0)], [Shard(1), Replicate()], [Replicate(), Replicate()]):
+        parts = state_dict.to_sharded_tensor(state_dict.to_dtensor(whole, grid, placements))
+        for back in ([Shard(1), Shard(0)], [Replicate(), Shard(1)], placements):
+            for x in (parts, state_dict.to_torch(parts)):
+                assert torch.equal(state_dict.to_full(state_dict.to_dtensor(x, grid, back)), whole)
+
+    # Without elements, without values, not dense.
+    for shape in ((0, 3), (5, 0)):
+        x = state_dict.to_dtensor(torch.ones(shape), mesh, [Shard(0)])
+        assert state_dict.to_full(state_dict.to_sharded_tensor(x)).shape == shape
+    refused(lambda: state_dict.to_dtensor({"w": meta}, mesh, [Shard(0)]), "meta device has no values.*w.*src_rank")
+    lost = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [Shard(0)])
+    refused(lambda: state_dict.to_full({"w": lost}), "meta device has no values")
+    sparse = torch.eye(3).to_sparse()
+    assert state_dict.to_full({"s": sparse, "w": spread}, cpu_offload=True)["s"] is sparse
+    refused(lambda: state_dict.to_dtensor({"s": sparse}, mesh, [Shard(0)]), "Only dense tensors.*sparse_coo.*s")
+
+    # Arguments that do not fit are not passed over.
+    pair = state_dict.to_full(Pair(spread, 1), rank0_only=True)
+    assert pair is None if rank else pair.b == 1
+    refused(lambda: state_dict.to_dtensor(whole, mesh, [Shard(0)], src_rank=world), "The source is no rank")
+    refused(lambda: state_dict.to_sharded_tensor(whole, dim=1, spec=two), "dim= or spec=.*both")
+
+
+def test_odd_tensors_and_dicts():
+    run_ranks(4, _odd)

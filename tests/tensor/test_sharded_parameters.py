@@ -1,0 +1,128 @@
+"""ShardedTensors as parameters: in modules, optimizers, copies and pickles; and arguments that fit no ShardedTensor."""
+
+import copy
+import io
+import os
+from datetime import timedelta
+
+import pytest
+
+from tests.ranks import run_ranks
+
+
+def _parameters(rank, world):
+    """Rows 2, 2, 1 and none, throughout."""
+    import torch
+    from torch import nn
+
+    from torchshard import ShardedTensor
+    from torchshard.errors import ShardingError, UnsupportedOperatorError
+    from torchshard.tensor.sharded import factories, specs
+
+    spec = specs.ChunkShardingSpec(0, [f"rank:{r}/cpu" for r in range(world)])
+    rows = ((0, 2), (2, 4), (4, 5), (5, 5))[rank]
+
+    def made(whole):
+        x = factories.zeros(spec, *whole.shape, dtype=whole.dtype)
+        x.local_tensor().copy_(whole[slice(*rows)])
+        return x
+
+    def refused(call, words, kind=ShardingError):
+        with pytest.raises(kind, match=words):
+            call()
+
+    # Modules put new values into their parameters, of another dtype or on another device.
+    module = nn.Module()
+    module.w = nn.Parameter(factories.ones(spec, 5, 3))
+    module.double()
+    assert (module.w.dtype, module.w.local_tensor().dtype) == (torch.float64, torch.float64)
+    assert module.w.data.local_tensor().data_ptr() == module.w.local_tensor().data_ptr()
+    empty = torch.empty_like(module.w, device="meta")
+    assert str(empty.metadata().shards_metadata[3].placement) == "rank:3/meta"
+    module.w = nn.Parameter(empty)
+    module.to_empty(device="cpu")
+    assert module.w.local_tensor().device.type == "cpu"
+    refused(lambda: setattr(module.w, "data", torch.ones(5, 3)), "Not the data of a ShardedTensor")
+
+    # A copy of a parameter, and one from a file, is a parameter; parts say where they lie now.
+    parameter = nn.Parameter(made(torch.rand(5, 3)))
+    parameter.grad = torch.ones_like(parameter)
+    copied = copy.deepcopy(nn.ParameterList([parameter]))[0]
+    assert isinstance(copied, nn.Parameter)
+    assert torch.equal(copied.local_tensor(), parameter.local_tensor())
+    assert copied.grad is not parameter.grad
+    assert torch.equal(copied.grad.local_tensor(), parameter.grad.local_tensor())
+    refused(lambda: copy.deepcopy(parameter * 2), "Only Tensors created explicitly", RuntimeError)
+    file = io.BytesIO()
+    torch.save(parameter, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), map_location="meta")
+    assert isinstance(loaded, nn.Parameter)
+    assert [str(s.placement) for s in loaded.metadata().shards_metadata] == [f"rank:{r}/meta" for r in range(world)]
+    assert loaded.local_shards()[0].metadata == loaded.metadata().shards_metadata[rank]
+
+    # Ranks of a smaller group load what they have saved as torch's class has it.
+    group = torch.distributed.new_group([0, 1])
+    if rank < 2:
+        from torch.distributed._shard.api import load_with_process_group
+
+        small = ShardedTensor.from_local(torch.full((2,), rank), process_group=group)
+        torch.save(small, file := io.BytesIO())
+        alone = torch.load(io.BytesIO(file.getvalue()))
+        refused(lambda: alone.gather(0, None), r"load_with_process_group\(group\)")
+        with load_with_process_group(group):
+            loaded = torch.load(io.BytesIO(file.getvalue()))
+        loaded.gather(0, out := torch.zeros(4, dtype=torch.int64) if rank == 0 else None)
+        assert rank or out.tolist() == [0, 0, 1, 1]
+
+    # Every optimizer that works element by element.
+    whole = torch.rand(5, 3, generator=torch.Generator().manual_seed(1))
+    for name in ("SGD", "Adam", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"):
+        for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+            if "fused" in options and name not in ("SGD", "Adam"):
+                continue
+            ours, plain = nn.Parameter(made(whole)), nn.Parameter(whole.clone())
+            one, other = (getattr(torch.optim, name)([p], lr=0.1, **options) for p in (ours, plain))
+            for _ in range(3):
+                ours.grad, plain.grad = ((5 * p.detach()).cos() for p in (ours, plain))
+                one.step()
+                other.step()
+            torch.testing.assert_close(ours.local_tensor(), plain[slice(*rows)], msg=f"{name} {options}")
+
+    # What would mix parts of one tensor with another tensor, or give a number, is refused.
+    x, same = made(whole), made(whole)
+    refused(lambda: torch.equal(x, same), "equal", UnsupportedOperatorError)
+    refused(lambda: torch.add(x, x, out=torch.zeros(5, 3)), "plain tensor")
+    refused(lambda: torch._foreach_add([x], [torch.ones(2, 3)]), "plain tensor")
+    refused(lambda: torch._foreach_add([torch.ones(2, 3)], [x]), "plain tensor")
+    refused(lambda: x.index_put_((torch.zeros(5, 3, dtype=torch.int64),), torch.tensor(1.0)), "index_put", Exception)
+    assert torch.add(x, x, out=same) is same
+    assert torch.equal(same.local_tensor(), 2 * x.local_tensor())
+    refused(lambda: ShardedTensor.from_local(torch.ones(2, 3), dim=2), "No dim to join along")
+    refused(lambda: ShardedTensor.from_local(torch.ones(())), "No dim to join along")
+    refused(lambda: x.gather(world, None), "no such destination")
+    refused(lambda: factories.ones(specs.ChunkShardingSpec(0, ["one/cpu", "two/cpu"]), 4), "lies on no rank")
+
+
+def test_sharded_tensors_as_parameters():
+    run_ranks(4, _parameters)
+
+
+def _lost(rank, world, store):
+    import torch
+    import torch.distributed as dist
+
+    from torchshard import ShardedTensor
+
+    limit = timedelta(seconds=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    if rank == 2:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as error:
+        ShardedTensor.from_local(torch.ones(2, 3))
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_dead_rank_is_named_by_those_that_make_a_sharded_tensor(tmp_path):
+    for said in run_ranks(3, _lost, str(tmp_path / "store"), backend="", expect_dead=(2,))[:2]:
+        assert said.startswith("RankMismatchError: rank")
+        assert "not rank 2" in said
