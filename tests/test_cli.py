@@ -113,11 +113,17 @@ def test_options_of_convert(folder, tmp_path):
     with checkpoint.open(tmp_path / "out") as ck:
         assert set(ck) == {"net.w", "extra"}
         assert ck["net.w"].cut == (2, 2)
-    wrong = {"--mesh": "2by2", "--placements": "S(0)", "--rename": "x", "--dtype": "int4", "--shard-size": "much"}
-    for option, value in wrong.items():
-        done = torchshard("convert", folder, tmp_path / "no", "--to", "dcp", option, value)
-        assert done.returncode == 2, option
+    wrong = {
+        ("--mesh", "2by2"): "shape of a mesh", ("--placements", "S(0)"): "pattern and its value",
+        ("--rename", "x"): "pattern and its value", ("--rename", "modle=x"): "no key: rename('modle', 'x')",
+        ("--dtype", "int4"): "not cast to this type", ("--shard-size", "much"): "not a size",
+        ("--dtype", "bfloat16", "--dtype", "float16"): "given twice",
+    }  # fmt: skip
+    for options, message in wrong.items():
+        done = torchshard("convert", folder, tmp_path / "no", "--to", "dcp", *options)
+        assert done.returncode == 2, options
         assert done.stderr.startswith("torchshard: "), done.stderr
+        assert message in done.stderr
 
 
 COMPLETED = """

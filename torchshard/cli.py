@@ -67,7 +67,7 @@ _CHOSEN = "Only keys that match this glob; may be given again."
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help=_PATH_HELP, show_default=False)],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help=_PATH_HELP, show_default=False, readable=False)],
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Read all values: min, max, mean, NaN.")] = False,
     select: Annotated[list[str] | None, typer.Option(metavar="GLOB", help=_CHOSEN)] = None,
@@ -82,8 +82,8 @@ def inspect(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help=_PATH_HELP, show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help=_PATH_HELP, show_default=False)],
+    a: Annotated[Path, typer.Argument(metavar="A", help=_PATH_HELP, show_default=False, readable=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help=_PATH_HELP, show_default=False, readable=False)],
     rtol: Annotated[float, typer.Option(help="Relative tolerance of values.")] = 0.0,
     atol: Annotated[float, typer.Option(help="Absolute tolerance; with both 0, bits are compared.")] = 0.0,
     values: Annotated[bool, typer.Option(help="Compare values, not only keys, types and shapes.")] = True,
@@ -92,8 +92,8 @@ def diff(
     """Compare two checkpoints of any formats. Exit code 0: the same; 1: they differ; 2: an error."""
     from torchshard import checkpoint
 
-    with _warnings_on_stderr():
-        found = checkpoint.diff(a, b, rtol=rtol, atol=atol, values=values)
+    with _warnings_on_stderr(), _bar(f"{a.name}, {b.name}", values) as progress:
+        found = checkpoint.diff(a, b, rtol=rtol, atol=atol, values=values, progress=progress)
     _print(found.as_dict() if json else found)
     if found:
         raise typer.Exit(1)
@@ -112,7 +112,9 @@ def _print(found: object) -> None:
 def convert(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="SRC... DST", help="What to read, and last what to write.", show_default=False),
+        typer.Argument(
+            metavar="SRC... DST", help="What to read, and last what to write.", show_default=False, readable=False
+        ),
     ],
     to: Annotated[Format, typer.Option("--to", help="What to write.", show_default=False)],
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for buffers.")] = "64MiB",
@@ -149,6 +151,8 @@ def convert(
     if len(paths) < 2:
         raise typer.BadParameter("a source and a destination are needed", param_hint="SRC... DST")
     *sources, dst = paths
+    pairs = parse_pairs(rename or ())
+    rules = KeyRules([renamed(*pair) for pair in pairs.items()], strict="rules") if pairs else None
     with _warnings_on_stderr(), _bar(dst.name, not dry_run) as progress:
         done = checkpoint.convert(
             sources,
@@ -157,7 +161,7 @@ def convert(
             max_memory=parse_size(max_memory),
             select=select or (),
             exclude=exclude or (),
-            rename=KeyRules([renamed(*pair) for pair in parse_pairs(rename).items()]) if rename else None,
+            rename=rules,
             dtype=parse_pairs(dtype or (), default="*"),
             shard_size=None if shard_size is None else parse_size(shard_size),
             mesh=None if mesh is None else parse_mesh(mesh),

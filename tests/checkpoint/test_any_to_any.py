@@ -116,6 +116,9 @@ def test_safetensors_of_torchs_checkpoints(tmp_path):
     os.remove(next((tmp_path / "cut").glob("shard-00002*")))
     ck = checkpoint.open(tmp_path / "cut")  # the format does not say how large a tensor is
     assert ck["rows"].shape == (3, 3)
+    with pytest.raises(CheckpointError, match="one rank's pieces") as caught:
+        checkpoint.open(next((tmp_path / "cut").iterdir()))
+    assert caught.value.fix == "Open its folder."
 
 
 def save_hugging_face(rank, world, path):
@@ -246,6 +249,10 @@ def test_casts_that_are_refused(tmp_path):
         ({"to": "dcp", "mesh": (2,), "placements": {"*": "S(0),R"}}, "one placement an axis"),
         ({"to": "dcp", "mesh": (2,), "placements": {"*": "P"}}, "one placement an axis"),
         ({"to": "dcp", "mesh": (2,), "placements": {"*": "S(7)"}}, "do not fit"),
+        ({"to": "dcp", "mesh": (2,), "placements": {"layer.*": "S(0)"}}, "No key matches this pattern"),
+        ({"to": "dcp", "mesh": (2,), "placements": {"*": "R", "*weight": "S(0)"}}, "match all keys of this one first"),
+        ({"to": "dcp", "mesh": (9999, 9999)}, "mesh is out of all proportion"),
+        ({"to": "torch", "dtype": {"*": "bfloat16", "*norm": "float32"}}, "match all keys of this one first"),
         ({"to": "onnx"}, "not written"),
         ({"to": "torch", "shard_size": 0}, "too little"),
     ],

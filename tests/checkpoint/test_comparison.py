@@ -84,3 +84,31 @@ def test_statistics_of_nothing(tmp_path):
     assert found.rows[1].statistics == (None, None, None, 2, 0)
     assert "NaN" in str(found)
     json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_a_checkpoint_is_the_same_as_itself_in_every_format(dcp_plain, tmp_path):
+    """Also where one keeps a tuple with tensors as one object, and devices are no objects that compare."""
+    checkpoint.convert(dcp_plain, tmp_path / "a.pt", to="torch")
+    for other in (dcp_plain, tmp_path / "a.pt"):
+        assert str(checkpoint.diff(dcp_plain, other)).endswith("keys are the same, 0 differ")
+
+
+def test_plain_data_that_differ_deep_inside(tmp_path):
+    values = [1, {"x": (1, [2, None], torch.device("cpu"), math.nan)}]
+    for name, value in {"number": 3, "kind": 2.0}.items():
+        other = [1, {"x": (1, [value, None], torch.device("cpu"), math.nan)}]
+        a, b = saved(tmp_path / "a.pt", v=(values,)), saved(tmp_path / f"{name}.pt", v=(other,))
+        assert not checkpoint.diff(a, a)
+        assert checkpoint.diff(a, b)
+
+
+def test_progress_comes_with_each_block(tmp_path):
+    path = saved(tmp_path / "a.pt", w=torch.zeros(3 * 2**20), other=torch.zeros(5))
+    for work in (
+        lambda **kw: checkpoint.diff(path, path, **kw),
+        lambda **kw: checkpoint.inspect(path, stats=True, **kw),
+    ):
+        seen = []
+        work(progress=lambda done, total, seen=seen: seen.append((done, total)))
+        assert [done for done, _ in seen] == [4 * 2**20, 8 * 2**20, 12 * 2**20, 12 * 2**20 + 20]
+        assert {total for _, total in seen} == {12 * 2**20 + 20}

@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from tests.checkpoint import sources
 from tests.ranks import run_ranks
 from torchshard import checkpoint
+from torchshard.checkpoint.zips import frame, lay_out
 from torchshard.errors import CheckpointError
 
 
@@ -216,7 +217,8 @@ def test_a_flipped_byte_in_the_data_is_found_by_verify(copy):
     file.write_bytes(body)
     with pytest.raises(CheckpointError, match="do not match its checksum") as caught:
         checkpoint.convert(copy, copy.parent / "out.pt", to="torch", verify=True)
-    assert place.extent.file in str(caught.value)
+    assert f"{place.extent.file}, bytes" in str(caught.value)
+    assert str(caught.value).endswith(": model.columns")
     assert not (copy.parent / "out.pt").exists()
 
 
@@ -233,6 +235,62 @@ def test_a_disk_that_fails(copy, monkeypatch):
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(CheckpointError, match=r"cannot be read: Input/output error"):
         checkpoint.open(copy)
+
+
+@pytest.mark.parametrize("name", [".metadata", "a.pt", "old.pt", "a.safetensors", "x.safetensors.index.json"])
+def test_a_file_of_holes_that_claims_any_size(tmp_path, name):
+    """Little on the disk: what it says of its size is checked before there is memory for it."""
+    size, path = 2**36, tmp_path / name
+    head = {"a.pt": b"", "old.pt": LEGACY + b"\x80\x02]", "a.safetensors": (2**35).to_bytes(8, "little") + b"{"}
+    with path.open("wb") as file:
+        if name == "a.pt":
+            records = lay_out([("data.pkl", size)])
+            for at, body in frame(records, [0]):
+                file.seek(at)
+                file.write(body)
+        else:
+            file.write(head.get(name, b""))
+            file.truncate(size)
+    before = peak()
+    with pytest.raises(CheckpointError, match=r"out of all proportion|is damaged|longer than the file"):
+        checkpoint.open(tmp_path if name == ".metadata" else path)
+    assert peak() - before < 64
+
+
+def test_very_many_boxes_of_no_order(copy):
+    def edit(metadata):
+        chunks = [ChunkStorageMetadata(torch.Size([2 * i, 0]), torch.Size([1, 40_000])) for i in range(10_000)]
+        chunks += [ChunkStorageMetadata(torch.Size([1, i]), torch.Size([40_000, 1])) for i in range(10_000)]
+        metadata.state_dict_metadata["model.rows"].chunks = chunks
+        metadata.state_dict_metadata["model.rows"].size = torch.Size([40_001, 40_000])
+        where = info(metadata, "model.rows")
+        where.length = 2**20
+        os.truncate(copy / where.relative_path, 2**21)
+        metadata.storage_data |= {MetadataIndex("model.rows", chunk.offsets): where for chunk in chunks}
+
+    change(copy, edit)
+    start = time.process_time()
+    fails(copy, "some are missing, or hold the same elements")
+    assert time.process_time() - start < 5
+
+
+def test_a_folder_that_cannot_be_looked_into(tmp_path, monkeypatch):
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    real = os.stat
+
+    def refuse(path, *args, **kwargs):
+        if "closed" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    for work in (
+        lambda: checkpoint.open(tmp_path / "closed" / "a.pt"),
+        lambda: checkpoint.convert(tmp_path / "a.pt", tmp_path / "closed" / "b.pt", to="torch"),
+        lambda: checkpoint.convert(tmp_path / "a.pt", tmp_path / "closed" / "b.pt", to="torch", resume=True),
+    ):
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            work()
 
 
 def test_a_folder_without_metadata_says_so(copy):
@@ -367,6 +425,10 @@ def test_random_files(tmp_path, count):
     @given(body=st.binary(max_size=200), head=st.sampled_from(HEADS))
     def check(body, head):
         (tmp_path / "x").write_bytes(head + body)
+        start = time.process_time()
         explore(tmp_path / "x", tmp_path / "out")
+        assert time.process_time() - start < 5
 
+    before = peak()
     check()
+    assert peak() - before < 512

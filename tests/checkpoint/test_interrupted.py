@@ -83,12 +83,14 @@ def convert(src, dst, to, **kwargs):
         return checkpoint.convert(src, dst, to=to, max_memory=2**21, **(options | kwargs))
 
 
-def check_after_a_kill(small, dst, to, expected, before):
-    """The source is as it was; the destination is missing or complete; going on ends with the same bytes."""
+def check_after_a_kill(small, dst, to, expected, before, old=None):
+    """The source is as it was; the destination missing, as it was, or complete; going on ends with the same bytes."""
     assert small.read_bytes() == before
     assert set(os.listdir(dst.parent)) <= {dst.name, f".{dst.name}.partial"}
-    ready = dst.exists()
+    ready = dst.exists() and contents(dst) != old
     assert not ready or contents(dst) == expected
+    if old is not None and not dst.exists():  # killed between two renames
+        assert contents(dst.parent / f".{dst.name}.partial" / "replaced") == old
     if ready and not (dst.parent / f".{dst.name}.partial" / "journal").exists():
         return  # killed after all was done
     convert(small, dst, to, resume=True, fsync=False)
@@ -99,17 +101,28 @@ def check_after_a_kill(small, dst, to, expected, before):
 def sweep(small, tmp_path, to, every):
     before = small.read_bytes()
     convert(small, tmp_path / "expected", to, fsync=False)
-    expected = contents(tmp_path / "expected")
-    done = run(KILLED, small, tmp_path / "whole", to, -1, OPTIONS[to])
+    expected, old = contents(tmp_path / "expected"), None
+
+    def begin(folder):
+        nonlocal old
+        folder.mkdir()
+        if "overwrite" in OPTIONS[to]:
+            checkpoint.convert(small, folder / "out", to=to, select=["w1"], fsync=False)
+            old = contents(folder / "out")
+
+    begin(tmp_path / "whole")
+    done = run(KILLED, small, tmp_path / "whole" / "out", to, -1, OPTIONS[to])
     assert done.returncode == 0, done.stderr
     calls = int(done.stdout)
     assert calls > 15
-    for at in range(1, calls + 1, every):
-        folder = tmp_path / str(at)
-        folder.mkdir()
-        done = run(KILLED, small, folder / "out", to, at, OPTIONS[to])
+    # The last calls are those that give the destination its name: all of them, however few of the others.
+    for at in sorted(
+        {*range(1, calls + 1, every), *range(calls - 9, calls + 1)} if old else range(1, calls + 1, every)
+    ):
+        begin(tmp_path / str(at))
+        done = run(KILLED, small, tmp_path / str(at) / "out", to, at, OPTIONS[to])
         assert done.returncode == -signal.SIGKILL, (at, done.stderr)
-        check_after_a_kill(small, folder / "out", to, expected, before)
+        check_after_a_kill(small, tmp_path / str(at) / "out", to, expected, before, old)
 
 
 @pytest.mark.parametrize("to", OPTIONS)
@@ -171,6 +184,13 @@ def test_resume_refuses_another_source_or_other_options(small, tmp_path):
         with pytest.raises(CheckpointError, match="of another source or other options"):
             checkpoint.convert(small, tmp_path / "out", to="torch", max_memory=2**21, resume=True, **kwargs)
     assert os.listdir(tmp_path) == [".out.partial"]
+
+
+def test_resume_with_nothing_to_go_on_from_leaves_nothing(small, tmp_path):
+    checkpoint.convert(small, tmp_path / "out", to="torch")
+    with pytest.raises(CheckpointError, match="The destination exists"):
+        checkpoint.convert(small, tmp_path / "out", to="torch", resume=True)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_two_conversions_to_one_destination(small, tmp_path):

@@ -9,6 +9,7 @@ import torch
 from tests.checkpoint import sources
 from tests.checkpoint.sources import python
 from torchshard import checkpoint
+from torchshard.checkpoint.files import Files
 
 MIB = 2**20
 
@@ -55,9 +56,22 @@ def test_memory_of_small_buffers(quarter, tmp_path):
 
 @pytest.mark.parametrize("memory", [64, 256])
 def test_memory_of_one_large_transposed_tensor(tmp_path, memory):
-    """Strided reads go through whole buffers: the most that a conversion uses."""
+    """Strided reads go through whole buffers: the most that a conversion uses; most of all where values are cast."""
     torch.save({"w": torch.empty(4096, 16384).t()}, tmp_path / "t.pt")
-    assert peak_of(tmp_path / "t.pt", tmp_path / "out", "safetensors", memory * MIB) < memory
+    for dtype in (None, "bfloat16"):
+        assert peak_of(tmp_path / "t.pt", tmp_path / "out", "safetensors", memory * MIB, dtype) < memory
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_transposed_tensor_is_gone_through_a_few_times_only(tmp_path, monkeypatch, dtype):
+    """Once a block, which therefore is as large as memory allows, cast or not."""
+    torch.save({"w": torch.empty(2048, 4096).t()}, tmp_path / "t.pt")
+    read = []
+    real = Files.read_into
+    monkeypatch.setattr(Files, "read_into", lambda self, *a: read.append(len(a[-1])) or real(self, *a))
+    options = {"to": "safetensors", "dtype": dtype, "fsync": False}
+    checkpoint.convert(tmp_path / "t.pt", tmp_path / "out", max_memory=256 * MIB, **options)
+    assert sum(read) < 20 * 2048 * 4096 * 4
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.checkpoint import sources
 from tests.ranks import run_ranks
 from torchshard import checkpoint
 from torchshard.errors import CheckpointError
@@ -78,3 +79,26 @@ def test_objects_and_errors(tmp_path):
     for message, state in wrong.items():
         with pytest.raises(CheckpointError, match=message):
             checkpoint.load_into(tmp_path / "a.pt", state)
+
+
+def test_objects_are_torchs_own(tmp_path):
+    values = {
+        "pair": (torch.arange(3).bfloat16(), 3), "size": torch.Size([2, 3]), "dtype": torch.bfloat16,
+        "device": torch.device("cpu"), "list": [1, (torch.float64, {"x"})],
+    }  # fmt: skip
+    sources.make(tmp_path / "ck", 1, sources.save, values)
+    state = dict.fromkeys(values)
+    checkpoint.load_into(tmp_path / "ck", state)
+    assert torch.equal(state["pair"][0], values["pair"][0])
+    assert type(state["size"]) is torch.Size
+    for key in ("size", "dtype", "device", "list"):
+        assert state[key] == values[key], key
+
+
+def test_nothing_is_loaded_where_an_object_is_refused(tmp_path):
+    sources.make(tmp_path / "ck", 1, sources.save_foreign)
+    state = {"w": torch.zeros(4), "args": 7}
+    with pytest.raises(CheckpointError, match=r"argparse\.Namespace"):
+        checkpoint.load_into(tmp_path / "ck", state)
+    assert state["args"] == 7
+    assert not state["w"].any()

@@ -1,5 +1,7 @@
 """A checkpoint as a lazy mapping, of every format."""
 
+import pickle
+
 import numpy as np
 import pytest
 import safetensors.torch
@@ -7,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
 from tests.checkpoint import sources
 from tests.checkpoint.sources import bytes_of, flat, random_bits, torch_loads
@@ -177,3 +180,67 @@ assert "torch" not in sys.modules
 """
     done = sources.python(code, dcp_mesh, tmp_path / "out.pt")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_file_that_is_named_may_be_a_link(tmp_path):
+    (tmp_path / "there").mkdir()
+    torch.save({"w": torch.arange(3)}, tmp_path / "there" / "a.pt")
+    (tmp_path / "here.pt").symlink_to(tmp_path / "there" / "a.pt")
+    assert checkpoint.open(tmp_path / "here.pt")["w"][1] == 1
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "m_rank0.pt").symlink_to(tmp_path / "there" / "a.pt")
+    with pytest.raises(CheckpointError, match="outside of its folder"):  # found, not named
+        checkpoint.open(tmp_path / "ranks")
+
+
+def test_the_cache_of_hugging_face(tmp_path):
+    """A snapshot is links to blobs beside it; where these lead on, they are refused as any link out of the folder."""
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "0a1b"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    safetensors.torch.save_file({"w": torch.arange(3)}, blobs / "77")
+    (blobs / "78").write_text('{"weight_map": {"w": "model-00001-of-00001.safetensors"}}')
+    (snapshot / "model-00001-of-00001.safetensors").symlink_to("../../blobs/77")
+    for path in (snapshot, snapshot / "model-00001-of-00001.safetensors"):
+        assert checkpoint.open(path)["w"][1] == 1
+    (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/78")
+    assert checkpoint.open(snapshot)["w"][1] == 1
+    (blobs / "77").rename(tmp_path / "elsewhere")
+    (blobs / "77").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        checkpoint.open(snapshot)
+
+
+def test_more_files_than_may_be_open(tmp_path):
+    for rank in range(150):
+        torch.save({"same": torch.ones(2), f"own{rank}": torch.ones(1)}, tmp_path / f"m_rank{rank}.pt")
+    code = """
+import resource, sys, warnings
+from torchshard import checkpoint
+warnings.simplefilter("ignore")
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+checkpoint.convert(sys.argv[1], sys.argv[2], to="torch")
+"""
+    done = sources.python(code, tmp_path / "m_rank*.pt", tmp_path / "out.pt")
+    assert done.returncode == 0, done.stderr
+
+
+def test_metadata_as_torch_2_1_wrote_them(tmp_path):
+    """Properties are those of ShardedTensor; there is no version, no storage_meta, nothing about transformations."""
+    sources.make(tmp_path / "ck", 1, sources.save, {"w": torch.arange(6.0).reshape(2, 3), "n": {"lr": 0.5}})
+    metadata = pickle.loads((tmp_path / "ck" / ".metadata").read_bytes())
+    for description in metadata.state_dict_metadata.values():
+        if hasattr(description, "properties"):
+            now = vars(description.properties)
+            description.properties = TensorProperties(**now)
+    for info in metadata.storage_data.values():
+        vars(info).pop("transform_descriptors", None)
+    for name in ("version", "storage_meta"):
+        vars(metadata).pop(name, None)
+    body = pickle.dumps(metadata)
+    assert b"_shard.sharded_tensor.metadata" in body
+    (tmp_path / "ck" / ".metadata").write_bytes(body)
+    with checkpoint.open(tmp_path / "ck") as ck:
+        assert ck["w"].numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert ck["n.lr"].value() == 0.5
+        assert ck.metadata == {}

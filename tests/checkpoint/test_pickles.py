@@ -201,6 +201,31 @@ def test_containers_that_refer_to_each_other_end_soon(tmp_path, name, to):
     assert time.process_time() - start < 5
 
 
+def test_comparing_containers_that_refer_to_each_other_ends_soon(tmp_path):
+    for name in ("x_rank0.pt", "x_rank1.pt"):
+        as_torch_file(tmp_path / name, b"\x80\x02}Vx\n" + laughs(60, list) + b"s.")
+    start = time.process_time()
+    assert not checkpoint.diff(tmp_path / "x_rank0.pt", tmp_path / "x_rank1.pt")
+    assert list(checkpoint.open(tmp_path)) == ["x"]
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("kind", ["dict", "set", "call of set", "tuples"])
+def test_keys_that_share_one_hash_are_stopped(kind):
+    """Each that is added to a dict would be compared with all before."""
+    numbers = [b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") for i in range(1, 50_000)]
+    program = {
+        "dict": b"}(" + b"N".join(numbers) + b"Nu.",
+        "set": b"\x8f(" + b"".join(numbers) + b"\x90.",
+        "call of set": b"c__builtin__\nset\n](" + b"".join(numbers) + b"e\x85R.",
+        "tuples": b"}(" + b"\x85N".join(numbers) + b"\x85Nu.",
+    }[kind]
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="integers of more than 60 bits"):
+        load(b"\x80\x04" + program, ALLOWED, "x")
+    assert time.process_time() - start < 5
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.binary(max_size=60))
 def test_random_programs(data):

@@ -102,3 +102,14 @@ def test_any_names_and_shapes_survive(tmp_path_factory, shapes):
     checkpoint.convert(folder / "b.pt", folder / "c.safetensors", to="safetensors", verify=True)
     loaded = safetensors.torch.load_file(folder / "c.safetensors")
     assert {k: bytes_of(v) for k, v in loaded.items()} == {k: bytes_of(v) for k, v in tensors.items()}
+
+
+def test_metadata_are_kept(tmp_path):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    safetensors.torch.save_file({"x": torch.ones(1)}, a, metadata={"by": "me", "rank": "8"})
+    safetensors.torch.save_file({"y": torch.ones(1)}, b, metadata={"by": "me", "rank": "4"})
+    checkpoint.convert(a, tmp_path / "c.safetensors", to="safetensors", dtype="bfloat16")
+    assert checkpoint.open(tmp_path / "c.safetensors").metadata == {"format": "pt", "by": "me", "rank": "8"}
+    with pytest.warns(UserWarning, match=r"metadata that differ are left out: rank$"):
+        checkpoint.convert([a, b], tmp_path / "d.safetensors", to="safetensors")
+    assert checkpoint.open(tmp_path / "d.safetensors").metadata == {"format": "pt", "by": "me"}

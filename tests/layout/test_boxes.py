@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.layout.strategies import meshes, shapes, shardings
 from torchshard.errors import ShardingError
-from torchshard.layout import Box, Mesh, R, Shard, check_tiling, overlaps
+from torchshard.layout import Box, Mesh, R, Shard, check_tiling, overlaps, tiles
 from torchshard.layout.grid import holders
 
 
@@ -118,3 +118,37 @@ def _seconds(work):
     start = time.process_time()
     work()
     return time.process_time() - start
+
+
+@st.composite
+def cuts(draw, box):
+    """A tensor cut in two, and each part again, as often as chance will have it."""
+    dim = draw(st.integers(0, 4))
+    if dim > 2 or box.size[dim] < 2:
+        return [box]
+    n = draw(st.integers(1, box.size[dim] - 1))
+    size = [n if d == dim else s for d, s in enumerate(box.size)]
+    rest = [s - n if d == dim else s for d, s in enumerate(box.size)]
+    at = [o + n * (d == dim) for d, o in enumerate(box.offset)]
+    return [*draw(cuts(Box(box.offset, tuple(size)))), *draw(cuts(Box(tuple(at), tuple(rest))))]
+
+
+@given(cuts(Box((0, 0, 0), (5, 4, 3))), st.data())
+def test_tiles_is_told_by_counting(boxes, data):
+    """What is cut from a tensor makes it up; with boxes left out and others put in, whatever counting says."""
+    assert tiles((5, 4, 3), boxes)
+    others = [*boxes, Box((1, 1, 1), (2, 2, 2)), Box((4, 3, 2), (2, 1, 1)), Box((0, 0, 0), (0, 4, 3))]
+    left, more = data.draw(st.integers(0, 2)), data.draw(st.lists(st.sampled_from(others), max_size=3))
+    counts = np.zeros((6, 4, 3), int)
+    for box in (some := [*boxes[left:], *more]):
+        counts[box.slices] += 1
+    assert tiles((5, 4, 3), some) == bool((counts[:5] == 1).all() and not counts[5].any())
+
+
+def test_irregular_boxes_are_told_in_linear_time():
+    n = 5000
+    rows = [Box((i, 0), (1, n)) for i in range(n)]
+    columns = [Box((n, i), (n, 1)) for i in range(n)]
+    start = time.process_time()
+    check_tiling((2 * n, n), rows + columns)
+    assert time.process_time() - start < 2

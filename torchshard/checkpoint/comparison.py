@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torchshard.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from torchshard.checkpoint.moving.casting import decoded
 from torchshard.checkpoint.moving.reading import arrays
 from torchshard.checkpoint.text import printable, table
+from torchshard.checkpoint.trees import as_entry, same, spread
 from torchshard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -80,7 +82,13 @@ class Difference:
 
 
 def diff(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 0.0, atol: float = 0.0, values: bool = True
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    values: bool = True,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Difference:
     """Compare two checkpoints key by key.
 
@@ -90,25 +98,49 @@ def diff(
         rtol: relative tolerance: |a - b| <= atol + rtol * |b| is the same.
         atol: absolute tolerance. With both zero, bits are compared: NaN equals itself, and 0.0 is not -0.0.
         values: False compares keys, types and shapes only.
+        progress: called with the bytes compared and the bytes in all.
 
     Raises:
-        CheckpointError: one of them cannot be read.
+        CheckpointError: one of them cannot be read, or holds an object that is not plain data.
     """
     if not (rtol >= 0 and atol >= 0):
         raise CheckpointError("A tolerance is not a number of 0 or more.", got=f"rtol={rtol}, atol={atol}")
-    changes = []
-    same = 0
-    with opening.open(a) as first, opening.open(b) as second:
-        for key in dict.fromkeys([*first, *second]):
-            change = _compare(key, first.get(key), second.get(key), rtol, atol, values)
-            if change is None:
-                same += 1
-            else:
-                changes.append(change)
-    return Difference(tuple(changes), same)
+    with opening.open(a) as one, opening.open(b) as other:
+        first, second = _spread(one), _spread(other)
+        pairs = [(entry, second.get(key)) for key, entry in first.items()]
+        done, total = 0, sum([a.nbytes for a, b in pairs if isinstance(a, TensorEntry) and _short(a) == _short(b)])
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+        keys = dict.fromkeys([*first, *second])
+        found = [
+            _compare(key, first.get(key), second.get(key), (rtol, atol), advance if values else None) for key in keys
+        ]
+    changes = tuple([change for change in found if change is not None])
+    return Difference(changes, len(keys) - len(changes))
 
 
-def _compare(key: str, a: Entry | None, b: Entry | None, rtol: float, atol: float, values: bool) -> Change | None:
+def _spread(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Entries by flat name, objects read; some formats keep a tuple with tensors in one object, and some do not."""
+    found: dict[str, Entry] = {}
+    for key, entry in entries.items():
+        inner = [(key, entry)] if isinstance(entry, TensorEntry) else spread(key, entry.value())
+        found |= {name: as_entry(leaf) for name, leaf in inner}
+    return found
+
+
+def _compare(
+    key: str,
+    a: Entry | None,
+    b: Entry | None,
+    tolerance: tuple[float, float],
+    advance: Callable[[int], object] | None,
+) -> Change | None:
+    """What differs; values are compared, and told to `advance`, where that is given."""
     if a is None or b is None:
         return Change(key, "only in A" if b is None else "only in B", _short(a), _short(b))
     if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
@@ -116,18 +148,11 @@ def _compare(key: str, a: Entry | None, b: Entry | None, rtol: float, atol: floa
             return Change(key, "shape", _short(a), _short(b))
         if a.dtype != b.dtype:
             return Change(key, "type", _short(a), _short(b))
-        return _compare_values(key, a, b, rtol, atol) if values else None
+        return None if advance is None else _compare_values(key, a, b, tolerance, advance)
     if isinstance(a, ObjectEntry) and isinstance(b, ObjectEntry):
         x, y = a.value(), b.value()
-        return None if type(x) is type(y) and _equal(x, y) else Change(key, "object", printable(x), printable(y))
+        return None if same(x, y) else Change(key, "object", printable(x), printable(y))
     return Change(key, "type", _short(a), _short(b))
-
-
-def _equal(x: object, y: object) -> bool:
-    try:
-        return bool(x == y) or (x != x and y != y)
-    except RecursionError:
-        return False
 
 
 def _short(entry: Entry | None) -> str:
@@ -136,16 +161,19 @@ def _short(entry: Entry | None) -> str:
     return "" if entry is None else "object"
 
 
-def _compare_values(key: str, a: TensorEntry, b: TensorEntry, rtol: float, atol: float) -> Change | None:
+def _compare_values(
+    key: str, a: TensorEntry, b: TensorEntry, tolerance: tuple[float, float], advance: Callable[[int], object]
+) -> Change | None:
     import numpy as np
 
     different, largest = 0, 0.0
     for x, y in zip(arrays(a), arrays(b), strict=True):
+        advance(x.nbytes)
         if x.tobytes() == y.tobytes():
             continue
         x, y = decoded(x, a.dtype), decoded(y, b.dtype)
         wide = np.complex128 if x.dtype.kind == "c" else np.float64
-        apart = _apart(x, y, wide, rtol, atol)
+        apart = _apart(x, y, wide, *tolerance)
         count = int(apart.sum())
         if count:
             different += count

@@ -1,6 +1,7 @@
 """Converting a checkpoint into another format, as a stream."""
 
 import hashlib
+import math
 import os
 import time
 import warnings
@@ -28,6 +29,7 @@ WRITERS: Mapping[str, Callable[[Index, Options], Output]] = MappingProxyType(
     {"safetensors": safetensors.write, "torch": torch_file.write, "dcp": dcp_write.write}
 )
 Source = str | os.PathLike[str]
+_RANKS = 2**20  # of a mesh: each has files of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def convert(
         out = WRITERS[to](edited(merged([checkpoint.index for checkpoint in opened]), edits), options)
         pieces = {id(piece) for slot in out.slots for piece in slot.entry.pieces}
         work = _Work(out, target, budget, progress, verify, _fingerprint(out, to))
-        if not (resume and target.exists()):
+        if not (resume and destination.begun(target) and os.path.lexists(target)):
             destination.check(target, out.nbytes, overwrite=overwrite, folder=out.is_folder)
         if not dry_run:
             work.run(overwrite=overwrite, fsync=fsync, resume=resume)
@@ -178,6 +180,10 @@ def _options(
         raise CheckpointError("Placements are of tensors on a mesh.", fix="Give the mesh too: mesh=(2, 4), --mesh 2x4")
     if shard_size is not None and shard_size < 1:
         raise CheckpointError("The size of a part is too little.", expected="a byte at least", got=shard_size)
+    if math.prod(mesh or ()) > _RANKS:
+        raise CheckpointError(
+            "The mesh is out of all proportion.", expected=f"at most {_RANKS} ranks", got=tuple(mesh or ())
+        )
     made = None if mesh is None else Mesh(mesh)
     parsed = {pattern: parse_placements(text, len(mesh or ())) for pattern, text in (placements or {}).items()}
     return Options(shard_size, made, parsed)
@@ -250,8 +256,8 @@ class _Work:
 
     def run(self, *, overwrite: bool, fsync: bool, resume: bool) -> None:
         """Write and rename."""
-        extents = dict.fromkeys([p.place().extent for slot in self.out.slots for p in slot.entry.pieces])
-        summed = [extent for extent in extents if self.verify and extent.crc32 is not None]
+        keys = {p.place().extent: slot.entry.key for slot in self.out.slots for p in slot.entry.pieces}
+        summed = {extent: key for extent, key in keys.items() if self.verify and extent.crc32 is not None}
         tensors = sum([slot.nbytes for slot in self.out.slots])
         self.total = tensors * (1 + self.verify) + sum([extent.nbytes for extent in summed])
         files = {file.name: file.nbytes for file in self.out.files}
@@ -288,17 +294,17 @@ class _Work:
                 write_all(handle.fd, data, offset)
         return crcs
 
-    def _check_source(self, extents: Sequence[Extent]) -> None:
-        """Compare the source with the checksums that it stores itself."""
+    def _check_source(self, extents: Mapping[Extent, str]) -> None:
+        """Compare the source with the checksums that it stores itself, of these keys."""
         slots = [Slot(_flat(extent), 0, Box((0,), (extent.nbytes,))) for extent in extents]
         crcs = move([("", slots)], None, self.budget, checksums=True, progress=self._advance)
-        for extent, crc in zip(extents, crcs, strict=True):
+        for (extent, key), crc in zip(extents.items(), crcs, strict=True):
             if crc != extent.crc32:
                 raise CheckpointError(
                     "The source is damaged: its data do not match its checksum.",
                     expected=f"crc32 {extent.crc32:08x}",
                     got=f"{crc:08x}",
-                    where=extent,
+                    where=f"{extent}: {printable(key)}",
                 )
 
     def _check_written(self, data: Path, crcs: Sequence[int]) -> None:

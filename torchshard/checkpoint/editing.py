@@ -1,14 +1,15 @@
 """Another state dict from that of a checkpoint: merged, chosen, renamed, cast. Only names and boxes change."""
 
-import fnmatch
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, TensorEntry, narrowed
 from torchshard.checkpoint.moving import casting
 from torchshard.checkpoint.pickles.inert import OrderedDict
-from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.text import check_matches, printable, said_of
 from torchshard.checkpoint.trees import DROPPED, edit, place
 from torchshard.errors import CheckpointError
 from torchshard.keys import KeyRules
@@ -39,7 +40,7 @@ class Edits:
 
 
 def _matches(key: str, patterns: Collection[str]) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def edited(index: Index, edits: Edits) -> Index:
@@ -50,11 +51,13 @@ def edited(index: Index, edits: Edits) -> Index:
     """
     if edits == Edits():
         return index
-    _check_used(edits, index)
+    for pattern in (*edits.select, *edits.exclude):
+        check_matches(pattern, index.entries)
+    dtypes = said_of(index.entries, edits.dtypes)
     chosen: dict[str, Entry] = {}
     for key, entry in index.entries.items():
         if edits.wants(key):
-            chosen[key] = _cast(key, entry, edits.dtypes) if isinstance(entry, TensorEntry) else entry
+            chosen[key] = _cast(key, entry, dtypes.get(key)) if isinstance(entry, TensorEntry) else entry
     entries = chosen if edits.rename is None else _renamed(chosen, edits.rename)
     stay = {key: entry for key, entry in entries.items() if chosen.get(key) is entry}
     moved = {key: replace(entry, key=key) for key, entry in entries.items() if key not in stay}
@@ -73,14 +76,6 @@ def edited(index: Index, edits: Edits) -> Index:
     return replace(index, entries=entries, tree=tree)
 
 
-def _check_used(edits: Edits, index: Index) -> None:
-    for pattern in (*edits.select, *edits.exclude, *edits.dtypes):
-        if not any(fnmatch.fnmatchcase(key, pattern) for key in index.entries):
-            raise CheckpointError(
-                "No key matches this pattern.", got=printable(pattern), fix="Look at the keys with inspect."
-            )
-
-
 def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
     if isinstance(rename, KeyRules):
         rules = KeyRules(rename.rules, strict=rename.strict)
@@ -95,9 +90,8 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
     return renamed
 
 
-def _cast(key: str, entry: TensorEntry, dtypes: Mapping[str, str]) -> TensorEntry:
-    target = next((dtype for pattern, dtype in dtypes.items() if fnmatch.fnmatchcase(key, pattern)), entry.dtype)
-    if target == entry.dtype or entry.dtype not in casting.FLOATING:
+def _cast(key: str, entry: TensorEntry, target: str | None) -> TensorEntry:
+    if target is None or target == entry.dtype or entry.dtype not in casting.FLOATING:
         return entry
     casting.check(entry.stored_dtype, target, printable(key))
     return replace(entry, dtype=target, stored=entry.stored_dtype)
@@ -134,6 +128,10 @@ def merged(indices: Sequence[Index]) -> Index:
 
     opened = tuple([files for index in indices for files in index.opened])
     metadata = {key: value for index in indices for key, value in index.metadata.items()}
+    apart = [k for k, v in metadata.items() if any(index.metadata.get(k, v) != v for index in indices)]
+    if apart:
+        warnings.warn(f"metadata that differ are left out: {', '.join(map(printable, apart))}", stacklevel=3)
+    metadata = {key: value for key, value in metadata.items() if key not in apart}
     formats = " and ".join(dict.fromkeys(index.format for index in indices))
     return Index(formats, entries, tree, files, metadata, opened)
 

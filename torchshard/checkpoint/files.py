@@ -10,6 +10,7 @@ from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
 OPEN_FILES = 64
+_AT_ONCE = 2**30  # bytes: descriptions that are read in one go; a file of holes may claim any size
 _VECTOR = 1024  # buffers of one read, at most: IOV_MAX
 
 
@@ -30,11 +31,16 @@ class Files:
     """The files below `root`. Names come from the checkpoint itself and are not trusted. Safe for several threads.
 
     At most OPEN_FILES stay open, so a checkpoint of ten thousand ranks fits any limit on open files.
+
+    Args:
+        root: the folder.
+        named: a file in it that the user named himself: the one that may be a link to anywhere.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._real_root = os.path.realpath(root)
+    def __init__(self, root: Path, named: str | None = None) -> None:
+        self.root, self.named = root, named
+        real = os.path.realpath(root)
+        self._inside = (real, *_blobs(real))
         self._handle = functools.lru_cache(maxsize=OPEN_FILES)(self._open)
         self._sizes: dict[str, int] = {}
 
@@ -48,9 +54,10 @@ class Files:
         if not name or not name.isprintable() or os.path.isabs(name) or ".." in parts:
             raise self._leaves(name)
         path = self.root / name
-        real = os.path.realpath(path)
-        if os.path.commonpath([real, self._real_root]) != self._real_root:
-            raise self._leaves(name)
+        if name != self.named:
+            real = os.path.realpath(path)
+            if not any(os.path.commonpath([real, folder]) == folder for folder in self._inside):
+                raise self._leaves(name)
         return path
 
     def _leaves(self, name: str) -> CheckpointError:
@@ -77,6 +84,13 @@ class Files:
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly `length` bytes; for the small parts of a file, as they are allocated in one go."""
         self._check_range(name, offset, length)
+        if length > _AT_ONCE:
+            raise CheckpointError(
+                "What describes the tensors is out of all proportion.",
+                expected=f"{_AT_ONCE} bytes at most",
+                got=f"{length} bytes",
+                where=self.root / name,
+            )
         data = bytearray(length)
         self.read_into(name, offset, memoryview(data))
         return bytes(data)
@@ -149,6 +163,13 @@ class Files:
     def close(self) -> None:
         """Let go of all open files; a later read opens them again."""
         self._handle.cache_clear()
+
+
+def _blobs(snapshot: str) -> tuple[str, ...]:
+    """Where the links of a snapshot in the cache of Hugging Face lead: from NAME/snapshots/REVISION to NAME/blobs."""
+    above, kind = os.path.split(os.path.dirname(snapshot))
+    blobs = os.path.join(above, "blobs")
+    return (blobs,) if kind == "snapshots" and os.path.realpath(blobs) == blobs else ()
 
 
 def unreadable(path: object, error: OSError) -> CheckpointError:

@@ -4,21 +4,27 @@ torch is imported when this is called, by a process that has it anyway. There is
 """
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchshard.checkpoint import opening
+from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.editing import Edits, Rename, edited
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
 from torchshard.checkpoint.moving import casting
 from torchshard.checkpoint.moving.plan import blocks
 from torchshard.checkpoint.moving.reading import read_box_into
+from torchshard.checkpoint.pickles import inert
+from torchshard.checkpoint.pickles.inert import Global, Record, Size
 from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box, whole
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _STAGE = 16 * 2**20  # bytes that pass through memory at a time on their way to a device
@@ -43,8 +49,8 @@ def load_into(
 
     Plain tensors are filled whole; of DTensors (torchshard's and torch's) and ShardedTensors each rank reads the boxes
     that it holds, whatever the boxes of the checkpoint are. Other values of the state dict are replaced by those of the
-    checkpoint. Floating-point values are cast where the types differ. What the checkpoint holds beyond the keys of the
-    state dict is not read.
+    checkpoint, with torch's own sizes, types and devices. Floating-point values are cast where the types differ. What
+    the checkpoint holds beyond the keys of the state dict is not read.
 
     Args:
         path: anything that `open` opens.
@@ -63,7 +69,7 @@ def load_into(
     with opening.open(path) as checkpoint:
         parts: list[_Part] = []
         entries = edited(checkpoint.index, Edits(rename=rename)).entries
-        objects: list[tuple[Any, Any, ObjectEntry]] = []
+        objects: list[tuple[Any, Any, object]] = []
         for container, step, key, value in _leaves(state_dict, ""):
             entry = entries.get(key)
             if entry is None:
@@ -74,20 +80,77 @@ def load_into(
                     fix="Give rename=, or leave the key out of the state dict; inspect shows the keys.",
                 )
             if isinstance(entry, ObjectEntry) and not _is_tensor(value):
-                objects.append((container, step, entry))
+                objects.append((container, step, live(entry.value(), f"{checkpoint.path}: {printable(key)}")))
             elif isinstance(entry, TensorEntry) and _is_tensor(value):
                 parts += _parts(key, _fitting(entry, value, f"{checkpoint.path}: {printable(key)}"), value)
             else:
                 held = "a tensor" if isinstance(entry, TensorEntry) else "no tensor"
                 raise CheckpointError(f"The checkpoint holds {held} here, unlike the state dict.", where=printable(key))
-        for container, step, entry in objects:
-            container[step] = entry.value()
+        for container, step, made in objects:
+            container[step] = made
         total, done = sum([part.box.numel * part.entry.itemsize for part in parts]), 0
         for part in parts:
             for nbytes in _load(part):
                 done += nbytes
                 if progress is not None:
                     progress(done, total)
+
+
+def live(value: object, where: str) -> Any:
+    """What is pickled as `value` of plain data: with torch's sizes, types and devices, and tensors that are read whole.
+
+    Raises:
+        CheckpointError: something that is not read, or containers nested too deep.
+    """
+    return _Live(where).made(value, 0)
+
+
+class _Live:
+    """Makes each container once: they may refer to each other in any way."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.known: dict[int, object] = {}
+
+    def made(self, value: Any, depth: int) -> Any:
+        """The value, `depth` containers below the first."""
+        import torch
+
+        if depth > NESTING:
+            raise CheckpointError("Containers are nested too deep.", expected=f"at most {NESTING}", where=self.where)
+        if id(value) in self.known:
+            return self.known[id(value)]
+        if isinstance(value, TensorEntry):
+            made: Any = torch.from_numpy(value.numpy()).view(getattr(torch, value.dtype))
+        elif isinstance(value, Size):
+            made = torch.Size(value)
+        elif isinstance(value, tuple):
+            made = tuple([self.made(item, depth + 1) for item in value])
+        elif isinstance(value, list):
+            made = self.known[id(value)] = []
+            made += [self.made(item, depth + 1) for item in value]
+        elif isinstance(value, dict):
+            made = self.known[id(value)] = OrderedDict() if isinstance(value, inert.OrderedDict) else {}
+            made |= {self.made(key, depth + 1): self.made(item, depth + 1) for key, item in value.items()}
+        elif isinstance(value, Global) and value.name.removeprefix("torch.") in DTYPES:
+            made = getattr(torch, value.name.removeprefix("torch."))
+        elif isinstance(value, Record) and value.name == "torch.device":
+            made = self.device(value.args)
+        elif isinstance(value, (Global, Record)):
+            raise CheckpointError("This is not plain data, and is not loaded.", got=value.name, where=self.where)
+        else:
+            return value
+        self.known[id(value)] = made
+        return made
+
+    def device(self, args: tuple[Any, ...]) -> "torch.device":
+        """As torch pickles it: a name, or that of its kind and a number."""
+        import torch
+
+        try:
+            return torch.device(*args)
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointError("This is no device.", got=printable(args), where=self.where) from error
 
 
 def _leaves(tree: Any, prefix: str) -> Iterator[tuple[Any, Any, str, Any]]:

@@ -7,7 +7,7 @@ from types import MappingProxyType, TracebackType
 from typing import NamedTuple
 
 from torchshard.checkpoint.entries import Entry, Index, TensorEntry
-from torchshard.checkpoint.files import unreadable
+from torchshard.checkpoint.files import Files, unreadable
 from torchshard.checkpoint.formats import dcp, hugging_face, rank_files, safetensors, torch_file
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
@@ -128,16 +128,17 @@ def _read(path: Path) -> Index:
         return _read_folder(path)
     if not path.exists() and "*" in path.name and (matching := sorted(path.parent.glob(path.name))):
         return rank_files.read(rank_files.ordered(matching))
+    files = Files(path.parent, path.name)
     if path.name.endswith(".json"):
-        return hugging_face.read_indexed(path)
+        return hugging_face.read_indexed(files, path.name)
     with path.open("rb") as file:
         head = file.read(16)
     if head.startswith(b"PK\3\4"):
-        return torch_file.read(path)
+        return torch_file.read(files, path.name)
     if head[8:9] == b"{":  # before the next: the length of a header may begin with that byte too
-        return safetensors.read(path)
+        return hugging_face.of_whole_tensors(safetensors.read(files, path.name), path)
     if head.startswith(b"\x80"):
-        return torch_file.read(path)
+        return torch_file.read(files, path.name)
     raise _not_one(path, f"a file that begins with {printable(head)}" if head else "an empty file")
 
 
@@ -145,7 +146,7 @@ def _read_folder(path: Path) -> Index:
     if (path / dcp.METADATA).exists():
         return dcp.read(path)
     if (index := hugging_face.find_index(path)) is not None:
-        return hugging_face.read_indexed(index)
+        return hugging_face.read_indexed(Files(path), index.name)
     if parts := hugging_face.find_parts(path):
         return hugging_face.read_folder(parts)
     if ranks := rank_files.find(path):

@@ -1,6 +1,7 @@
 """Numbers about the values of tensors, read in blocks: for `inspect --stats`."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torchshard.checkpoint.entries import TensorEntry
@@ -26,8 +27,12 @@ class Statistics(NamedTuple):
     inf: int
 
 
-def statistics(entry: TensorEntry) -> Statistics:
+def statistics(entry: TensorEntry, advance: Callable[[int], object] = lambda nbytes: None) -> Statistics:
     """The numbers of a tensor, in the memory of a few blocks.
+
+    Args:
+        entry: the tensor.
+        advance: called with the bytes of each block that is read.
 
     Raises:
         CheckpointError: its file is damaged.
@@ -36,6 +41,7 @@ def statistics(entry: TensorEntry) -> Statistics:
 
     smallest, largest, total, count, nan, inf = math.inf, -math.inf, 0.0, 0, 0, 0
     for raw in arrays(entry):
+        advance(raw.nbytes)
         values = decoded(raw, entry.dtype)
         if values.dtype.kind == "c":
             values = np.abs(values)

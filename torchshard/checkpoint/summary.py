@@ -157,13 +157,17 @@ def inspect(
         rows, done = [], 0
         chosen = _selected(checkpoint.index, select) if select else checkpoint.index.entries
         total = sum([entry.nbytes for entry in chosen.values() if isinstance(entry, TensorEntry)])
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
         for key, entry in chosen.items():
             if isinstance(entry, TensorEntry):
-                found = statistics(entry) if stats else None
+                found = statistics(entry, advance) if stats else None
                 rows.append(Row(key, entry.dtype, entry.shape, entry.cut, len(entry.pieces), entry.nbytes, found))
-                done += entry.nbytes
-                if stats and progress is not None:
-                    progress(done, total)
             else:
                 rows.append(Row(key, None, None, None, 0, entry.nbytes))
         return Inspection(

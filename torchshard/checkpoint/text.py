@@ -1,12 +1,15 @@
 """Sizes and untrusted names as text, and sizes back from text."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from torchshard import layout
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout import Partial, Placement
 
+_T = TypeVar("_T")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30}
 _UNITS |= {"t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -96,14 +99,40 @@ def parse_pairs(texts: Sequence[str], default: str | None = None) -> dict[str, s
     """Patterns and what is said of them, from "PATTERN=VALUE"; a text without "=" is said of `default`.
 
     Raises:
-        CheckpointError: no "=", and no default.
+        CheckpointError: no "=", and no default; or a pattern twice.
     """
-    pairs = {}
+    pairs: dict[str, str] = {}
     for text in texts:
         pattern, equals, value = text.rpartition("=")
         if not equals and default is None:
             raise CheckpointError(
                 "A pattern and its value are needed.", expected="such as '*.weight=S(0),R'", got=repr(text)
             )
-        pairs[pattern if equals else default or ""] = value
+        pattern = pattern if equals else default or ""
+        if pattern in pairs:
+            raise CheckpointError("A pattern is given twice.", got=f"{pairs[pattern]!r} and {value!r}", where=pattern)
+        pairs[pattern] = value
     return pairs
+
+
+def said_of(keys: Collection[str], patterns: Mapping[str, _T]) -> dict[str, _T]:
+    """What the first glob that matches a key says of it, for all keys that one matches.
+
+    Raises:
+        CheckpointError: a glob that says nothing of any key.
+    """
+    first = {key: next((pattern for pattern in patterns if fnmatchcase(key, pattern)), None) for key in keys}
+    for pattern in patterns.keys() - set(first.values()):
+        check_matches(pattern, keys)
+        raise CheckpointError(
+            "Other patterns match all keys of this one first.", got=printable(pattern), fix="Give it before them."
+        )
+    return {key: patterns[pattern] for key, pattern in first.items() if pattern is not None}
+
+
+def check_matches(pattern: str, keys: Iterable[str]) -> None:
+    """Raise CheckpointError if a glob matches none of the keys."""
+    if not any(fnmatchcase(key, pattern) for key in keys):
+        raise CheckpointError(
+            "No key matches this pattern.", got=printable(pattern), fix="Look at the keys with inspect."
+        )

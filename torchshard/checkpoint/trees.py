@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from torchshard.checkpoint.entries import Entry, ObjectEntry, TensorEntry
-from torchshard.checkpoint.pickles.inert import OrderedDict
+from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
@@ -71,12 +71,55 @@ class _Walk:
             raise CheckpointError("Containers are nested too deep.", expected=f"at most {NESTING}", where=self.where)
 
 
+def spread(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """Dotted name and value of what an object of this key is made of: itself, or the leaves of a tuple with tensors."""
+    for path, leaf in leaves(value, printable(key)):
+        yield ".".join([key, *map(str, path)]), leaf
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two values of plain data are of the same types and equal, NaN to NaN; time goes with their number."""
+    pending, seen = [(a, b)], set[tuple[int, int]]()
+    while pending:
+        x, y = pending.pop()
+        if type(x) is not type(y):
+            return False
+        ours, theirs = _inner(x), _inner(y)
+        if ours is None or theirs is None:
+            if x != y and (x == x or y == y):
+                return False
+        elif (id(x), id(y)) not in seen:  # containers may refer to each other in any way
+            seen.add((id(x), id(y)))
+            if ours.keys() != theirs.keys():
+                return False
+            pending += [(item, theirs[step]) for step, item in ours.items()]
+    return True
+
+
+def _inner(value: Any) -> Mapping[Any, object] | None:
+    """What a value of plain data is made of; None where it is made of nothing else."""
+    if isinstance(value, OrderedDict):
+        return {**value, _itself: value.attributes}
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, Record):
+        return {0: value.name, 1: value.args, 2: value.state}
+    return {0: value.name} if isinstance(value, Global) else None
+
+
 def _step(key: object) -> str:
     return key if isinstance(key, str) else printable(key)
 
 
 def _itself(value: object) -> object:
     return value
+
+
+def as_entry(value: object) -> Entry:
+    """A leaf as an entry: a tensor as it is, else an object."""
+    return value if isinstance(value, TensorEntry) else ObjectEntry(partial(_itself, value))
 
 
 def flatten(tree: object, where: object) -> dict[str, Entry]:
@@ -92,7 +135,7 @@ def flatten(tree: object, where: object) -> dict[str, Entry]:
         key = ".".join(map(str, path))
         if key in entries:
             raise CheckpointError("Two entries have the same dotted name.", got=printable(key), where=where)
-        entry = value if isinstance(value, TensorEntry) else ObjectEntry(partial(_itself, value))
+        entry = as_entry(value)
         entry.key = entry.key or key
         entries[key] = entry
     return entries

@@ -14,7 +14,7 @@ becomes of every key is worked out, and checked, before any value is touched.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torchshard.errors import ShardingError
 from torchshard.keys.rules import Fuse, Rule, Split, Transpose, Value, Values, listed
@@ -77,12 +77,12 @@ class KeyRules:
 
     Args:
         rules: made by rename, strip_prefix, add_prefix, fuse, split and transpose.
-        strict: whether each rule must fit a key, and each key a rule.
+        strict: whether each rule must fit a key, and each key a rule; "rules" asks for the first only.
     """
 
     arrays: Arrays = _Numpy()
 
-    def __init__(self, rules: Iterable[Rule], *, strict: bool = False) -> None:
+    def __init__(self, rules: Iterable[Rule], *, strict: bool | Literal["rules"] = False) -> None:
         self.rules, self.strict = tuple(rules), strict
 
     def __call__(self, sd: Mapping[str, Any]) -> Any:
@@ -146,10 +146,12 @@ class KeyRules:
                     got=[key for key in level if not isinstance(key, str)][:3],
                     fix="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
                 )
+        if self.strict == "rules":
+            left = []
         if self.strict and (idle or left):
             raise ShardingError(
                 "Keys and rules do not cover one another.",
-                expected="a rule for each key, and a key for each rule",
+                expected=f"{'' if self.strict == 'rules' else 'a rule for each key, and '}a key for each rule",
                 got="\n".join([f"no rule: {key}" for key in left] + [f"no key: {self.rules[k]}" for k in sorted(idle)]),
             )
 

@@ -47,6 +47,9 @@ class _Rename:
     pattern: Pattern
     replacement: str
 
+    def __str__(self) -> str:
+        return f"rename({self.pattern.text!r}, {self.replacement!r})"
+
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
         pairs = [(key, self.pattern.replace(key, self.replacement)) for key in values]
@@ -58,7 +61,7 @@ class _Rename:
                     "A rename cannot be undone for a key.",
                     expected=f"{new} to become {old} again",
                     got=again,
-                    where=f"rename({self.pattern.text!r}, {self.replacement!r})",
+                    where=self,
                     fix="say more of the key in the pattern, or in the replacement",
                 )
         return _collected([(new, values[old], old) for old, new in pairs]), fits

@@ -1,6 +1,6 @@
 """The arithmetic of layouts: pure, on integers; no torch, no communication."""
 
-from torchshard.layout.boxes import Box, Overlap, check_tiling, overlaps, whole
+from torchshard.layout.boxes import Box, Overlap, check_tiling, overlaps, tiles, whole
 from torchshard.layout.layout import Layout, Mesh, Sharding, contiguous_stride
 from torchshard.layout.placements import (
     Partial,
@@ -28,5 +28,6 @@ __all__ = [
     "format_placements",
     "overlaps",
     "parse_placements",
+    "tiles",
     "whole",
 ]

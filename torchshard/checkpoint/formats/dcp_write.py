@@ -4,7 +4,6 @@ Tensors are cut by mesh and placements, as the ranks of that mesh would have sav
 rank that holds it. What is not cut goes to the rank that has least to write.
 """
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torchshard.checkpoint.formats.torch_file import ArchivePlan, lay_out
 from torchshard.checkpoint.pickles.inert import Global, Record, Size
 from torchshard.checkpoint.pickles.write import Call, View, dump
 from torchshard.checkpoint.sharing import overlapping
-from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.text import printable, said_of
 from torchshard.checkpoint.trees import Steps, leaves
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout import Box, Mesh, Placement, whole
@@ -80,12 +79,13 @@ def write(index: Index, options: Options) -> Output:
     places: dict[str, Steps] = {}
     anywhere: list[_Item] = []
     found = list(_leaves(index))
+    placements = said_of([key for key, _, value in found if isinstance(value, TensorEntry)], options.placements)
     for key, path, value in found:
         places[key] = path
         if not isinstance(value, TensorEntry):
             anywhere.append(_Item(key, value, None))
             continue
-        boxes = _boxes(key, value, mesh, options.placements)
+        boxes = _boxes(key, value, mesh, placements.get(key))
         chunks[key] = [box for box, _ in boxes]
         for box, rank in boxes:
             item = _Item(key, value, box)
@@ -115,14 +115,13 @@ def _leaves(index: Index) -> list[tuple[str, Steps, object]]:
 
 
 def _boxes(
-    key: str, entry: TensorEntry, mesh: Mesh, placements: Mapping[str, Sequence[Placement]]
+    key: str, entry: TensorEntry, mesh: Mesh, placements: Sequence[Placement] | None
 ) -> list[tuple[Box, int | None]]:
     """The boxes of a tensor, each with the first rank that holds it; None: any may write it."""
-    chosen = next((its for pattern, its in placements.items() if fnmatch.fnmatchcase(key, pattern)), None)
-    if chosen is None or mesh.size == 1:
+    if placements is None or mesh.size == 1:
         return [(whole(entry.shape), None)]
     try:
-        layout = mesh.sharding(chosen).layout(entry.shape, (1,) * len(entry.shape), None)
+        layout = mesh.sharding(placements).layout(entry.shape, (1,) * len(entry.shape), None)
     except ShardingError as error:
         raise CheckpointError(
             f"The placements do not fit: {error.what}", expected=error.expected, got=error.got, where=printable(key)

@@ -21,6 +21,7 @@ from torchshard.errors import CheckpointError
 
 _SUFFIX = ".index.json"
 _SHARDING = "DCP_SHARDING_INFO"
+_ONE_RANK = "shard-"
 _INDEX_LIMIT = 2**28  # bytes of an index
 _PART = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors\Z", re.DOTALL)
 
@@ -44,35 +45,35 @@ def find_parts(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
 
 
-def read_indexed(path: Path) -> Index:
+def read_indexed(files: Files, name: str) -> Index:
     """The index of the files that an index file names.
 
     Raises:
         CheckpointError: a damaged index, a file missing or lacking a key, or damaged itself.
     """
-    files = Files(path.parent)
-    if files.size(path.name) > _INDEX_LIMIT:
-        raise CheckpointError("The index is out of all proportion.", got=f"{files.size(path.name)} bytes", where=path)
-    index = parse(files.read(path.name, 0, files.size(path.name)), "index", path)
+    path, size = files.root / name, files.size(name)
+    if size > _INDEX_LIMIT:
+        raise CheckpointError("The index is out of all proportion.", got=f"{size} bytes", where=path)
+    index = parse(files.read(name, 0, size), "index", path)
     wanted = index.get("weight_map")
     if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
         raise CheckpointError("The index has no weight_map from keys to files.", where=path)
-    parts = {name: _part(files.path(name)) for name in sorted(set(wanted.values()))}
+    parts = {part: _part(files, part) for part in sorted(set(wanted.values()))}
     entries: dict[str, Entry] = {}
-    for key, name in wanted.items():
-        entry = parts[name].entries.get(key)
+    for key, part in wanted.items():
+        entry = parts[part].entries.get(key)
         if entry is None:
             raise CheckpointError(
-                "A file lacks a key that the index says it holds.", got=printable(key), where=files.root / name
+                "A file lacks a key that the index says it holds.", got=printable(key), where=files.root / part
             )
         entries[key] = entry
     metadata = index.get("metadata")
     facts = {key: str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
-    return _index(entries, parts, {path.name: files.size(path.name)}, facts)
+    return _index(files, entries, parts, {name: size}, facts)
 
 
-def _part(path: Path) -> Index:
-    return safetensors.read(path) if path.suffix == ".safetensors" else torch_file.read(path)
+def _part(files: Files, name: str) -> Index:
+    return safetensors.read(files, name) if name.endswith(".safetensors") else torch_file.read(files, name)
 
 
 def read_folder(paths: list[Path]) -> Index:
@@ -82,14 +83,29 @@ def read_folder(paths: list[Path]) -> Index:
         CheckpointError: a part missing, a key in two files, or pieces that do not make up their tensor.
     """
     _check_all_there(paths)
-    parts = {path.name: safetensors.read(path) for path in paths}
+    files = Files(paths[0].parent)
+    parts = {path.name: safetensors.read(files, path.name) for path in paths}
     cut = [name for name, part in parts.items() if _SHARDING in part.metadata]
     if cut and len(cut) < len(parts):
         raise CheckpointError(
-            "Some files hold pieces of tensors, and some do not.", got=f"{_SHARDING} in {cut[0]}", where=paths[0].parent
+            "Some files hold pieces of tensors, and some do not.", got=f"{_SHARDING} in {cut[0]}", where=files.root
         )
-    entries = _of_pieces(parts, paths[0].parent) if cut else _of_whole(parts, paths[0].parent)
-    return _index(entries, parts, {}, {})
+    entries = _of_pieces(parts, files.root) if cut else _of_whole(parts, files.root)
+    return _index(files, entries, parts, {}, {})
+
+
+def of_whole_tensors(index: Index, path: Path) -> Index:
+    """The index of a safetensors file that is opened alone.
+
+    Raises:
+        CheckpointError: it holds pieces of tensors, as one rank writes them.
+    """
+    if _SHARDING not in index.metadata:
+        return index
+    if path.name.startswith(_ONE_RANK):
+        raise CheckpointError("The file holds one rank's pieces of tensors.", where=path, fix="Open its folder.")
+    _of_pieces({path.name: index}, path.parent)
+    return replace(index, metadata={key: text for key, text in index.metadata.items() if key != _SHARDING})
 
 
 def _check_all_there(paths: list[Path]) -> None:
@@ -152,12 +168,11 @@ def _assembled(key: str, parts: list[tuple[tuple[int, ...], TensorEntry]], where
 
 
 def _index(
-    entries: dict[str, Entry], parts: Mapping[str, Index], more: dict[str, int], metadata: dict[str, str]
+    files: Files, entries: dict[str, Entry], parts: Mapping[str, Index], more: dict[str, int], metadata: dict[str, str]
 ) -> Index:
     for key, entry in entries.items():
         entry.key = key
     tree: dict[str, Entry] = dict(entries)
-    sized = {**more, **{f"{name}": size for name, part in parts.items() for size in part.files.values()}}
-    opened = tuple([files for part in parts.values() for files in part.opened])
+    sized = {**more, **{name: size for part in parts.values() for name, size in part.files.items()}}
     kinds = {part.format for part in parts.values()} or {"safetensors"}
-    return Index(f"{' and '.join(sorted(kinds))}, in parts", entries, lambda: tree, sized, metadata, opened)
+    return Index(f"{' and '.join(sorted(kinds))}, in parts", entries, lambda: tree, sized, metadata, (files,))

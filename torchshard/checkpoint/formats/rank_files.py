@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_pieces
+from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import torch_file
 from torchshard.checkpoint.text import printable
-from torchshard.checkpoint.trees import DROPPED, edit, place
+from torchshard.checkpoint.trees import DROPPED, edit, place, same
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box
 
@@ -74,30 +75,35 @@ def read(paths: Sequence[Path]) -> Index:
     Warns:
         UserWarning: names what differs from rank to rank without saying how.
     """
-    parts = [torch_file.read_part(path) for path in paths]
+    files = Files(paths[0].parent)
+    parts = [torch_file.read_part(files, path.name) for path in paths]
     merged: dict[str, list[Entry]] = {}
     for part in parts:
         for key, entry in part.entries.items():
             merged.setdefault(key, []).append(entry)
-    same: dict[str, Entry] = {}
+    alike: dict[str, Entry] = {}
     different: dict[str, list[Entry]] = {}
     for key, entries in merged.items():
-        one = _merged(key, entries, len(parts), paths[0].parent)
+        one = _merged(key, entries, len(parts), files.root)
         if one is None:
             different[key] = entries
         else:
             one.key = key
-            same[key] = one
+            alike[key] = one
     if different:
         names = ", ".join(printable(key) for key in list(different)[:10]) + (" ..." if len(different) > 10 else "")
         warnings.warn(f"different on each rank, and kept once a rank: {names}", stacklevel=4)
-    return _index(parts, same, different, [int(_RANK.match(path.name)[2]) for path in paths])  # type: ignore[index]
+    return _index(files, parts, alike, different, [int(_RANK.match(path.name)[2]) for path in paths])  # type: ignore[index]
 
 
 def _index(
-    parts: Sequence[Index], same: dict[str, Entry], different: dict[str, list[Entry]], ranks: Sequence[int]
+    files: Files,
+    parts: Sequence[Index],
+    alike: dict[str, Entry],
+    different: dict[str, list[Entry]],
+    ranks: Sequence[int],
 ) -> Index:
-    entries = dict(same)
+    entries = dict(alike)
     apart: dict[str, Entry] = {}
     for key, its in different.items():
         for rank, entry in zip(ranks, its, strict=False):
@@ -110,23 +116,23 @@ def _index(
 
         def replaced(key: str, leaf: object) -> object:
             seen.add(key)
-            return same.get(key, DROPPED)
+            return alike.get(key, DROPPED)
 
-        first = edit(parts[0].tree(), replaced, parts[0].opened[0].root)
-        rest = {key: entry for key, entry in same.items() if key not in seen}
-        return place(first, {**rest, **apart}, parts[0].opened[0].root)
+        first = edit(parts[0].tree(), replaced, files.root)
+        rest = {key: entry for key, entry in alike.items() if key not in seen}
+        return place(first, {**rest, **apart}, files.root)
 
-    files = {name: size for part in parts for name, size in part.files.items()}
-    opened = tuple([files for part in parts for files in part.opened])
-    return Index("torch, one file a rank", entries, tree, files, {"ranks": str(len(parts))}, opened)
+    sized = {name: size for part in parts for name, size in part.files.items()}
+    return Index("torch, one file a rank", entries, tree, sized, {"ranks": str(len(parts))}, (files,))
 
 
 def _merged(key: str, entries: Sequence[Entry], ranks: int, where: Path) -> Entry | None:
     """One entry from those of the ranks; None where they differ without saying how."""
     first = entries[0]
     if isinstance(first, ObjectEntry):
-        same = len(entries) == ranks and all(isinstance(e, ObjectEntry) and _equal(first, e) for e in entries)
-        return first if same else None
+        objects = [entry for entry in entries if isinstance(entry, ObjectEntry)]
+        alike = len(objects) == ranks and all(same(first.value(), other.value()) for other in objects[1:])
+        return first if alike else None
     tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
     if len(tensors) != len(entries):
         return None
@@ -148,13 +154,6 @@ def _merged(key: str, entries: Sequence[Entry], ranks: int, where: Path) -> Entr
 
 def _holds_all(entry: TensorEntry) -> bool:
     return math.prod(entry.shape) == sum([box.numel for box in entry.boxes])
-
-
-def _equal(a: ObjectEntry, b: ObjectEntry) -> bool:
-    try:
-        return bool(a.value() == b.value())
-    except RecursionError:
-        return False
 
 
 def _same_values(a: TensorEntry, b: TensorEntry) -> bool:

@@ -20,7 +20,7 @@ from torchshard.checkpoint.pickles.inert import RefusedGlobal
 from torchshard.checkpoint.pickles.torch_values import sizes
 from torchshard.checkpoint.sharing import overlapping
 from torchshard.checkpoint.text import printable
-from torchshard.checkpoint.trees import leaves
+from torchshard.checkpoint.trees import spread
 from torchshard.errors import CheckpointError
 from torchshard.layout import contiguous_stride, whole
 
@@ -28,15 +28,14 @@ HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 _METADATA = "__metadata__"
 
 
-def read(path: Path) -> Index:
+def read(files: Files, name: str) -> Index:
     """The index of a file.
 
     Raises:
         CheckpointError: damaged, or a header that contradicts itself or the file; names the field.
     """
-    files = Files(path.parent)
-    total = files.size(path.name)
-    length = int.from_bytes(files.read(path.name, 0, min(8, total)), "little")
+    path, total = files.root / name, files.size(name)
+    length = int.from_bytes(files.read(name, 0, min(8, total)), "little")
     if total < 8 or length > min(HEADER_LIMIT, total - 8):
         raise CheckpointError(
             "The safetensors header is longer than the file or the format allows.",
@@ -44,20 +43,20 @@ def read(path: Path) -> Index:
             got=printable(length),
             where=path,
         )
-    header = parse(files.read(path.name, 8, length), "safetensors header", path)
+    header = parse(files.read(name, 8, length), "safetensors header", path)
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError("The safetensors metadata is not text.", where=f"{path}: {_METADATA}")
     entries: dict[str, Entry] = {}
     for key, fields in header.items():
-        entries[key] = _entry(files, path, key, fields, 8 + length)
+        entries[key] = _entry(files, name, key, fields, 8 + length)
     _check_ranges(entries, path, 8 + length, total)
     tree: dict[str, Entry] = dict(entries)
-    return Index("safetensors", entries, lambda: tree, {path.name: total}, metadata, (files,))
+    return Index("safetensors", entries, lambda: tree, {name: total}, metadata, (files,))
 
 
-def _entry(files: Files, path: Path, key: str, fields: Any, data_at: int) -> TensorEntry:
-    where = f"{path}: {printable(key)}"
+def _entry(files: Files, name: str, key: str, fields: Any, data_at: int) -> TensorEntry:
+    where = f"{files.root / name}: {printable(key)}"
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise CheckpointError("A tensor has no type, shape or byte range.", got=printable(fields), where=where)
     code = fields["dtype"]
@@ -74,7 +73,7 @@ def _entry(files: Files, path: Path, key: str, fields: Any, data_at: int) -> Ten
             got=printable(span),
             where=where,
         )
-    place = Place(Extent(files, path.name, data_at + span[0], nbytes), data_at + span[0], contiguous_stride(shape))
+    place = Place(Extent(files, name, data_at + span[0], nbytes), data_at + span[0], contiguous_stride(shape))
     pieces = (Piece(whole(shape), lambda: place),) if nbytes else ()
     return TensorEntry(dtype, shape, pieces, key)
 
@@ -106,24 +105,27 @@ def _check_ranges(entries: dict[str, Entry], path: Path, data_at: int, total: in
 def write(index: Index, options: Options) -> Output:
     """The file, or parts with an index, that hold the tensors under their dotted names, those inside of objects too.
 
-    Wider types come first in a file, so that each tensor is aligned to its type.
+    Wider types come first in a file, so that each tensor is aligned to its type. The metadata of a safetensors file are
+    kept.
 
     Raises:
         CheckpointError: a type or a name that the format cannot hold; names the key.
     """
     tensors, left_out = _tensors(index)
     apart = tuple(overlapping(tensors))
+    facts = dict(index.metadata) if index.format == "safetensors" else {}
     if options.shard_size is None:
-        return Output((_file("", tensors),), tuple(left_out), apart)
+        return Output((_file("", tensors, facts),), tuple(left_out), apart)
     parts = parts_of({key: entry.nbytes for key, entry in tensors.items()}, options.shard_size)
-    files = [_file(name, {key: tensors[key] for key in keys}) for name, keys in named("model", ".safetensors", parts)]
+    named_parts = named("model", ".safetensors", parts)
+    files = [_file(name, {key: tensors[key] for key in keys}, facts) for name, keys in named_parts]
     files.append(index_file("model.safetensors.index.json", "model", ".safetensors", parts, tensors))
     return Output(tuple(files), tuple(left_out), apart)
 
 
-def _file(name: str, tensors: dict[str, TensorEntry]) -> OutFile:
+def _file(name: str, tensors: dict[str, TensorEntry], facts: dict[str, str]) -> OutFile:
     order = sorted(tensors, key=lambda key: -tensors[key].itemsize)
-    head = _header(order, tensors)
+    head = _header(order, tensors, facts)
     at = len(head)
     slots = []
     for key in order:
@@ -145,7 +147,7 @@ def _tensors(index: Index) -> tuple[dict[str, TensorEntry], list[str]]:
             except RefusedGlobal as error:
                 left_out.append(f"{key} ({printable(error.name)})")
                 continue
-            found = [(".".join([key, *map(str, path)]), leaf) for path, leaf in leaves(value, key)]
+            found = list(spread(key, value))
         for name, leaf in found:
             if not isinstance(leaf, TensorEntry):
                 left_out.append(name)
@@ -156,8 +158,8 @@ def _tensors(index: Index) -> tuple[dict[str, TensorEntry], list[str]]:
     return tensors, left_out
 
 
-def _header(order: Sequence[str], tensors: dict[str, TensorEntry]) -> bytes:
-    header: dict[str, object] = {_METADATA: {"format": "pt"}}
+def _header(order: Sequence[str], tensors: dict[str, TensorEntry], facts: dict[str, str]) -> bytes:
+    header: dict[str, object] = {_METADATA: {"format": "pt", **facts}}
     at = 0
     for key in order:
         entry = tensors[key]

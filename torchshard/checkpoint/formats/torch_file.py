@@ -6,7 +6,6 @@ small records name the format's version, the byte order and the alignment. See z
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from torchshard.checkpoint import zips
@@ -30,37 +29,37 @@ from torchshard.layout import Box, contiguous_stride
 _STEM = "pytorch_model"
 
 
-def read(path: Path) -> Index:
+def read(files: Files, name: str) -> Index:
     """The index of a file.
 
     Raises:
         CheckpointError: damaged, holding more than tensors and plain data, or only a part of a tensor; names what.
     """
-    index = read_part(path)
+    index = read_part(files, name)
     for key, entry in index.entries.items():
         if isinstance(entry, TensorEntry):
-            check_pieces(entry.shape, entry.pieces, f"{path}: {printable(key)}", fix=_ALL_RANKS)
+            check_pieces(entry.shape, entry.pieces, f"{files.root / name}: {printable(key)}", fix=_ALL_RANKS)
     return index
 
 
 _ALL_RANKS = "The file holds one rank's part: open the files of all ranks, as in open('folder/model_rank*.pt')."
 
 
-def read_part(path: Path) -> Index:
+def read_part(files: Files, name: str) -> Index:
     """The index of a file that may hold only one rank's part of some tensors."""
-    files = Files(path.parent)
-    zipped = files.read(path.name, 0, min(4, files.size(path.name))) == b"PK\3\4"
-    tree = _read_archive(files, path) if zipped else torch_legacy.read_values(files, path.name, ALLOWED)
-    return Index("torch", flatten(tree, path), lambda: tree, {path.name: files.size(path.name)}, {}, (files,))
+    zipped = files.read(name, 0, min(4, files.size(name))) == b"PK\3\4"
+    tree = _read_archive(files, name) if zipped else torch_legacy.read_values(files, name, ALLOWED)
+    entries = flatten(tree, files.root / name)
+    return Index("torch", entries, lambda: tree, {name: files.size(name)}, {}, (files,))
 
 
-def _read_archive(files: Files, path: Path) -> object:
-    archive = Archive(files, path.name)
+def _read_archive(files: Files, name: str) -> object:
+    archive = Archive(files, name)
     if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
         raise CheckpointError(
             "This is a zip archive, but not one that torch.save made of a state dict.",
             expected="a member data.pkl and none constants.pkl, which TorchScript has",
-            where=path,
+            where=files.root / name,
         )
     return read_values(archive, ALLOWED)
 

@@ -243,10 +243,10 @@ def _remove(path: Path) -> None:
 
 def check(path: Path, nbytes: int, *, overwrite: bool, folder: bool) -> None:
     """Raise CheckpointError if a file or folder of this size cannot come to be here."""
-    check_free(path, overwrite, folder=folder)
-    if not path.parent.is_dir():
-        raise CheckpointError("The folder of the destination does not exist.", where=path.parent)
     try:
+        check_free(path, overwrite, folder=folder)
+        if not path.parent.is_dir():
+            raise CheckpointError("The folder of the destination does not exist.", where=path.parent)
         free = shutil.disk_usage(path.parent).free
     except OSError as error:
         raise refused(path, error) from error
@@ -258,6 +258,11 @@ def check(path: Path, nbytes: int, *, overwrite: bool, folder: bool) -> None:
             got=format_size(free),
             where=path.parent,
         )
+
+
+def begun(path: Path) -> bool:
+    """Whether there is something to go on from."""
+    return os.path.lexists(_partial(path))
 
 
 def _size(path: Path) -> int:

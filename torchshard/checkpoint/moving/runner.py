@@ -61,9 +61,10 @@ class Budget:
     def block(self, entry: TensorEntry) -> int:
         """Elements of a block of this tensor. Pieces that are not stored in order are gone through once a block."""
         in_order = all(piece.row_major for piece in entry.pieces)
+        nbytes = min(_BLOCK, self.buffer) if in_order else self.buffer
         if entry.stored_dtype != entry.dtype:  # a cast needs room for both, and numpy for steps between
-            return min(_BLOCK, self.buffer) // (4 * max(entry.itemsize, entry.itemsize_stored))
-        return (min(_BLOCK, self.buffer) if in_order else self.buffer) // entry.itemsize
+            return nbytes // (6 * max(entry.itemsize, entry.itemsize_stored))
+        return nbytes // entry.itemsize
 
 
 class Target(Protocol):

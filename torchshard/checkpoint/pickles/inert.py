@@ -79,3 +79,8 @@ class Size(tuple[int, ...]):
 def record(name: str) -> Global:
     """A class whose objects are read as a Record."""
     return Global(name, lambda *args: Record(name, args))
+
+
+def is_wide(value: object) -> bool:
+    """Whether this is an integer of a kind that can be chosen to have one hash, so that dicts of many are slow."""
+    return type(value) is int and not -(2**60) < value < 2**60

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size
+from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size, is_wide
 from torchshard.checkpoint.text import printable
 
 if TYPE_CHECKING:
@@ -15,11 +15,17 @@ Step = Callable[["Machine"], None]
 _SCALARS = frozenset((str, int, float, bool, type(None), bytes, complex, Record, Global))
 
 
-def _checked_key(key: Any) -> Any:
+def _checked_key(m: "Machine", key: Any) -> Any:
     # Hashing a tuple goes down to its leaves: one that refers to itself a hundred times over would never end.
-    if type(key) in _SCALARS or (type(key) in (tuple, Size) and all(type(item) in _SCALARS for item in key)):
-        return key
-    raise TypeError(f"a key of a dict or set is {printable(key)}")
+    items = key if type(key) in (tuple, Size) else (key,)
+    for item in items:
+        if type(item) not in _SCALARS:
+            raise TypeError(f"a key of a dict or set is {printable(key)}")
+        if is_wide(item):
+            m.wide_keys -= 1
+            if m.wide_keys < 0:
+                raise ValueError("too many keys of dicts or sets are integers of more than 60 bits")
+    return key
 
 
 def _refuse(name: str) -> Step:
@@ -123,7 +129,7 @@ def _set_pairs(m: "Machine", items: list[Any]) -> None:
         raise TypeError(f"pairs go into {printable(target)}")
     pairs = iter(items)
     for key, value in zip(pairs, pairs, strict=True):
-        target[key if type(key) is str else _checked_key(key)] = value
+        target[key if type(key) is str else _checked_key(m, key)] = value
 
 
 def _extend(m: "Machine", items: list[Any]) -> None:
@@ -148,7 +154,7 @@ def _additems(m: "Machine") -> None:
     target = m.stack[-1]
     if type(target) is not set:
         raise TypeError(f"items go into {printable(target)}")
-    target.update(map(_checked_key, items))
+    target.update([_checked_key(m, item) for item in items])
 
 
 # --- stack and memo ----------------------------------------------------------------------------------------------

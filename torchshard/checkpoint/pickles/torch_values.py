@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES, FROM_STORAGE
 from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
-from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Size, record
+from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Size, is_wide, record
 from torchshard.checkpoint.pickles.unpickle import load
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.zips import Archive
@@ -161,6 +161,8 @@ def _set(items: Any = ()) -> set[Any]:
     for item in items:
         if not isinstance(item, (str, int, float, bytes, type(None))):
             raise TypeError(f"a set holds {printable(item)}")
+    if sum([is_wide(item) for item in items]) > 100:
+        raise ValueError("too many items of a set are integers of more than 60 bits")
     return set(items)
 
 

@@ -91,7 +91,9 @@ def _damaged(machine: "Machine", why: str, cut_off: bool) -> CheckpointError:
 class Machine:
     """The stack machine: data and position, stack, marks, memo."""
 
-    __slots__ = ("advice", "allowed", "at", "budget", "data", "marks", "memo", "persistent", "stack", "where")
+    __slots__ = (
+        "advice", "allowed", "at", "budget", "data", "marks", "memo", "persistent", "stack", "where", "wide_keys",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -108,6 +110,7 @@ class Machine:
         self.memo: dict[int, Any] = {}
         # What calls may make out of values that the pickle holds once and refers to often.
         self.budget = 8 * len(data) + 65536
+        self.wide_keys = 10_000
 
     def run(self) -> object:
         """Do step after step until STOP."""
