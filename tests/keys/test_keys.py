@@ -68,6 +68,17 @@ def test_prefixes_within_keys_are_put_back_where_the_old_keys_are_known():
         rules.inverse()
 
 
+def test_a_prefix_that_only_some_keys_had_is_not_put_on_all():
+    for old in (["module.a", "b"], {"model": arrays("module.a"), "optimizer": arrays("b")}):
+        rules = KeyRules([strip_prefix("module.")])
+        assert rules.inverse() is not None  # nothing is known of keys yet
+        new = rules(arrays(*old) if isinstance(old, list) else old)
+        with pytest.raises(ShardingError, match=re.compile("cannot be known.*inverse\\(of=", re.S)):
+            rules.inverse()
+        if isinstance(old, list):
+            assert list(rules.inverse(of=old)(new)) == old
+
+
 QKV = [rf"h.(\d+).{name}.weight" for name in "qkv"]
 
 

@@ -122,6 +122,17 @@ def sharded_tensors(rank, world):
             assert torch.equal(extension.pre_load_state_dict_transform(again)[1][0].tensor, rows)
             assert again.local_shards()[0].metadata.shard_offsets == outer.metadata.shard_offsets
 
+    elsewhere = torch.device("meta")  # the specs say where the parts have been brought, of other ranks as well
+    for tensor in (whole, x, whole_part):
+        moved = extension.chunk_tensor(tensor, group.rank(), 2, 1, group, elsewhere)
+        while hasattr(moved, "local_shards"):
+            (shard,) = moved.local_shards()
+            places = [one.placement for one in moved.metadata().shards_metadata]
+            assert {place.device().type for place in places} == {"meta"}
+            assert shard.metadata.placement in places
+            moved = shard.tensor
+        assert moved.device == elsewhere
+
     class Device:
         used: ClassVar = []
 

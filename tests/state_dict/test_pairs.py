@@ -149,14 +149,14 @@ def _any_form(draw, shape, meshes):
     return state_dict.to_full, lambda x: x
 
 
-def _round_trips(rank, world, examples):
+def _round_trips(rank, world, sizes, examples):
     """All ranks draw the same: nothing is random but by the test's name."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
     from torchshard import state_dict
 
-    meshes = [init_device_mesh("cpu", n) for n in ((4,), (2, 2), (1, 4, 1), (2, 1, 2), (1, 2, 1, 2))]
+    meshes = [init_device_mesh("cpu", n) for n in sizes]
     types = [torch.float32, torch.int16, torch.bool, torch.complex64, torch.bfloat16, torch.float64, torch.uint8]
     count = 0
 
@@ -185,5 +185,13 @@ def _round_trips(rank, world, examples):
 
 @pytest.mark.parametrize("examples", [15, pytest.param(250, marks=pytest.mark.full)])
 def test_any_form_becomes_any_other_and_comes_back(examples):
-    counts = run_ranks(4, _round_trips, examples, timeout=280)
+    sizes = (4,), (2, 2), (1, 4, 1), (2, 1, 2), (1, 2, 1, 2)
+    counts = run_ranks(4, _round_trips, sizes, examples, timeout=280)
     assert counts == [counts[0]] * 4
+
+
+@pytest.mark.full
+def test_any_form_on_meshes_of_sixteen_ranks():
+    counts = run_ranks(16, _round_trips, ((2, 2, 2, 2), (4, 2, 2), (4, 4)), 25, timeout=280)
+    assert counts == [counts[0]] * 16
+    assert counts[0] >= 25

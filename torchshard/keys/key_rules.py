@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torchshard.errors import ShardingError
-from torchshard.keys.rules import Fuse, Rule, Split, Transpose, Value, Values, listed
+from torchshard.keys.rules import Fuse, Prefix, Rule, Split, Transpose, Value, Values, listed
 
 
 class Arrays(Protocol):
@@ -84,6 +84,7 @@ class KeyRules:
 
     def __init__(self, rules: Iterable[Rule], *, strict: bool | Literal["rules"] = False) -> None:
         self.rules, self.strict = tuple(rules), strict
+        self._met: dict[int, set[bool]] = {}  # number of a rule -> whether keys so far fit it
 
     def __call__(self, sd: Mapping[str, Any]) -> Any:
         """The state dict with new keys.
@@ -112,10 +113,15 @@ class KeyRules:
         Args:
             of: the keys that these rules were applied to. Needed where a rule drops what it cannot put back: a prefix
                 that only some keys had.
+
+        Raises:
+            ShardingError: `of` is needed: a prefix was taken away between dots, or has been from some keys and not all.
         """
         undone: list[Rule] = []
         keys = None if of is None else list(of)
-        for rule in self.rules:
+        for number, rule in enumerate(self.rules):
+            if keys is None and isinstance(rule, Prefix) and not rule.add and len(self._met.get(number, ())) > 1:
+                raise rule.unknown()
             undone.append(rule.inverse(keys))
             if keys is not None:
                 keys = list(rule.apply({key: Value(key) for key in keys})[0])
@@ -125,9 +131,10 @@ class KeyRules:
         """New keys with what they are made of; and for each rule the old and the original keys that it fits."""
         values = {key: Value(key) for key in keys}
         fits = []
-        for rule in self.rules:
+        for number, rule in enumerate(self.rules):
             before = values
             values, fit = rule.apply(values)
+            self._met.setdefault(number, set()).update(key in fit for key in before)
             fits.append((fit, {source for key in fit for source in _sources(before[key])}))
         return values, fits
 

@@ -73,7 +73,7 @@ class _Rename:
 
 
 @dataclass(frozen=True)
-class _Prefix:
+class Prefix:
     """Add a prefix, or take it away (where it is); everywhere: between all dots."""
 
     prefix: str
@@ -97,11 +97,15 @@ class _Prefix:
         if keys is not None:
             return _Table(tuple((self._changed(key), key) for key in keys))
         if self.everywhere:
-            raise ShardingError(
-                f"Where {self.prefix!r} was taken away cannot be known from the rule alone.",
-                fix="rules.inverse(of=old.keys())",
-            )
-        return _Prefix(self.prefix, not self.add)
+            raise self.unknown()
+        return Prefix(self.prefix, not self.add)
+
+    def unknown(self) -> ShardingError:
+        """That more than the rule must be known to undo it."""
+        return ShardingError(
+            f"Where {self.prefix!r} was taken away cannot be known from the rule alone.",
+            fix="rules.inverse(of=old.keys())",
+        )
 
 
 @dataclass(frozen=True)
@@ -257,12 +261,12 @@ def strip_prefix(prefix: str, *, everywhere: bool = False) -> Rule:
         prefix: text, with its dot.
         everywhere: also within keys, where wrappers are nested ("_fsdp_wrapped_module.", "_orig_mod.").
     """
-    return _Prefix(prefix, add=False, everywhere=everywhere)
+    return Prefix(prefix, add=False, everywhere=everywhere)
 
 
 def add_prefix(prefix: str) -> Rule:
     """Put a prefix before every key."""
-    return _Prefix(prefix, add=True)
+    return Prefix(prefix, add=True)
 
 
 def fuse(parts: Sequence[str], whole: str, dim: int = 0, *, sizes: Sequence[int] = ()) -> Rule:

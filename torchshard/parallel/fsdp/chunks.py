@@ -233,7 +233,7 @@ def _of_parts(
     """
 
     def metadata(rank: int) -> Any:
-        place = specs.place_of(rank, kind if kind == "cpu" else f"{kind}:{rank % devices}")
+        place = specs.place_of(rank, kind if kind in ("cpu", "meta") else f"{kind}:{rank % devices}")
         return specs.ShardMetadata(list(held[rank].offset), list(held[rank].size), place)
 
     shards = [] if mine is None else [specs.Shard(mine, metadata(dist.get_rank()))]
