@@ -88,6 +88,11 @@ def _parameters(rank, world):
                 other.step()
             torch.testing.assert_close(ours.local_tensor(), plain[slice(*rows)], msg=f"{name} {options}")
 
+    # What `x[mask] = number` is, in one torch or another.
+    x = made(whole)
+    for fill in (lambda y, mask: y.masked_fill(mask, 3.0), lambda y, mask: y.masked_fill_(mask, torch.tensor(4.0))):
+        assert torch.equal(fill(x, x > 0.5).local_tensor(), fill(whole.clone(), whole > 0.5)[slice(*rows)])
+
     # What would mix parts of one tensor with another tensor, or give a number, is refused.
     x, same = made(whole), made(whole)
     refused(lambda: torch.equal(x, same), "equal", UnsupportedOperatorError)

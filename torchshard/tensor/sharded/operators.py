@@ -19,6 +19,7 @@ from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, made
 _OTHERS = {"view_as_real.default", "view_as_complex.default", "bucketize.Tensor"}
 _REDUCING = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}  # on lists, but not by element
 _ALSO = {"_to_copy.default", "copy_.default", "zero_.default"}
+_ALSO |= {f"masked_fill{how}.{kind}" for how in ("", "_") for kind in ("Scalar", "Tensor")}
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -88,7 +89,7 @@ def _by_element(func: Any, name: str) -> bool:
 
 
 def _by_mask(name: str, args: Sequence[Any]) -> bool:
-    """Whether this is `x[mask] = number`, as the optimizer Rprop has it."""
+    """Whether this is `x[mask] = number`, as the optimizer Rprop has it; newer torch calls masked_fill_."""
     if name != "index_put_.default":
         return False
     return all(isinstance(index, ShardedTensor) and index.dtype == torch.bool for index in args[1])
