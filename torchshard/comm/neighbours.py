@@ -93,12 +93,13 @@ def _in_reach(view: Tensor) -> Tensor:
 
 
 def _places(views: Sequence[Tensor]) -> Tensor:
-    return torch.tensor([n for view in views for n in _block(view)], dtype=torch.int64)
+    blocks = map(_block, views)
+    return torch.tensor([n for block in blocks for n in (block.address, *block.strides)], dtype=torch.int64)
 
 
-def _block(view: Tensor) -> tuple[int, ...]:
+def _block(view: Tensor) -> Block:
     size = view.element_size()
-    return view.data_ptr(), *[step * size for step in view.stride()]
+    return Block(view.data_ptr(), tuple([step * size for step in view.stride()]))
 
 
 def _read(pid: int, views: Sequence[Tensor], places: Sequence[int]) -> None:
@@ -120,8 +121,7 @@ def _read(pid: int, views: Sequence[Tensor], places: Sequence[int]) -> None:
 
 def _planned(pid: int, view: Tensor, there: Block) -> list[Spans]:
     """The spans to read for one view; none where it has been filled another way."""
-    address, *strides = _block(view)
-    found = spans(view.shape, view.element_size(), Block(address, tuple(strides)), there)
+    found = spans(view.shape, view.element_size(), _block(view), there)
     apart = extent(view.shape, view.element_size(), there) // len(found.here)
     if found.length >= _SHORT or len(found.here) <= _FEW or apart > _NEAR:
         return [found]
@@ -138,8 +138,7 @@ def _read_with_gaps(pid: int, view: Tensor, there: Block) -> None:
         part = view.narrow(dim, begin, min(rows, view.shape[dim] - begin))
         block = Block(there.address + begin * there.strides[dim], there.strides)
         landing = torch.empty(extent(part.shape, view.element_size(), block), dtype=torch.uint8)
-        whole = Block(landing.data_ptr(), (1,)), Block(block.address, (1,))
-        _run(pid, [spans(landing.shape, 1, *whole)])
+        _run(pid, [spans(landing.shape, 1, _block(landing), Block(block.address, (1,)))])
         strides = [n // view.element_size() for n in there.strides]
         part.copy_(landing.view(view.dtype).as_strided(part.shape, strides))
 
@@ -189,7 +188,7 @@ def _readable(told: Sequence[int]) -> bool:
     if _process_vm_readv is None or machine != _machine():
         return False
     try:
-        _run(pid, [spans(found.shape, 8, Block(found.data_ptr(), (8,)), Block(address, (8,)))])
+        _run(pid, [spans(found.shape, 8, _block(found), Block(address, (8,)))])
     except OSError:
         return False
     return found.tolist() == word
