@@ -84,6 +84,7 @@ class Agreement:
         """
         if self._store is not None:
             self._compare(self._store, text, position)
+            self._followed = [(position, text)]
 
     def check(self, position: int, what: str) -> None:
         """Called while waiting: raise RankMismatchError if the reason is another plan on some rank, or a lost rank.
