@@ -134,7 +134,7 @@ def convert(
         list[str] | None,
         typer.Option(metavar="GLOB=S(0),R", help="How tensors are cut on the mesh; may be given again."),
     ] = None,
-    verify: Annotated[bool, typer.Option(help="Check stored checksums, and read the destination again.")] = False,
+    verify: Annotated[bool, typer.Option(help="Read the destination again and compare.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing destination.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where an earlier conversion was interrupted.")

@@ -1,5 +1,6 @@
 """Damaged, incomplete and hostile checkpoints: one sentence with file and field, and never anything but an error."""
 
+import functools
 import io
 import os
 import pickle
@@ -7,6 +8,7 @@ import shutil
 import time
 import warnings
 import zipfile
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.ranks import run_ranks
 from torchshard import checkpoint
 from torchshard.checkpoint.zips import frame, lay_out
 from torchshard.errors import CheckpointError
+from torchshard.keys import KeyRules, transpose
 
 
 @pytest.fixture
@@ -208,18 +211,113 @@ def test_boxes_that_overlap(copy):
     fails(copy, "Two boxes hold the same elements")
 
 
-def test_a_flipped_byte_in_the_data_is_found_by_verify(copy):
-    with checkpoint.open(copy) as ck:
-        place = ck["model.columns"].pieces[0].place()
-    file = copy / place.extent.file
+def flip(ck, key, piece=0):
+    """Change one bit of a tensor's data in the file, whose name is given back."""
+    with checkpoint.open(ck) as opened:
+        place = opened[key].pieces[piece].place()
+    file = place.extent.files.root / place.extent.file
     body = bytearray(file.read_bytes())
     body[place.start + 5] ^= 4
     file.write_bytes(body)
-    with pytest.raises(CheckpointError, match="do not match its checksum") as caught:
-        checkpoint.convert(copy, copy.parent / "out.pt", to="torch", verify=True)
-    assert f"{place.extent.file}, bytes" in str(caught.value)
-    assert str(caught.value).endswith(": model.columns")
-    assert not (copy.parent / "out.pt").exists()
+    return file
+
+
+ROUTES = {
+    "rows": ("model.rows", {"to": "torch"}),
+    "columns": ("model.columns", {"to": "torch"}),
+    "replicated": ("model.replicated", {"to": "torch"}),
+    "not of floats": ("model.middle", {"to": "torch"}),
+    "in an optimizer": ("optimizer.state.rows.exp_avg", {"to": "torch"}),
+    "to safetensors": ("model.rows", {"to": "safetensors", "select": ["model.*"]}),
+    "columns to safetensors": ("model.columns", {"to": "safetensors", "select": ["model.*"]}),
+    "to dcp": ("model.rows", {"to": "dcp"}),
+    "to dcp for a mesh": ("model.rows", {"to": "dcp", "mesh": (3,), "placements": {"model.rows": "S(1)"}}),
+    "to parts": ("model.rows", {"to": "torch", "shard_size": 200}),
+    "cast": ("model.rows", {"to": "torch", "dtype": "bfloat16"}),
+    "transposed": ("model.rows", {"to": "torch", "rename": KeyRules([transpose("model.rows")])}),
+    "alone": ("model.rows", {"to": "torch", "select": ["model.rows"]}),
+    "read again": ("model.rows", {"to": "torch", "verify": True}),
+}
+
+
+@pytest.mark.parametrize("piece", [0, 1])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_flipped_byte_in_the_data(copy, route, piece):
+    key, options = ROUTES[route]
+    file = flip(copy, key, piece if "replicated" not in route else 0)
+    for resume in (False, True, True):  # a journal of what was read does not make it right
+        with pytest.raises(CheckpointError, match="data do not match its checksum") as caught:
+            checkpoint.convert(copy, copy.parent / "out", resume=resume, **options)
+        assert f"{file}, bytes" in str(caught.value)
+        assert str(caught.value).endswith(f": {key}")
+        assert not (copy.parent / "out").exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_columns_and_casts_in_many_blocks(tmp_path, dtype, damaged):
+    """Pieces whose checksums come together from rows of many blocks, some of them read before an interruption."""
+    w = torch.arange(512 * 600, dtype=torch.float32).reshape(512, 600)
+    torch.save({"w": w}, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "cut", to="dcp", mesh=(3,), placements={"w": "S(1)"})
+    if damaged:
+        flip(tmp_path / "cut", "w", 1)
+    out = tmp_path / "out.pt"
+    convert = functools.partial(
+        checkpoint.convert, tmp_path / "cut", out, to="torch", dtype=dtype, max_memory=2**20, resume=True
+    )
+
+    def stop(done, total):
+        if done > total / 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        convert(progress=stop)
+    if damaged:
+        with pytest.raises(CheckpointError, match=r"__1_0\.distcp, bytes[^$]*: w$"):
+            convert()
+    else:
+        convert()
+        assert torch.equal(torch.load(out)["w"], w.to(getattr(torch, dtype)))
+
+
+def test_a_flipped_byte_in_a_torch_file(tmp_path):
+    matrix = torch.arange(24.0).reshape(4, 6)
+    state = {"w": matrix, "view": matrix.t()[1:3], "b": torch.ones(3)}
+    for key in state:
+        torch.save(state, tmp_path / "a.pt")
+        flip(tmp_path / "a.pt", key)
+        fails(tmp_path / "a.pt", r"data do not match its checksum[^$]*a\.pt, bytes")
+        rest = ["b"] if key != "b" else ["w", "view"]  # what is not read is not looked at
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "rest.pt", to="torch", select=rest)
+        (tmp_path / "rest.pt").unlink()
+
+
+def test_a_flipped_byte_among_the_objects(tmp_path):
+    """In a pickle it would be another number, or another key."""
+    torch.save({"w": torch.ones(3), "lr": 0.5}, tmp_path / "a.pt")
+    body = (tmp_path / "a.pt").read_bytes()
+    half = pickle.dumps(0.5, 2)[2:-1]
+    assert body.count(half) == 1
+    (tmp_path / "a.pt").write_bytes(body.replace(half, half[:1] + pickle.dumps(0.75, 2)[3:-1]))
+    assert "data.pkl does not match its checksum" in fails(tmp_path / "a.pt", "damaged or cut off")
+
+
+@contextmanager
+def unsummed():
+    """torch stores no checksums."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def test_checksums_that_torch_did_not_store(tmp_path):
+    with unsummed():
+        torch.save({"w": torch.arange(5.0), "lr": 0.5}, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", verify=True)
+    assert torch.load(tmp_path / "b.pt")["w"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_file_that_shrinks_while_it_is_read(copy, monkeypatch):
@@ -346,10 +444,11 @@ def mutated(body, change):
 def small(tmp_path_factory):
     """Small valid checkpoints of each format: a dcp folder's parts, a torch file, a safetensors file."""
     folder = tmp_path_factory.mktemp("small")
-    sources.make(
-        folder / "dcp", 1, sources.save, {"w": torch.arange(6.0).reshape(2, 3), "lr": 0.5, "n": {"m": [torch.ones(1)]}}
-    )
-    torch.save({"w": torch.arange(6.0).reshape(2, 3).t(), "s": "text", "p": (1, [torch.ones(2)])}, folder / "a.pt")
+    state = {"w": torch.arange(6.0).reshape(2, 3), "lr": 0.5, "n": {"m": [torch.ones(1)]}}
+    sources.make(folder / "dcp", 1, save_unsummed, state)
+    state = {"w": torch.arange(6.0).reshape(2, 3).t(), "s": "text", "p": (1, [torch.ones(2)])}
+    with unsummed():
+        torch.save(state, folder / "a.pt")
     checkpoint.convert(folder / "dcp", folder / "b.pt", to="torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -370,7 +469,14 @@ def save_distributed(rank, world, folder):
 
     shard = LocalShard.from_tensor_and_offsets(torch.ones(2, 2), [0, 0], 0)
     w = distribute_tensor(torch.arange(6.0).reshape(2, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
-    torch.save({"w": w, "st": init_from_local_shards([shard], 2, 2)}, f"{folder}/distributed.pt")
+    with unsummed():
+        torch.save({"w": w, "st": init_from_local_shards([shard], 2, 2)}, f"{folder}/distributed.pt")
+
+
+def save_unsummed(rank, world, path, state):
+    """Checksums would stop most mutations before these can do harm."""
+    with unsummed():
+        sources.save(rank, world, path, state)
 
 
 def peak():

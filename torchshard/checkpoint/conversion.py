@@ -12,18 +12,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from torchshard.checkpoint import opening
-from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.editing import Edits, Rename, edited, merged
-from torchshard.checkpoint.entries import Extent, Index, Piece, Place, TensorEntry
+from torchshard.checkpoint.entries import Index, Piece, TensorEntry, flat
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
 from torchshard.checkpoint.formats.out import Options, Output, Slot
 from torchshard.checkpoint.moving import destination
 from torchshard.checkpoint.moving.destination import Destination
-from torchshard.checkpoint.moving.runner import MEMORY, Budget, move, write_all
+from torchshard.checkpoint.moving.runner import MEMORY, Budget, Move, comparable, move, write_all
 from torchshard.checkpoint.text import format_size, parse_placements, printable, table
 from torchshard.checkpoint.trees import leaves
 from torchshard.errors import CheckpointError
-from torchshard.layout import Box, Mesh, whole
+from torchshard.layout import Mesh, whole
 
 WRITERS: Mapping[str, Callable[[Index, Options], Output]] = MappingProxyType(
     {"safetensors": safetensors.write, "torch": torch_file.write, "dcp": dcp_write.write}
@@ -96,7 +95,8 @@ def convert(
 ) -> Conversion:
     """Write a checkpoint in another format, without torch and without holding it in memory.
 
-    The destination appears complete or not at all; the source is only read.
+    The destination appears complete or not at all; the source is only read. Where it stores checksums, as torch's zip
+    files do, all that is read is compared with them.
 
     Args:
         src: anything that `open` opens; or several, which have no key in common and become one.
@@ -114,7 +114,7 @@ def convert(
         mesh: shape of the ranks that a dcp folder is cut for, such as (2, 4).
         placements: globs of keys to placements on the axes of the mesh, such as {"layers.*.weight": "S(0),R"}; tensors
             that match none are not cut.
-        verify: also check the checksums that the source stores, and read the destination again to compare.
+        verify: read the destination again and compare.
         overwrite: replace an existing destination.
         resume: go on where an earlier conversion was interrupted, and leave what is done if this one is.
         fsync: have the data on the disk before the destination gets its name; without it a power cut may cost data.
@@ -238,7 +238,7 @@ def _fingerprint(out: Output, to: str) -> str:
     for name in sources:
         status = os.stat(name)
         digest.update(repr((os.path.realpath(name), status.st_size, status.st_mtime_ns)).encode())
-    return f"torchshard conversion 1 {digest.hexdigest()}"
+    return f"torchshard conversion 2 {digest.hexdigest()}"
 
 
 @dataclass(slots=True)
@@ -256,10 +256,10 @@ class _Work:
 
     def run(self, *, overwrite: bool, fsync: bool, resume: bool) -> None:
         """Write and rename."""
-        keys = {p.place().extent: slot.entry.key for slot in self.out.slots for p in slot.entry.pieces}
-        summed = {extent: key for extent, key in keys.items() if self.verify and extent.crc32 is not None}
-        tensors = sum([slot.nbytes for slot in self.out.slots])
-        self.total = tensors * (1 + self.verify) + sum([extent.nbytes for extent in summed])
+        moves = self._moves()
+        self.total = sum([slot.nbytes for _, slot, _ in moves]) + self.verify * sum(
+            [slot.nbytes for slot in self.out.slots]
+        )
         files = {file.name: file.nbytes for file in self.out.files}
         with Destination(
             self.target, files, self.fingerprint, overwrite=overwrite, fsync=fsync, resume=resume
@@ -268,8 +268,7 @@ class _Work:
                 return
             if resume:
                 destination.check(self.target, self.out.nbytes, overwrite=overwrite, folder=self.out.is_folder)
-            self._check_source(summed)
-            crcs = self._write(place)
+            crcs = self._write(place, moves)
             place.write_notes()
             if self.verify:
                 self._check_written(place.data, crcs)
@@ -280,11 +279,27 @@ class _Work:
         if self.progress is not None:
             self.progress(self.done, self.total)
 
-    def _write(self, place: Destination) -> list[int]:
-        """Move the tensors, then put in all that surrounds them; the crc32 of each slot."""
-        files = [(file.name, file.slots) for file in self.out.files]
+    def _moves(self) -> list[Move]:
+        """What goes into the files. Stretches of the source that no slot takes whole and in order go before the first
+        slot that needs them, by themselves and without a file, to be compared with their checksums."""
+        names = [file.name for file in self.out.files for _ in file.slots]
+        slots = self.out.slots
+        compared = {slot.entry.pieces[i].place().extent for slot in slots for i in comparable(slot)}
+        moves: list[Move] = []
+        for name, slot in zip(names, slots, strict=True):
+            for extent in [piece.place().extent for piece in slot.entry.pieces]:
+                if extent.crc32 is not None and extent not in compared:
+                    compared.add(extent)
+                    stretch = flat(extent, key=slot.entry.key)
+                    moves.append(Move(None, Slot(stretch, 0, whole(stretch.shape))))
+            moves.append(Move(name, slot))
+        return moves
+
+    def _write(self, place: Destination, moves: Sequence[Move]) -> list[int]:
+        """Move the tensors, then put in all that surrounds them; the crc32 of each slot of the destination."""
         checksums = self.verify or any(file.checksums for file in self.out.files)
-        crcs = move(files, place, self.budget, checksums=checksums, progress=self._advance)
+        every = move(moves, place, self.budget, checksums=checksums, progress=self._advance)
+        crcs = [crc for (name, _, _), crc in zip(moves, every, strict=True) if name is not None]
         at = 0
         for file in self.out.files:
             its = crcs[at : at + len(file.slots)]
@@ -294,27 +309,16 @@ class _Work:
                 write_all(handle.fd, data, offset)
         return crcs
 
-    def _check_source(self, extents: Mapping[Extent, str]) -> None:
-        """Compare the source with the checksums that it stores itself, of these keys."""
-        slots = [Slot(_flat(extent), 0, Box((0,), (extent.nbytes,))) for extent in extents]
-        crcs = move([("", slots)], None, self.budget, checksums=True, progress=self._advance)
-        for (extent, key), crc in zip(extents.items(), crcs, strict=True):
-            if crc != extent.crc32:
-                raise CheckpointError(
-                    "The source is damaged: its data do not match its checksum.",
-                    expected=f"crc32 {extent.crc32:08x}",
-                    got=f"{crc:08x}",
-                    where=f"{extent}: {printable(key)}",
-                )
-
     def _check_written(self, data: Path, crcs: Sequence[int]) -> None:
         """Open what was written as any reader would, and compare type, shape, place and bytes of each tensor."""
         with opening.open(data) as written:
             found = {place: its for entry in _tensors_of(written.index) for place, its in _places(entry)}
-            slots = [
-                self._written(found, file.name or data.name, slot) for file in self.out.files for slot in file.slots
+            moves = [
+                Move(None, self._written(found, file.name or data.name, slot), compared=False)
+                for file in self.out.files
+                for slot in file.slots
             ]
-            again = move([("", slots)], None, self.budget, checksums=True, progress=self._advance)
+            again = move(moves, None, self.budget, checksums=True, progress=self._advance)
         for slot, before, after in zip(self.out.slots, crcs, again, strict=True):
             if before != after:
                 raise CheckpointError(
@@ -350,13 +354,6 @@ def _places(entry: TensorEntry) -> Iterator[tuple[_Place, tuple[TensorEntry, Pie
     """Each piece, and all that is stored with it (of which it may be a view), by file, first byte, type and shape."""
     for piece in entry.pieces:
         place = piece.place()
-        stored = _flat(place.extent, entry.dtype)
+        stored = flat(place.extent, entry.dtype)
         yield (place.extent.file, place.extent.offset, entry.dtype, stored.shape), (stored, stored.pieces[0])
         yield (place.extent.file, place.start, entry.dtype, piece.box.size), (entry, piece)
-
-
-def _flat(extent: Extent, dtype: str = "uint8") -> TensorEntry:
-    """A stretch of file as a tensor of one dim."""
-    shape = (extent.nbytes // DTYPES[dtype].itemsize,)
-    pieces = (Piece(whole(shape), lambda: Place(extent, extent.offset, (1,))),) if extent.nbytes else ()
-    return TensorEntry(dtype, shape, pieces)

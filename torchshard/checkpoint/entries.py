@@ -67,6 +67,13 @@ class Piece:
         return self._row_major
 
 
+def flat(extent: Extent, dtype: str = "uint8", key: str = "") -> "TensorEntry":
+    """A stretch of file as a tensor of one dim."""
+    shape = (extent.nbytes // DTYPES[dtype].itemsize,)
+    pieces = (Piece(whole(shape), lambda: Place(extent, extent.offset, (1,))),) if extent.nbytes else ()
+    return TensorEntry(dtype, shape, pieces, key)
+
+
 def narrowed(piece: Piece, box: Box, at: tuple[int, ...], itemsize: int) -> Piece:
     """The part of a piece that lies in `box` (in the coordinates of the piece's own box), moved to begin at `at`."""
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torchshard.checkpoint.entries import Extent
 from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.moving.checksums import crc32
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
@@ -184,7 +185,10 @@ class Archive:
     def read(self, name: str) -> bytes:
         """The payload of a small member."""
         extent = self.extent(name)
-        return self._bytes(extent.offset - self.start, extent.nbytes)
+        body = self._bytes(extent.offset - self.start, extent.nbytes)
+        if extent.crc32 not in (None, crc32(body)):
+            raise self.damaged(f"member {printable(name)} does not match its checksum")
+        return body
 
 
 def _decoded(name: bytes) -> str:

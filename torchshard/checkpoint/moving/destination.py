@@ -14,7 +14,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +41,7 @@ class Destination:
         resume: whether to go on where another left off, and to keep what there is if this one fails.
 
     Attributes:
-        done: blocks that are written already, with their crc32.
+        done: blocks that are written already, with their checksums.
         finished: the one before was killed after it had finished, and nothing is left to do.
 
     Raises:
@@ -55,7 +55,7 @@ class Destination:
         self.is_folder = "" not in files
         self.partial = _partial(path)
         self.data = self.partial / "data"
-        self.done: Mapping[journal.Block, int] = {}
+        self.done: Mapping[journal.Block, Sequence[int]] = {}
         self.finished = self.committed = False
         self.notes: list[str] = []
         self.noted = time.monotonic()
@@ -111,9 +111,9 @@ class Destination:
         except OSError as error:
             raise refused(self.path, error) from error
 
-    def note(self, block: journal.Block, crc: int) -> None:
-        """Say that a block is written; goes to the journal every few seconds."""
-        self.notes.append(f"{' '.join(map(str, block))} {crc}")
+    def note(self, block: journal.Block, crcs: Sequence[int]) -> None:
+        """Say that a block is written, and its checksums; goes to the journal every few seconds."""
+        self.notes.append(" ".join(map(str, [*block, *crcs])))
         if time.monotonic() - self.noted > NOTE_SECONDS:
             self.write_notes()
 

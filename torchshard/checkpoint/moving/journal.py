@@ -5,7 +5,7 @@ disk is waited for, after these have reached it. Each line has a checksum of its
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchshard.checkpoint.moving.checksums import crc32
@@ -15,9 +15,9 @@ COMMIT = "commit"
 
 
 class State(NamedTuple):
-    """What a journal says: blocks that are written, with their crc32, and whether the destination was complete."""
+    """What a journal says: blocks that are written, with their checksums, and whether the destination was complete."""
 
-    blocks: Mapping[Block, int]
+    blocks: Mapping[Block, Sequence[int]]
     complete: bool
 
 
@@ -33,11 +33,11 @@ def read(fd: int, fingerprint: str) -> State | None:
     texts = [text for line in lines[:-1] if (text := _checked(line)) is not None]
     if not texts or texts[0] != fingerprint:
         return None
-    blocks: dict[Block, int] = {}
+    blocks: dict[Block, Sequence[int]] = {}
     for text in texts[1:]:
         if text != COMMIT:
-            slot, offset, nbytes, crc = map(int, text.split())
-            blocks[slot, offset, nbytes] = crc
+            slot, offset, nbytes, *crcs = map(int, text.split())
+            blocks[slot, offset, nbytes] = crcs
     return State(blocks, COMMIT in texts[1:])
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.entries import Piece, TensorEntry
 from torchshard.checkpoint.moving.casting import cast
+from torchshard.checkpoint.moving.checksums import crc32
 from torchshard.checkpoint.moving.plan import Block, Copy, plan, run_within, windows
 from torchshard.checkpoint.text import format_size
 from torchshard.errors import CheckpointError
@@ -38,13 +39,15 @@ class Room:
         self.rows = functools.lru_cache(maxsize=16)(functools.partial(_rows, out))
 
 
-def fill(entry: TensorEntry, block: Block, room: Room) -> memoryview:
+def fill(entry: TensorEntry, block: Block, room: Room, crcs: list[int] | None = None) -> memoryview:
     """Read the elements of a block, the last dim fastest, cast to the entry's type.
 
     Args:
         entry: the tensor.
         block: planned over the entry's boxes.
         room: with space for the block.
+        crcs: takes the crc32 of the stored bytes of each of the block's copies, in their order in the file; 0 where
+            these are no one run of it.
 
     Returns:
         The part of `room.out` that holds them.
@@ -54,19 +57,19 @@ def fill(entry: TensorEntry, block: Block, room: Room) -> memoryview:
     """
     out = room.out[: block.box.numel * entry.itemsize]
     if entry.stored_dtype == entry.dtype:
-        _fill_stored(entry, block, room)
+        _fill_stored(entry, block, room, crcs)
         return out
     import numpy as np
 
     stored = DTYPES[entry.stored_dtype]
     raw = memoryview(bytearray(block.box.numel * stored.itemsize))
-    _fill_stored(entry, block, Room(raw, room.scratch))
+    _fill_stored(entry, block, Room(raw, room.scratch), crcs)
     values = cast(np.frombuffer(raw, stored.numpy), entry.stored_dtype, entry.dtype)
     out[:] = values.view("u1").data
     return out
 
 
-def _fill_stored(entry: TensorEntry, block: Block, room: Room) -> None:
+def _fill_stored(entry: TensorEntry, block: Block, room: Room, crcs: list[int] | None) -> None:
     """Read the elements of a block as they are stored."""
     for copy in block.copies:
         piece = entry.pieces[copy.source]
@@ -76,10 +79,16 @@ def _fill_stored(entry: TensorEntry, block: Block, room: Room) -> None:
             at = tuple(map(operator.sub, copy.box.offset, block.box.offset))
             rows = room.rows(block.box.size, at, copy.box.size, entry.itemsize_stored)
         if here is None or rows is None:
-            _fill_strided(entry, piece, block.box, copy, room)
-            continue
-        place = piece.place()
-        place.extent.files.read_scattered(place.extent.file, place.start + here * entry.itemsize_stored, rows)
+            crc = _fill_strided(entry, piece, block.box, copy, room, summed=crcs is not None and here is not None)
+        else:
+            place = piece.place()
+            place.extent.files.read_scattered(place.extent.file, place.start + here * entry.itemsize_stored, rows)
+            crc = 0
+            if crcs is not None:
+                for row in rows:
+                    crc = crc32(row, crc)
+        if crcs is not None:
+            crcs.append(crc)
 
 
 def _rows(
@@ -108,8 +117,8 @@ def _rows(
     return [out[start * itemsize : start * itemsize + run] for start in starts]
 
 
-def _fill_strided(entry: TensorEntry, piece: Piece, block: Box, copy: Copy, room: Room) -> None:
-    """Read a part of a block in large stretches, and put its elements where they belong."""
+def _fill_strided(entry: TensorEntry, piece: Piece, block: Box, copy: Copy, room: Room, *, summed: bool) -> int:
+    """Read a part of a block in large stretches, and put its elements where they belong; the crc32 of all of them."""
     import numpy as np
     from numpy.lib.stride_tricks import as_strided
 
@@ -119,10 +128,15 @@ def _fill_strided(entry: TensorEntry, piece: Piece, block: Box, copy: Copy, room
     base = sum([(o - b) * s for o, b, s in zip(copy.box.offset, piece.box.offset, place.stride, strict=True)])
     scratch = np.frombuffer(room.scratch, raw, len(room.scratch) // itemsize)
     steps = [s * itemsize for s in place.stride]
+    crc = 0
     for window in windows(copy.box.size, place.stride, len(scratch), _GAP // itemsize):
         start = place.start + (base + window.start) * itemsize
-        place.extent.files.read_into(place.extent.file, start, room.scratch[: window.span * itemsize])
+        stretch = room.scratch[: window.span * itemsize]
+        place.extent.files.read_into(place.extent.file, start, stretch)
         out[window.box.slices] = as_strided(scratch, window.box.size, steps)
+        if summed:
+            crc = crc32(stretch, crc)
+    return crc
 
 
 def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:

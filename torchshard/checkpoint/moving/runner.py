@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchshard.checkpoint.entries import TensorEntry
 from torchshard.checkpoint.files import Handle
@@ -18,6 +18,7 @@ from torchshard.checkpoint.formats.out import Slot
 from torchshard.checkpoint.moving.checksums import combine, crc32
 from torchshard.checkpoint.moving.plan import Block, plan, run_within
 from torchshard.checkpoint.moving.reading import Room, fill
+from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 from torchshard.layout import whole
 
@@ -70,23 +71,42 @@ class Budget:
 class Target(Protocol):
     """Where the bytes go; see destination.Destination."""
 
-    done: Mapping[tuple[int, int, int], int]
+    done: Mapping[tuple[int, int, int], Sequence[int]]
 
     def fd(self, name: str) -> Handle:
         """The open file of this name."""
 
-    def note(self, block: tuple[int, int, int], crc: int) -> None:
-        """Take down that a block is written."""
+    def note(self, block: tuple[int, int, int], crcs: Sequence[int]) -> None:
+        """Take down that a block is written, and its checksums."""
+
+
+class Move(NamedTuple):
+    """A slot to be filled.
+
+    Args:
+        file: the name of the file in which it lies; None where it is only read.
+        slot: what is read, and its place in that file.
+        compared: whether the pieces that can be are compared with the checksums that are stored of them.
+    """
+
+    file: str | None
+    slot: Slot
+    compared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     slot: int
-    file: str
-    entry: TensorEntry
+    move: Move
     block: Block
-    offset: int
-    known: bool  # whether the checksum of the whole slot is known already
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.move.slot.entry
+
+    @property
+    def offset(self) -> int:
+        return self.move.slot.offset + self.block.at * self.entry.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -101,11 +121,11 @@ class _Job:
 @dataclass(frozen=True, slots=True)
 class _Done:
     job: _Job
-    crc: int
+    crcs: Sequence[int]  # of the block (0 where it is not wanted), then as stored, of each of its copies
 
 
 def move(
-    files: Sequence[tuple[str, Sequence[Slot]]],
+    moves: Sequence[Move],
     target: Target | None,
     budget: Budget,
     *,
@@ -115,20 +135,19 @@ def move(
     """Read the tensors of all slots and write them to files, or only read them.
 
     Args:
-        files: for each file its name and what goes where in it.
+        moves: the slots.
         target: where they are written; None reads only.
         budget: memory for buffers.
-        checksums: whether the crc32 of each slot is wanted. One that follows from checksums of the source is taken from
-            there, unless this is reading only.
+        checksums: whether the crc32 of each slot is wanted.
         progress: called in this thread with the bytes of each block that is done.
 
     Returns:
-        The crc32 of each slot, of all files in turn; zeros without checksums.
+        The crc32 of each slot; zeros without `checksums`.
 
     Raises:
-        CheckpointError: reading or writing failed; no thread is left running.
+        CheckpointError: reading or writing failed, or the source is damaged; no thread is left running.
     """
-    run = _Run(files, target, budget, checksums)
+    run = _Run(moves, target, budget, checksums)
     threads = [threading.Thread(target=run.work, daemon=True) for _ in range(budget.threads)]
     try:
         for thread in threads:
@@ -141,41 +160,50 @@ def move(
             if done is None:
                 running -= 1
                 continue
-            run.sums.add(done.job.slot, done.job.offset, done.job.nbytes, done.crc)
+            run.take(done)
             if target is not None and done.job.name not in target.done:
-                target.note(done.job.name, done.crc)
+                target.note(done.job.name, done.crcs)
             progress(done.job.nbytes)
     finally:
         run.stopped = True
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-    return run.sums.totals
+    return [total.crc for total in run.totals]
+
+
+def comparable(slot: Slot) -> set[int]:
+    """Numbers of the pieces that are read in their order and as a whole to fill a slot, and have a stored checksum."""
+    entry = slot.entry
+    if slot.box != whole(entry.shape):
+        return set()
+    found = set()
+    for i, piece in enumerate(entry.pieces):
+        place = piece.place()
+        extent, nbytes = place.extent, piece.box.numel * entry.itemsize_stored
+        covers = place.start == extent.offset and nbytes == extent.nbytes and piece.row_major
+        if covers and extent.crc32 is not None:
+            found.add(i)
+    return found
 
 
 class _Run:
     """What the threads share."""
 
-    def __init__(
-        self, files: Sequence[tuple[str, Sequence[Slot]]], target: Target | None, budget: Budget, checksums: bool
-    ) -> None:
+    def __init__(self, moves: Sequence[Move], target: Target | None, budget: Budget, checksums: bool) -> None:
         self.target, self.budget, self.checksums = target, budget, checksums
-        slots = [slot for _, its in files for slot in its]
-        known = [_known_crc(slot) if checksums and target is not None else None for slot in slots]
-        self.sums = _Sums([slot.nbytes for slot in slots], known)
-        self.jobs = self._plan(files)
+        self.totals = [_Sum(slot.nbytes) for _, slot, _ in moves]
+        self.compared = [comparable(slot) if compared else set() for _, slot, compared in moves]
+        self.pieces: dict[tuple[int, int], _Sum] = {}
+        self.jobs = self._plan(moves)
         self.lock = threading.Lock()
         self.results: queue.SimpleQueue[_Done | BaseException | None] = queue.SimpleQueue()
         self.stopped = False
 
-    def _plan(self, files: Sequence[tuple[str, Sequence[Slot]]]) -> Iterator[_Job]:
-        i = 0
-        for name, slots in files:
-            for slot in slots:
-                for block in plan(slot.box, slot.entry.boxes, self.budget.block(slot.entry)):
-                    offset = slot.offset + block.at * slot.entry.itemsize
-                    yield _Job(i, name, slot.entry, block, offset, self.sums.known[i] is not None)
-                i += 1
+    def _plan(self, moves: Sequence[Move]) -> Iterator[_Job]:
+        for i, one in enumerate(moves):
+            for block in plan(one.slot.box, one.slot.entry.boxes, self.budget.block(one.slot.entry)):
+                yield _Job(i, one, block)
 
     def work(self) -> None:
         """A thread's life."""
@@ -192,57 +220,67 @@ class _Run:
         except BaseException as error:
             self.results.put(error)
 
-    def _do(self, job: _Job, room: Room) -> int:
-        """Move one block; its crc32 where that is needed."""
-        if self.target is not None and (crc := self.target.done.get(job.name)) is not None:
-            return crc
-        data = fill(job.entry, job.block, room)
-        if self.target is not None:
-            handle = self.target.fd(job.file)
+    def _do(self, job: _Job, room: Room) -> Sequence[int]:
+        """Move one block; the checksums that are needed."""
+        if self.target is not None and (crcs := self.target.done.get(job.name)) is not None:
+            return crcs
+        stored: list[int] | None = [] if self.compared[job.slot] else None
+        data = fill(job.entry, job.block, room, stored)
+        if self.target is not None and job.move.file is not None:
+            handle = self.target.fd(job.move.file)
             write_all(handle.fd, data, job.offset)
-        return crc32(data) if self.checksums and not job.known else 0
+        if not self.checksums:
+            return [0, *(stored or ())]
+        as_stored = stored and len(stored) == 1 and job.entry.stored_dtype == job.entry.dtype
+        return [stored[0] if stored and as_stored else crc32(data), *(stored or ())]
+
+    def take(self, done: _Done) -> None:
+        """Add the checksums of a block.
+
+        Raises:
+            CheckpointError: a piece is not what its checksum says.
+        """
+        job = done.job
+        self.totals[job.slot].add(job.offset, job.nbytes, done.crcs[0])
+        for copy, crc in zip(job.block.copies, done.crcs[1:], strict=False):
+            if copy.source not in self.compared[job.slot]:
+                continue
+            piece, itemsize = job.entry.pieces[copy.source], job.entry.itemsize_stored
+            at = run_within(piece.box, copy.box)
+            assert at is not None  # blocks are runs of the tensor, and therefore of its pieces
+            total = self.pieces.setdefault((job.slot, copy.source), _Sum(piece.box.numel * itemsize))
+            if not total.add(at * itemsize, copy.box.numel * itemsize, crc):
+                continue
+            del self.pieces[job.slot, copy.source]
+            extent = piece.place().extent
+            if total.crc != extent.crc32:
+                raise CheckpointError(
+                    "The file is damaged: its data do not match its checksum.",
+                    expected=f"crc32 {extent.crc32:08x}",
+                    got=f"{total.crc:08x}",
+                    where=f"{extent}: {printable(job.entry.key)}",
+                )
 
 
-def _known_crc(slot: Slot) -> int | None:
-    """The crc32 of a slot from those that the source stores of its pieces; None where it does not follow from them."""
-    entry = slot.entry
-    if entry.stored_dtype != entry.dtype or slot.box != whole(entry.shape):
-        return None
-    runs = []
-    for piece in entry.pieces:
-        place, start = piece.place(), run_within(slot.box, piece.box)
-        extent, nbytes = place.extent, piece.box.numel * entry.itemsize
-        covers = place.start == extent.offset and nbytes == extent.nbytes and piece.row_major
-        if start is None or not covers or extent.crc32 is None:
-            return None
-        runs.append((start, extent.crc32, nbytes))
-    total = 0
-    for _, crc, nbytes in sorted(runs):
-        total = combine(total, crc, nbytes)
-    return total
+class _Sum:
+    """The crc32 of some bytes, put together from those of parts, which come in any order."""
 
+    __slots__ = ("crc", "missing", "parts")
 
-class _Sums:
-    """Puts the checksums of blocks, which come in any order, together to those of slots."""
+    def __init__(self, nbytes: int) -> None:
+        self.crc, self.missing = 0, nbytes
+        self.parts: list[tuple[int, int, int]] = []
 
-    def __init__(self, sizes: Sequence[int], known: Sequence[int | None]) -> None:
-        self.known = known
-        self.totals = [crc or 0 for crc in known]
-        self.missing = list(sizes)
-        self.parts: dict[int, list[tuple[int, int, int]]] = {}
-
-    def add(self, slot: int, offset: int, nbytes: int, crc: int) -> None:
-        """Take the checksum of a block."""
-        if self.known[slot] is not None:
-            return
-        parts = self.parts.setdefault(slot, [])
-        parts.append((offset, crc, nbytes))
-        self.missing[slot] -= nbytes
-        if not self.missing[slot]:
-            total = 0
-            for _, part, length in sorted(self.parts.pop(slot)):
-                total = combine(total, part, length)
-            self.totals[slot] = total
+    def add(self, offset: int, nbytes: int, crc: int) -> bool:
+        """Take the checksum of a part; whether this was the last."""
+        self.parts.append((offset, crc, nbytes))
+        self.missing -= nbytes
+        if self.missing:
+            return False
+        for _, part, length in sorted(self.parts):
+            self.crc = combine(self.crc, part, length)
+        self.parts = []
+        return True
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
