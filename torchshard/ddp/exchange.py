@@ -31,20 +31,21 @@ class Exchange:
         """Wait for collectives; `what` they are is for the error."""
         wait_for(works, self.agreement, self.issued, self.device, what)
 
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Place by place the largest on any rank."""
-        return self._reduced(numbers, dist.ReduceOp.MAX)
+    def of_each_rank(self, number: int) -> list[int]:
+        """What each rank says, in their order."""
+        sent = torch.tensor([number], dtype=torch.int32).to(self.device)
+        said = sent.new_empty(self.group.size())
+        return self._answer(said, dist.all_gather_into_tensor(said, sent, self.group, async_op=True))
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
         """Place by place the sum over the ranks."""
-        return self._reduced(numbers, dist.ReduceOp.SUM)
-
-    def _reduced(self, numbers: Sequence[int], op: Any) -> list[int]:
         sent = torch.tensor(numbers, dtype=torch.int32).to(self.device)
-        work = dist.all_reduce(sent, op=op, group=self.group, async_op=True)
+        return self._answer(sent, dist.all_reduce(sent, group=self.group, async_op=True))
+
+    def _answer(self, numbers: torch.Tensor, work: Any) -> list[int]:
         self.issued += 1
         self.wait([work])
-        return [int(n) for n in sent.tolist()]
+        return [int(n) for n in numbers.tolist()]
 
     def of_first_rank(self, numbers: Sequence[int]) -> list[int]:
         """The numbers that rank 0 has; others may have another count of them."""

@@ -108,10 +108,9 @@ class Joining(Buffers, Joinable):
 
     def _tell(self, mine: int) -> Round:
         """Exchange what this round brings; 0 for a rank that has joined."""
-        ranks = range(self.process_group.size())
-        said = self.reducer.exchange.largest([mine if rank == self.process_group.rank() else 0 for rank in ranks])
+        said = self.reducer.exchange.of_each_rank(mine)
         return Round(
-            active=[rank for rank in ranks if said[rank]],
+            active=[rank for rank, word in enumerate(said) if word],
             buffers=any(word & _BUFFERS for word in said),
             gradients=any(word & _GRADIENTS for word in said),
         )
@@ -119,7 +118,7 @@ class Joining(Buffers, Joinable):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Give all ranks the model of one that has joined last: the highest of them."""
         rank = self.process_group.rank()
-        (self._authoritative_rank,) = self.reducer.exchange.largest([rank if is_last_joiner else -1])
+        self._authoritative_rank = max(self.reducer.exchange.of_each_rank(rank if is_last_joiner else -1))
         ignored = self.parameters_to_ignore
         tensors: list[torch.Tensor] = [p for n, p in self.module.named_parameters() if n not in ignored]
         if self.forward_sync_buffers:

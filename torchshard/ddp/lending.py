@@ -125,6 +125,6 @@ class Lending:
 
     def somebody_wishes(self) -> bool:
         """Whether the buckets do not fit the graphs of some rank; all ranks ask at the same point."""
-        (wishes,) = self._reducer.exchange.largest([int(self._wish)])
+        wishes = self._reducer.exchange.of_each_rank(int(self._wish))
         self._wish = False
-        return bool(wishes)
+        return any(wishes)
