@@ -162,6 +162,16 @@ def _rows(rank, world):
     return [trial.step(_plain) for _ in range(3)]
 
 
+def _rows_in_graph(rank, world):
+    trial = Trial(rank, world, make=Mapped, compile={"fullgraph": True})
+    return [trial.step(_plain) for _ in range(3)]
+
+
+def _mapped_rows_in_one_graph(steps):
+    assert all(worst < 1e-5 for worst, *_ in steps)
+    assert [counts for _, *counts in steps[1:]] == [[6, 0, 0]] * 2
+
+
 def _mapped_rows_in_pieces(steps):
     assert all(worst < 1e-5 for worst, *_ in steps)
 
@@ -203,6 +213,7 @@ TRIALS = {
     _buffers: _buffers_are_rank_0s_before_each_forward,
     _chosen: _sizes_are_chosen_for_what_a_graph_was_seen_to_do,
     _rows: _mapped_rows_in_pieces,
+    _rows_in_graph: _mapped_rows_in_one_graph,
 }
 
 

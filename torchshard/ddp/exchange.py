@@ -35,7 +35,7 @@ class Exchange:
         """What each rank says, in their order."""
         sent = torch.tensor([number], dtype=torch.int32).to(self.device)
         said = sent.new_empty(self.group.size())
-        return self._answer(said, dist.all_gather_into_tensor(said, sent, self.group, async_op=True))
+        return self._answer(said, dist.all_gather([*said.split(1)], sent, self.group, async_op=True))
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
         """Place by place the sum over the ranks."""
