@@ -34,7 +34,9 @@ def first_step(side: str, case: str) -> float:
         model = torch.compile(nn.parallel.DistributedDataParallel(make()))
     start = cpu_seconds()
     model(x).square().mean().backward()
-    return cpu_seconds() - start
+    seconds = cpu_seconds() - start
+    dist.destroy_process_group()
+    return seconds
 
 
 def _alone(side: str, case: str) -> float:
@@ -43,7 +45,7 @@ def _alone(side: str, case: str) -> float:
         env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-m", "benchmarks.compile_time", "--only", side, case]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"{side}: {done.stderr}"
     return float(done.stdout.split()[-1])
 
 
