@@ -8,9 +8,12 @@ import shutil
 import time
 import warnings
 import zipfile
+import zlib
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,9 +22,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from tests.checkpoint import sources
 from tests.ranks import run_ranks
 from torchshard import checkpoint
+from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
+from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.formats.out import Slot
+from torchshard.checkpoint.moving.runner import Budget, Move, move
 from torchshard.checkpoint.zips import frame, lay_out
 from torchshard.errors import CheckpointError
 from torchshard.keys import KeyRules, transpose
+from torchshard.layout import Box, whole
 
 
 @pytest.fixture
@@ -279,6 +287,49 @@ def test_columns_and_casts_in_many_blocks(tmp_path, dtype, damaged):
     else:
         convert()
         assert torch.equal(torch.load(out)["w"], w.to(getattr(torch, dtype)))
+
+
+def test_resumed_with_verify_after_an_interruption_without(tmp_path):
+    state = {f"w{i}": torch.arange(2**16, dtype=torch.int32) + i for i in range(8)}
+    safetensors.torch.save_file(state, tmp_path / "a.safetensors")
+
+    def stop(done, total):
+        if done > total / 2:
+            raise InterruptedError
+
+    convert = functools.partial(
+        checkpoint.convert, tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="safetensors", resume=True
+    )
+    with pytest.raises(InterruptedError):
+        convert(progress=stop)
+    convert(verify=True)
+    assert all(torch.equal(v, state[k]) for k, v in safetensors.torch.load_file(tmp_path / "b.safetensors").items())
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_checksums_of_pieces_in_order_and_transposed(tmp_path, cut):
+    """Some pieces are compared as they are read, others are rearranged; the sum of the tensor is right with both."""
+    full = np.arange(300 * 200, dtype=np.int32).reshape(300, 200)
+    pieces, body = [], b""
+    for i, part in enumerate(np.split(full, 4, axis=cut)):
+        data = (part if i % 2 else part.T).tobytes()
+        files = Files(tmp_path)
+        extent = Extent(files, "a", len(body), len(data), zlib.crc32(data))
+        stride = (part.shape[1], 1) if i % 2 else (1, part.shape[0])
+        place = Place(extent, len(body), stride)
+        offset = (0, i * part.shape[1]) if cut else (i * part.shape[0], 0)
+        pieces.append(Piece(Box(offset, part.shape), functools.partial(lambda place: place, place)))
+        body += data
+    (tmp_path / "a").write_bytes(body)
+    entry = TensorEntry("int32", full.shape, tuple(pieces), "w")
+    (crc,) = move([Move(None, Slot(entry, 0, whole(full.shape)))], None, Budget(2**20))
+    assert crc == zlib.crc32(full.tobytes())
+    for at in (len(body) // 4 + 9, len(body) - 9):  # of the pieces in order
+        damaged = bytearray(body)
+        damaged[at] ^= 1
+        (tmp_path / "a").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="do not match its checksum"):
+            move([Move(None, Slot(entry, 0, whole(full.shape)))], None, Budget(2**20))
 
 
 def test_a_flipped_byte_in_a_torch_file(tmp_path):

@@ -297,8 +297,7 @@ class _Work:
 
     def _write(self, place: Destination, moves: Sequence[Move]) -> list[int]:
         """Move the tensors, then put in all that surrounds them; the crc32 of each slot of the destination."""
-        checksums = self.verify or any(file.checksums for file in self.out.files)
-        every = move(moves, place, self.budget, checksums=checksums, progress=self._advance)
+        every = move(moves, place, self.budget, self._advance)
         crcs = [crc for (name, _, _), crc in zip(moves, every, strict=True) if name is not None]
         at = 0
         for file in self.out.files:
@@ -318,7 +317,7 @@ class _Work:
                 for file in self.out.files
                 for slot in file.slots
             ]
-            again = move(moves, None, self.budget, checksums=True, progress=self._advance)
+            again = move(moves, None, self.budget, self._advance)
         for slot, before, after in zip(self.out.slots, crcs, again, strict=True):
             if before != after:
                 raise CheckpointError(

@@ -97,7 +97,7 @@ def write(index: Index, options: Options) -> Output:
         min(ranks, key=lambda rank: rank.nbytes).add(item)
     files = [file for rank in ranks for file in _files(rank)]
     body = _metadata(found, chunks, places, ranks)
-    files.append(OutFile(METADATA, (), len(body), False, lambda crcs: iter([(0, body)])))
+    files.append(OutFile(METADATA, (), len(body), lambda crcs: iter([(0, body)])))
     tensors = {key: value for key, _, value in found if isinstance(value, TensorEntry)}
     return Output(tuple(files), apart=tuple(overlapping(tensors)))
 
@@ -137,7 +137,7 @@ def _files(rank: _Rank) -> Iterator[OutFile]:
     for i, archives in enumerate(rank.files):
         slots = tuple([slot for _, _, plan in archives for slot in plan.slots])
         nbytes = archives[-1][2].end
-        yield OutFile(rank.name(i), slots, nbytes, True, _finisher([plan for _, _, plan in archives]))
+        yield OutFile(rank.name(i), slots, nbytes, _finisher([plan for _, _, plan in archives]))
 
 
 def _finisher(plans: Sequence[ArchivePlan]) -> Callable[[Sequence[int]], Iterator[tuple[int, bytes]]]:

@@ -50,14 +50,12 @@ class OutFile:
         name: relative to the destination; "" where the destination is this one file.
         slots: the tensors, in the order of their offsets.
         nbytes: size of the whole file.
-        checksums: whether `finish` needs them.
-        finish: takes the crc32 of each slot (zeros where not needed) and gives everything else as (offset, bytes).
+        finish: takes the crc32 of each slot and gives everything else as (offset, bytes).
     """
 
     name: str
     slots: tuple[Slot, ...]
     nbytes: int
-    checksums: bool
     finish: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]]
 
 

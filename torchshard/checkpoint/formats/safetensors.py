@@ -131,7 +131,7 @@ def _file(name: str, tensors: dict[str, TensorEntry], facts: dict[str, str]) -> 
     for key in order:
         slots.append(whole_slot(tensors[key], at))
         at += tensors[key].nbytes
-    return OutFile(name, tuple(slots), at, False, lambda crcs: iter([(0, head)]))
+    return OutFile(name, tuple(slots), at, lambda crcs: iter([(0, head)]))
 
 
 def _tensors(index: Index) -> tuple[dict[str, TensorEntry], list[str]]:

@@ -98,7 +98,7 @@ def write(index: Index, options: Options) -> Output:
 
 def _file(name: str, tree: object) -> OutFile:
     archive = lay_out(tree, 0)
-    return OutFile(name, archive.slots, archive.end, True, archive.finish)
+    return OutFile(name, archive.slots, archive.end, archive.finish)
 
 
 def lay_out(tree: object, start: int, box: Box | None = None) -> ArchivePlan:

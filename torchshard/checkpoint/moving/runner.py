@@ -121,15 +121,13 @@ class _Job:
 @dataclass(frozen=True, slots=True)
 class _Done:
     job: _Job
-    crcs: Sequence[int]  # of the block (0 where it is not wanted), then as stored, of each of its copies
+    crcs: Sequence[int]  # of the block, then of each of its copies as stored, where some are compared
 
 
 def move(
     moves: Sequence[Move],
     target: Target | None,
     budget: Budget,
-    *,
-    checksums: bool,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> list[int]:
     """Read the tensors of all slots and write them to files, or only read them.
@@ -138,16 +136,15 @@ def move(
         moves: the slots.
         target: where they are written; None reads only.
         budget: memory for buffers.
-        checksums: whether the crc32 of each slot is wanted.
         progress: called in this thread with the bytes of each block that is done.
 
     Returns:
-        The crc32 of each slot; zeros without `checksums`.
+        The crc32 of each slot.
 
     Raises:
         CheckpointError: reading or writing failed, or the source is damaged; no thread is left running.
     """
-    run = _Run(moves, target, budget, checksums)
+    run = _Run(moves, target, budget)
     threads = [threading.Thread(target=run.work, daemon=True) for _ in range(budget.threads)]
     try:
         for thread in threads:
@@ -190,8 +187,8 @@ def comparable(slot: Slot) -> set[int]:
 class _Run:
     """What the threads share."""
 
-    def __init__(self, moves: Sequence[Move], target: Target | None, budget: Budget, checksums: bool) -> None:
-        self.target, self.budget, self.checksums = target, budget, checksums
+    def __init__(self, moves: Sequence[Move], target: Target | None, budget: Budget) -> None:
+        self.target, self.budget = target, budget
         self.totals = [_Sum(slot.nbytes) for _, slot, _ in moves]
         self.compared = [comparable(slot) if compared else set() for _, slot, compared in moves]
         self.pieces: dict[tuple[int, int], _Sum] = {}
@@ -221,18 +218,17 @@ class _Run:
             self.results.put(error)
 
     def _do(self, job: _Job, room: Room) -> Sequence[int]:
-        """Move one block; the checksums that are needed."""
+        """Move one block; its checksums."""
         if self.target is not None and (crcs := self.target.done.get(job.name)) is not None:
             return crcs
-        stored: list[int] | None = [] if self.compared[job.slot] else None
-        data = fill(job.entry, job.block, room, stored)
+        entry, compared = job.entry, self.compared[job.slot]
+        stored: list[int] = []
+        data = fill(entry, job.block, room, stored if compared else None)
         if self.target is not None and job.move.file is not None:
             handle = self.target.fd(job.move.file)
             write_all(handle.fd, data, job.offset)
-        if not self.checksums:
-            return [0, *(stored or ())]
-        as_stored = stored and len(stored) == 1 and job.entry.stored_dtype == job.entry.dtype
-        return [stored[0] if stored and as_stored else crc32(data), *(stored or ())]
+        alone = len(job.block.copies) == 1 and job.block.copies[0].source in compared
+        return [stored[0] if alone and entry.stored_dtype == entry.dtype else crc32(data), *stored]
 
     def take(self, done: _Done) -> None:
         """Add the checksums of a block.
