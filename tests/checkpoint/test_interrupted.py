@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,23 @@ def test_overwriting_a_folder(small, tmp_path):
         checkpoint.convert(small, out, to="dcp", overwrite=True)
     assert (out / "thesis.txt").exists()
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_threads_that_ask_for_a_file_at_once_get_the_same(tmp_path, monkeypatch):
+    """Opened once: what is done to the disk, and how often, does not depend on who comes first."""
+    opened, real = [], destination._reserve
+
+    def slowly(fd, nbytes):
+        opened.append(fd)
+        time.sleep(0.1)
+        real(fd, nbytes)
+
+    monkeypatch.setattr(destination, "_reserve", slowly)
+    with destination.Destination(tmp_path / "out", {"": 8}, "x", overwrite=False, fsync=False, resume=False) as place:
+        with ThreadPoolExecutor(4) as pool:
+            handles = list(pool.map(place.fd, [""] * 4))
+        assert len(opened) == 1
+        assert len(set(map(id, handles))) == 1
 
 
 def test_what_is_written_wrong_is_found_by_verify(small, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import fcntl
 import functools
 import os
 import shutil
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -59,6 +60,7 @@ class Destination:
         self.finished = self.committed = False
         self.notes: list[str] = []
         self.noted = time.monotonic()
+        self._opening = threading.Lock()
         self._opened = functools.lru_cache(maxsize=OPEN_FILES)(self._open)
         try:
             self.journal = _locked(self.partial / "journal", path)
@@ -100,8 +102,9 @@ class Destination:
         return self
 
     def fd(self, name: str) -> Handle:
-        """The open file of this name; keep it as long as its `fd` is used."""
-        return self._opened(name)
+        """The open file of this name; keep it as long as its `fd` is used. Threads that ask at once get the same."""
+        with self._opening:
+            return self._opened(name)
 
     def _open(self, name: str) -> Handle:
         try:
