@@ -24,12 +24,12 @@ from tests.ranks import run_ranks
 from torchshard import checkpoint
 from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
 from torchshard.checkpoint.files import Files
-from torchshard.checkpoint.formats.out import Slot
-from torchshard.checkpoint.moving.runner import Budget, Move, move
+from torchshard.checkpoint.formats.out import whole_slot
+from torchshard.checkpoint.moving.runner import Budget, Move, comparable, move
 from torchshard.checkpoint.zips import frame, lay_out
 from torchshard.errors import CheckpointError
 from torchshard.keys import KeyRules, transpose
-from torchshard.layout import Box, whole
+from torchshard.layout import Box
 
 
 @pytest.fixture
@@ -261,6 +261,11 @@ def test_a_flipped_byte_in_the_data(copy, route, piece):
         assert not (copy.parent / "out").exists()
 
 
+def stop_halfway(done, total):
+    if done > total / 2:
+        raise InterruptedError
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_columns_and_casts_in_many_blocks(tmp_path, dtype, damaged):
@@ -275,12 +280,8 @@ def test_columns_and_casts_in_many_blocks(tmp_path, dtype, damaged):
         checkpoint.convert, tmp_path / "cut", out, to="torch", dtype=dtype, max_memory=2**20, resume=True
     )
 
-    def stop(done, total):
-        if done > total / 2:
-            raise InterruptedError
-
     with pytest.raises(InterruptedError):
-        convert(progress=stop)
+        convert(progress=stop_halfway)
     if damaged:
         with pytest.raises(CheckpointError, match=r"__1_0\.distcp, bytes[^$]*: w$"):
             convert()
@@ -293,15 +294,11 @@ def test_resumed_with_verify_after_an_interruption_without(tmp_path):
     state = {f"w{i}": torch.arange(2**16, dtype=torch.int32) + i for i in range(8)}
     safetensors.torch.save_file(state, tmp_path / "a.safetensors")
 
-    def stop(done, total):
-        if done > total / 2:
-            raise InterruptedError
-
     convert = functools.partial(
         checkpoint.convert, tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="safetensors", resume=True
     )
     with pytest.raises(InterruptedError):
-        convert(progress=stop)
+        convert(progress=stop_halfway)
     convert(verify=True)
     assert all(torch.equal(v, state[k]) for k, v in safetensors.torch.load_file(tmp_path / "b.safetensors").items())
 
@@ -318,18 +315,19 @@ def test_checksums_of_pieces_in_order_and_transposed(tmp_path, cut):
         stride = (part.shape[1], 1) if i % 2 else (1, part.shape[0])
         place = Place(extent, len(body), stride)
         offset = (0, i * part.shape[1]) if cut else (i * part.shape[0], 0)
-        pieces.append(Piece(Box(offset, part.shape), functools.partial(lambda place: place, place)))
+        pieces.append(Piece(Box(offset, part.shape), lambda place=place: place))
         body += data
     (tmp_path / "a").write_bytes(body)
     entry = TensorEntry("int32", full.shape, tuple(pieces), "w")
-    (crc,) = move([Move(None, Slot(entry, 0, whole(full.shape)))], None, Budget(2**20))
+    slot = whole_slot(entry, 0)
+    (crc,) = move([Move(None, slot, comparable(slot))], None, Budget(2**20))
     assert crc == zlib.crc32(full.tobytes())
     for at in (len(body) // 4 + 9, len(body) - 9):  # of the pieces in order
         damaged = bytearray(body)
         damaged[at] ^= 1
         (tmp_path / "a").write_bytes(damaged)
         with pytest.raises(CheckpointError, match="do not match its checksum"):
-            move([Move(None, Slot(entry, 0, whole(full.shape)))], None, Budget(2**20))
+            move([Move(None, slot, comparable(slot))], None, Budget(2**20))
 
 
 def test_a_flipped_byte_in_a_torch_file(tmp_path):

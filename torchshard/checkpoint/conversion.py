@@ -15,7 +15,7 @@ from torchshard.checkpoint import opening
 from torchshard.checkpoint.editing import Edits, Rename, edited, merged
 from torchshard.checkpoint.entries import Index, Piece, TensorEntry, flat
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
-from torchshard.checkpoint.formats.out import Options, Output, Slot
+from torchshard.checkpoint.formats.out import Options, Output, Slot, whole_slot
 from torchshard.checkpoint.moving import destination
 from torchshard.checkpoint.moving.destination import Destination
 from torchshard.checkpoint.moving.runner import MEMORY, Budget, Move, comparable, move, write_all
@@ -282,17 +282,16 @@ class _Work:
     def _moves(self) -> list[Move]:
         """What goes into the files. Stretches of the source that no slot takes whole and in order go before the first
         slot that needs them, by themselves and without a file, to be compared with their checksums."""
-        names = [file.name for file in self.out.files for _ in file.slots]
-        slots = self.out.slots
-        compared = {slot.entry.pieces[i].place().extent for slot in slots for i in comparable(slot)}
+        filling = [Move(file.name, slot, comparable(slot)) for file in self.out.files for slot in file.slots]
+        compared = {one.slot.entry.pieces[i].place().extent for one in filling for i in one.compared}
         moves: list[Move] = []
-        for name, slot in zip(names, slots, strict=True):
-            for extent in [piece.place().extent for piece in slot.entry.pieces]:
+        for one in filling:
+            for extent in [piece.place().extent for piece in one.slot.entry.pieces]:
                 if extent.crc32 is not None and extent not in compared:
                     compared.add(extent)
-                    stretch = flat(extent, key=slot.entry.key)
-                    moves.append(Move(None, Slot(stretch, 0, whole(stretch.shape))))
-            moves.append(Move(name, slot))
+                    slot = whole_slot(flat(extent, key=one.slot.entry.key), 0)
+                    moves.append(Move(None, slot, comparable(slot)))
+            moves.append(one)
         return moves
 
     def _write(self, place: Destination, moves: Sequence[Move]) -> list[int]:
@@ -313,7 +312,7 @@ class _Work:
         with opening.open(data) as written:
             found = {place: its for entry in _tensors_of(written.index) for place, its in _places(entry)}
             moves = [
-                Move(None, self._written(found, file.name or data.name, slot), compared=False)
+                Move(None, self._written(found, file.name or data.name, slot))
                 for file in self.out.files
                 for slot in file.slots
             ]

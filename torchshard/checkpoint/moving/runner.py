@@ -8,7 +8,7 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -86,12 +86,12 @@ class Move(NamedTuple):
     Args:
         file: the name of the file in which it lies; None where it is only read.
         slot: what is read, and its place in that file.
-        compared: whether the pieces that can be are compared with the checksums that are stored of them.
+        compared: numbers of the pieces that are compared with the checksums that are stored of them; see `comparable`.
     """
 
     file: str | None
     slot: Slot
-    compared: bool = True
+    compared: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,6 @@ class _Run:
     def __init__(self, moves: Sequence[Move], target: Target | None, budget: Budget) -> None:
         self.target, self.budget = target, budget
         self.totals = [_Sum(slot.nbytes) for _, slot, _ in moves]
-        self.compared = [comparable(slot) if compared else set() for _, slot, compared in moves]
         self.pieces: dict[tuple[int, int], _Sum] = {}
         self.jobs = self._plan(moves)
         self.lock = threading.Lock()
@@ -221,7 +220,7 @@ class _Run:
         """Move one block; its checksums."""
         if self.target is not None and (crcs := self.target.done.get(job.name)) is not None:
             return crcs
-        entry, compared = job.entry, self.compared[job.slot]
+        entry, compared = job.entry, job.move.compared
         stored: list[int] = []
         data = fill(entry, job.block, room, stored if compared else None)
         if self.target is not None and job.move.file is not None:
@@ -239,7 +238,7 @@ class _Run:
         job = done.job
         self.totals[job.slot].add(job.offset, job.nbytes, done.crcs[0])
         for copy, crc in zip(job.block.copies, done.crcs[1:], strict=False):
-            if copy.source not in self.compared[job.slot]:
+            if copy.source not in job.move.compared:
                 continue
             piece, itemsize = job.entry.pieces[copy.source], job.entry.itemsize_stored
             at = run_within(piece.box, copy.box)
