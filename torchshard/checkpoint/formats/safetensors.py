@@ -26,6 +26,7 @@ from torchshard.layout import contiguous_stride, whole
 
 HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 _METADATA = "__metadata__"
+_PAGE = 4096  # bytes: tensors begin at a page of the file, so that pages are written, and mapped, as a whole
 
 
 def read(files: Files, name: str) -> Index:
@@ -170,7 +171,7 @@ def _header(order: Sequence[str], tensors: dict[str, TensorEntry], facts: dict[s
         header[key] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]}
         at += entry.nbytes
     body = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    body += b" " * (-len(body) % 8)
+    body += b" " * (-(8 + len(body)) % _PAGE)
     if len(body) > HEADER_LIMIT:
         raise CheckpointError(
             "The header would be longer than safetensors allows.", expected=f"{HEADER_LIMIT} bytes", got=len(body)

@@ -8,6 +8,7 @@ import mmap
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -26,6 +27,7 @@ MEMORY = 64 * 2**20
 LEAST_MEMORY = 2**20
 _BLOCK = 2**20  # stays in a core's cache between reading, summing and writing
 _THREADS = 4
+_TELL_SECONDS = 0.02  # for which a thread collects what it has done: each time it tells, it waits for the interpreter
 _MODULES = 44 * 2**20  # what Python needs to have imported: 39 MiB measured, and some to spare
 
 
@@ -151,16 +153,18 @@ def move(
             thread.start()
         running = len(threads)
         while running:
-            done = run.results.get()
-            if isinstance(done, BaseException):
-                raise done
-            if done is None:
+            some = run.results.get()
+            if isinstance(some, BaseException):
+                raise some
+            if some is None:
                 running -= 1
                 continue
-            run.take(done)
-            if target is not None and done.job.name not in target.done:
-                target.note(done.job.name, done.crcs)
-            progress(done.job.nbytes)
+            for done in some:
+                run.take(done)
+                name = done.job.name
+                if target is not None and name not in target.done:
+                    target.note(name, done.crcs)
+                progress(done.job.nbytes)
     finally:
         run.stopped = True
         for thread in threads:
@@ -193,7 +197,7 @@ class _Run:
         self.pieces: dict[tuple[int, int], _Sum] = {}
         self.jobs = self._plan(moves)
         self.lock = threading.Lock()
-        self.results: queue.SimpleQueue[_Done | BaseException | None] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[list[_Done] | BaseException | None] = queue.SimpleQueue()
         self.stopped = False
 
     def _plan(self, moves: Sequence[Move]) -> Iterator[_Job]:
@@ -203,18 +207,25 @@ class _Run:
 
     def work(self) -> None:
         """A thread's life."""
+        some: list[_Done] = []
+        end: BaseException | None = None
         try:
             # Anonymous maps: memory is used when it is written to, and given back with the last reference.
             room = Room(*[memoryview(mmap.mmap(-1, self.budget.buffer)) for _ in range(2)])
+            told = time.monotonic()
             while not self.stopped:
                 with self.lock:
                     job = next(self.jobs, None)
                 if job is None:
                     break
-                self.results.put(_Done(job, self._do(job, room)))
-            self.results.put(None)
+                some.append(_Done(job, self._do(job, room)))
+                if (now := time.monotonic()) - told > _TELL_SECONDS:
+                    self.results.put(some)
+                    some, told = [], now
         except BaseException as error:
-            self.results.put(error)
+            end = error
+        self.results.put(some)
+        self.results.put(end)
 
     def _do(self, job: _Job, room: Room) -> Sequence[int]:
         """Move one block; its checksums."""
