@@ -1,7 +1,7 @@
 """Make the environment that the Makefile runs in; needs nothing but Python's standard library.
 
-Everything is installed through constraints.txt. With another torch than the pinned one, its line is replaced and
-whatever that torch brings along is left to pip.
+Everything is installed through constraints.txt. With another torch than the pinned one, its line is replaced, and what
+only torch needs is left to pip (torch before 2.13 refuses the setuptools that later ones take).
 """
 
 import argparse
@@ -34,7 +34,10 @@ def missing() -> list[str]:
 
 def constraints(torch: str) -> str:
     """constraints.txt, with this version of torch."""
-    return re.sub(r"(?m)^torch==.*$", f"torch=={torch}", (ROOT / "constraints.txt").read_text())
+    pins = (ROOT / "constraints.txt").read_text()
+    if f"torch=={torch}\n" in pins:
+        return pins
+    return re.sub(r"(?m)^setuptools==.*\n", "", re.sub(r"(?m)^torch==.*$", f"torch=={torch}", pins))
 
 
 def main() -> None:

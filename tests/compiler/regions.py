@@ -10,8 +10,9 @@ UNKNOWN = {
     "2.11": {
         "hash", "name of the backend, device", "key made here", "member of a set", "group.WORLD", "registered",
         "all groups", "ranks of a mesh", "returned mesh", "attributes", "returned placement", "graph breaks",
+        "default group",
     },
-    "2.12": {"hash", "group.WORLD", "graph breaks of groups", "kind of a placement"},
+    "2.12": {"hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group"},
     "2.14": {"text"},
 }  # fmt: skip
 

@@ -59,20 +59,17 @@ def test_a_group_given_closed_over_or_held(name):
     assert all(agree(function, *args) for function, args in ways(OF_A_GROUP[name], MORE))
 
 
-ALSO_GLOBAL = {"key made here", "member of a set"}  # these meet the group as a global before the argument
-
-
-@pytest.mark.parametrize("name", sorted(OF_A_GROUP.keys() - ALSO_GLOBAL))
+@pytest.mark.parametrize("name", OF_A_GROUP)
 def test_another_group_is_noticed(name):
     require(name)
     assert follows(OF_A_GROUP[name], FEW, MORE)
 
 
-@pytest.mark.xfail(strict=True, reason="Dynamo guards an object at one of its sources only, where one is global")
-@pytest.mark.parametrize("name", sorted(ALSO_GLOBAL))
-def test_a_group_that_was_also_a_global(name):
-    require(name)
-    assert follows(OF_A_GROUP[name], FEW, MORE)
+def test_a_group_met_twice():
+    """As a global and as an argument, in both orders; Dynamo tracks it by where it met it first."""
+    assert follows(lambda x, g: (x + FEW.size(), g.size(), MORE.size()), FEW, MORE)
+    assert follows(lambda x, g: (x + g.size(), FEW.size(), MORE.size()), FEW, MORE)
+    assert follows(lambda x, g: (x + FEW.size(), g is FEW), FEW, dist.GroupMember.NON_GROUP_MEMBER)
 
 
 OF_THE_WORLD = {
@@ -156,6 +153,9 @@ few, more, x = dist.new_group([0, 1]), dist.new_group([1, 2, 3]), torch.ones(3)
 function = torch.compile(lambda x, g: x + g.size(), backend="eager", fullgraph=True)
 function(x, few)
 notices = function(x, more)[0] == 4
+meets = torch.compile(lambda x, g: x + few.size() + {{few: 1, more: 2}}[g], backend="eager", fullgraph=True)
+meets(x, few)
+twice = meets(x, more)[0] == 5
 finds = torch.compile(lambda x: (x, c10d._resolve_process_group("0")), backend="eager", fullgraph=True)
 try:
     found = finds(x)[1] is dist.group.WORLD
@@ -164,6 +164,7 @@ except torch._dynamo.exc.Unsupported:
 added = support_groups()
 assert notices != ("guards of ProcessGroup" in added), added
 assert found != ("_resolve_process_group" in added), added
+assert twice != ("guards of objects met twice" in added), added
 {also}
 """
 
@@ -189,6 +190,7 @@ def test_nothing_is_added_by_an_import():
 def test_a_torch_that_needs_nothing_is_left_alone(monkeypatch):
     require("registered")
     import torch._library.opaque_object as registry
+    from torch._dynamo.variables.builder import VariableBuilder
 
     info = registry.get_opaque_obj_info(dist.ProcessGroup)
     before = info.guard_fn, dict(info.members)
@@ -198,6 +200,12 @@ def test_a_torch_that_needs_nothing_is_left_alone(monkeypatch):
     assert _torch.let_find_groups() == []
     with _torch.without_fast_paths():  # as where torch has no such function
         assert _torch.let_find_groups() == []
+    build = VariableBuilder.__call__
+    assert not _torch.guard_every_source(Holder)  # not opaque
+    with monkeypatch.context() as patched:
+        patched.setattr("torch._dynamo.guards.make_dupe_guard", lambda first, second: object())
+        assert not _torch.guard_every_source(dist.ProcessGroup)  # as where torch relates locals and globals
+    assert VariableBuilder.__call__ is build
     monkeypatch.delattr(registry, "get_opaque_obj_info")  # as before 2.13
     assert not _torch.guard_instances(dist.ProcessGroup, lambda group: [])
     assert _torch.let_ask(dist.ProcessGroup, ("anything",), ()) == []

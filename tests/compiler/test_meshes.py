@@ -80,6 +80,16 @@ def test_a_placement_given_closed_over_or_held(name):
     assert follows(use, Shard(0), Replicate(), Shard(1), Partial("avg"))
 
 
+def test_met_twice():
+    """As a global and as an argument, in both orders; Dynamo tracks an object by where it met it first."""
+    assert follows(lambda x, m: x + SQUARE.size() + m.ndim, SQUARE, LINE)
+    assert follows(lambda x, m: x + m.ndim + SQUARE.ndim, SQUARE, LINE)
+    assert follows(lambda x, m: x + {SQUARE: 7, LINE: 8}[m], SQUARE, LINE)
+    assert follows(lambda x, p: x + PAIR[0].dim + getattr(p, "dim", 5), *PAIR)
+    assert follows(lambda x, p: x + getattr(p, "dim", 5) + PAIR[0].dim, *PAIR)
+    assert follows(lambda x, p: x + {PAIR[0]: 7, PAIR[1]: 8}[p], *PAIR)
+
+
 def test_placements_constructed_and_in_containers():
     assert agree(lambda x: x + Shard(1).dim + [Shard(i) for i in range(3)][2].dim, X)
     assert agree(lambda x, p=PAIR: x + p[0].dim, X)
