@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import torchshard
 from tests.compiler.regions import X, agree, follows, require, same, ways
 from torchshard.compiler import support_groups
 
@@ -88,6 +89,10 @@ def test_met_twice():
     assert follows(lambda x, p: x + PAIR[0].dim + getattr(p, "dim", 5), *PAIR)
     assert follows(lambda x, p: x + getattr(p, "dim", 5) + PAIR[0].dim, *PAIR)
     assert follows(lambda x, p: x + {PAIR[0]: 7, PAIR[1]: 8}[p], *PAIR)
+    global HELD
+    HELD = torchshard.DTensor.from_local(torch.arange(4.0), LINE, [Replicate()])
+    assert follows(lambda x, y: (10 * HELD + y).to_local(), HELD, HELD + 5)
+    assert follows(lambda x, y: (y + 10 * HELD).to_local(), HELD, HELD + 5)
 
 
 def test_placements_constructed_and_in_containers():

@@ -158,33 +158,39 @@ def guard_instances(cls: type, known_by: Callable[[Any], list[Any]]) -> bool:
     return True
 
 
-def guard_every_source(*classes: type) -> bool:
-    """Have Dynamo check instances of opaque classes wherever a graph gets them from; whether it had to be told.
+def guard_every_source(opaque: Sequence[type], tensors: Sequence[type]) -> bool:
+    """Have Dynamo check instances of these classes wherever a graph gets them from; whether it had to be told.
 
     It tracks objects, and checks one that it meets again only against the place where it met it first; between a local
-    and a global it cannot, and checks nothing (torch._dynamo.guards.make_dupe_guard, 2.12-2.15). Here what is checked
-    of the first place is checked of all (torch._dynamo.variables.builder.VariableBuilder, 2.12-2.15).
+    and a global it cannot, and checks nothing (torch._dynamo.guards.make_dupe_guard, 2.11-2.15). Here what is checked
+    of the first place of an opaque object is checked of all, and tensors have to be the same one in all of them
+    (torch._dynamo.variables.builder.VariableBuilder, 2.11-2.15).
     """
     from torch._dynamo.guards import GuardBuilder, make_dupe_guard
     from torch._dynamo.source import GlobalSource, LocalSource
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._library.opaque_object import is_opaque_type, is_opaque_value_type
 
-    opaque = tuple([cls for cls in classes if is_opaque_type(cls)])
-    if not opaque or make_dupe_guard(LocalSource("a"), GlobalSource("b")) is not None:
+    if make_dupe_guard(LocalSource("a"), GlobalSource("b")) is not None:
         return False
     build = VariableBuilder.__call__
     same_type = getattr(GuardBuilder, "FAKE_SCRIPT_TYPE_MATCH", GuardBuilder.TYPE_MATCH)
+    registered = tuple([cls for cls in opaque if is_opaque_type(cls)])
+    compared = tuple(tensors)
 
     @functools.wraps(build)
     def guarded(self: Any, value: object) -> Any:
         made = build(self, value)
-        if isinstance(value, opaque):
+        if isinstance(value, registered):
             if is_opaque_value_type(type(value)):
                 self.install_guards(GuardBuilder.CONSTANT_MATCH)
             else:
                 self.install_guards(same_type)
                 self.install_guards(GuardBuilder.OPAQUE_OBJ_GUARD_FN_MATCH)
+        elif isinstance(value, compared):
+            first = getattr(made, "source", None)
+            if first is not None and first != self.source:
+                self.install_guards(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=first))
         return made
 
     VariableBuilder.__call__ = guarded  # type: ignore[method-assign]

@@ -23,9 +23,10 @@ def support_groups() -> tuple[str, ...]:
 
     Dynamo takes rank, size and members of a group for constants, and torch 2.11 to 2.15 do not check later that the
     group is the same: a group passed as an argument, held by an object or swapped in a closure leaves the old numbers
-    in the graph, silently. So does a group, mesh or placement that a region gets as an argument and by way of a global
-    (torch 2.12 to 2.15). This adds the checks, and methods of groups and meshes that Dynamo does not know. It holds for
-    the process, and is called by the backend "torchshard". A check costs about a microsecond for each group.
+    in the graph, silently. So does a group, mesh, placement or DTensor that comes as an argument and by way of a global
+    at once. (So do plain tensors and modules, which are left to torch.) This adds the checks, and methods of groups and
+    meshes that Dynamo does not know. It holds for the process, and is called by the backend "torchshard". A check costs
+    about a microsecond for each group.
 
     Returns:
         What had to be added in this process; nothing where torch does it all.
@@ -36,8 +37,11 @@ def support_groups() -> tuple[str, ...]:
          'ProcessGroup.bound_device_id', 'DeviceMesh.get_all_groups', '_resolve_process_group',
          '_get_process_group_name')
     """
+    from torchshard.tensor.dtensor import DTensor  # here, as who reduces gradients may never need them
+    from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+
     added = ["guards of ProcessGroup"] if _torch.guard_instances(dist.ProcessGroup, _identity) else []
-    if _torch.guard_every_source(dist.ProcessGroup, DeviceMesh, Placement):
+    if _torch.guard_every_source((dist.ProcessGroup, DeviceMesh, Placement), (DTensor, ShardedTensor)):
         added.append("guards of objects met twice")
     for cls, (asked, traced) in _MEMBERS.items():
         added += [f"{cls.__name__}.{name}" for name in _torch.let_ask(cls, asked, traced)]
