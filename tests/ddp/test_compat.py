@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchshard
@@ -106,6 +107,48 @@ def _other_groups(rank, world):
 
 def test_the_process_group_can_be_changed():
     run_ranks(3, _other_groups)
+
+
+def _hundredfold(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] * 100)
+
+
+def _settings_on_another_group(rank, world):
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    model.register_comm_hook(None, _hundredfold)
+    model.require_manual_backward_finalization = True
+    model._update_process_group(dist.new_group([0, 1]))
+    model(torch.ones(1, 2)).sum().backward()
+    model.finalize_backward()
+    assert model.module.weight.grad.tolist() == [[200.0, 200.0]]
+
+    alone = [dist.new_group([i]) for i in range(world)][rank]
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    x = torch.full((1, 2), rank + 1.0)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(first, second),
+        delay_all_reduce_named_params=[("1.weight", second.weight)],
+        param_to_hook_all_reduce=first.bias,
+    )
+    model._update_process_group(alone)
+    model(x).sum().backward()
+    torch.testing.assert_close(second.weight.grad, first(x))
+
+    module = torch.nn.Linear(2, 1)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
+    model = DistributedDataParallel(module)
+    for group in (None, dist.new_group([0, 1]), alone):
+        if group is not None:
+            model._update_process_group(group)
+        before = module.weight.detach().clone()
+        model(x).sum().backward()
+        step = 1.5 if group is not alone else rank + 1.0
+        torch.testing.assert_close(before - module.weight.detach(), torch.full((1, 2), step))
+
+
+def test_settings_stay_when_the_process_group_changes():
+    run_ranks(2, _settings_on_another_group)
 
 
 def _distributed_autograd(rank, world, folder):

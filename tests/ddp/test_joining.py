@@ -133,6 +133,23 @@ def test_buffer_hooks_are_called_on_all_ranks():
     run_ranks(3, _buffer_hooks)
 
 
+def _joins_at_once(rank, world):
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(nn.Linear(2, 1), static_graph=True)
+    for epoch in range(2):
+        with model.join():
+            for _ in range(2 * rank if epoch == 0 else 2):
+                model.zero_grad()
+                model(torch.full((1, 2), rank + 1.0)).sum().backward()
+                if epoch:
+                    assert model.module.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def test_a_static_graph_that_one_rank_has_not_seen():
+    run_ranks(2, _joins_at_once)
+
+
 def _own_gradients(rank, world):
     from torchshard.ddp import DistributedDataParallel
 

@@ -102,6 +102,73 @@ def test_forwards_without_a_backward():
     run_ranks(2, _without_gradients)
 
 
+class Aside(nn.Module):
+    """Keeps losses for itself; what it returns may be a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        self.some = self.c(x).sum()
+        out = self.c(self.a(x))
+        self.all = out.sum()
+        return out[:, 0]
+
+
+def _beside(rank, world):
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    reference = Aside()
+    data = torch.randn(world, 4, 4)
+    model = DistributedDataParallel(reference)
+    pristine = [p.detach().clone() for p in reference.parameters()]
+
+    def scaled(m, x):
+        out = m(x)
+        out.mul_(2)  # gives a view another node
+        return out.mean()
+
+    def dropped(m, x):
+        m(x)
+        return getattr(m, "module", m).all / len(x)
+
+    for loss in (scaled, dropped):
+        plain = Aside()
+        torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(pristine), plain.parameters())
+        loss(plain, data.flatten(0, 1)).backward()
+        for _ in range(3):
+            model.zero_grad()
+            loss(model, data[rank]).backward()
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(q.grad, p.grad)
+
+
+def test_writing_to_an_output_and_dropping_it():
+    run_ranks(2, _beside)
+
+
+def _quiet_part(rank, world, settings):
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(Aside(), **settings)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+    out = model(x)
+    model.module.some.backward()  # only parameters whose hooks say nothing
+    del out
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+        model(x)
+
+
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}])
+def test_a_backward_of_a_part_beside_the_outputs_is_told(settings):
+    run_ranks(2, _quiet_part, settings)
+
+
 def _references(rank, world, folder):
     from torch.distributed import rpc
 

@@ -118,6 +118,46 @@ def _delayed(rank, world):
                 model.zero_grad(set_to_none=step != 1)
 
 
+def _delayed_between(rank, world):
+    """What counts is the forward whose backward runs, not the last one."""
+    from torchshard.ddp import DistributedDataParallel
+
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    model = DistributedDataParallel(
+        nn.Sequential(first, second),
+        delay_all_reduce_named_params=[("1.weight", second.weight)],
+        param_to_hook_all_reduce=first.bias,
+    )
+    data = torch.arange(1.0, world + 1).reshape(world, 1, 1).expand(world, 1, 2)
+    reduced = model(data[rank]).sum()
+    with model.no_sync():
+        unreduced = model(data[rank]).sum()
+    reduced.backward()
+    average = first(data).mean(0)  # of the gradients of the second weight
+    torch.testing.assert_close(second.weight.grad, average)
+    model(data[rank])
+    unreduced.backward()
+    torch.testing.assert_close(second.weight.grad, average + first(data[rank]))
+
+
+def _conjugated(rank, world):
+    from torchshard.ddp import DistributedDataParallel
+
+    class Conjugates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.z = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+
+        def forward(self, x):
+            return torch.view_as_real(x @ self.z.conj()).sum()
+
+    model = DistributedDataParallel(Conjugates())
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((1, 2), rank + 1.0, dtype=torch.complex64)).backward()
+        assert model.module.z.grad.tolist() == [[1.5 - 1.5j] * 2] * 2
+
+
 def _by_hand(rank, world):
     from torchshard.ddp import DistributedDataParallel
 
@@ -277,7 +317,7 @@ def _surface(rank, world):
 
 
 CASES = [
-    _in_backward, _mixed, _delayed, _by_hand, _skipped, _toggled, _twice_differentiated, _pipeline, _surface,
+    _in_backward, _mixed, _delayed, _delayed_between, _conjugated, _by_hand, _skipped, _toggled, _twice_differentiated, _pipeline, _surface,
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Memory and flat views of tensors."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -46,13 +46,16 @@ def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torc
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target in one call (torch._foreach_copy_, 2.11-2.15); without it one by one."""
-    found = find("_foreach_copy_")
-    if found:
-        found(targets, sources)
-    else:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+    """Copy each source into its target in one call (torch._foreach_copy_, 2.11-2.15).
+
+    Without it one by one; so too where it refuses targets whose values are conjugated or negated when they are read.
+    """
+    if found := find("_foreach_copy_"):
+        with suppress(RuntimeError):
+            found(targets, sources)
+            return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def device_index(device: Any) -> int:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
+from torchshard.ddp.delayed import Delayed
 from torchshard.ddp.observed import ObservedReducer
 
 
@@ -19,12 +20,24 @@ class Compatibility:
     reducer: ObservedReducer
     module: torch.nn.Module
     _on_end: Any
+    _delayed: Delayed | None
+    _looked_for_optimizers: bool
     _build_reducer: Any
     process_group: dist.ProcessGroup
+    forward_sync_buffers: bool
     parameters_to_ignore: set[str]
     _sparse_metadata = False
 
     # ------------------------------------------------------------------------------------------ provided
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The old name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters: gradients are no longer reduced."""
@@ -37,8 +50,12 @@ class Compatibility:
         """
         if isinstance(new_process_group, dist.ProcessGroup):  # new_group gives ranks outside of it a number
             self._on_end()
-            self.process_group = new_process_group
+            self.process_group, before = new_process_group, self.reducer
             self._build_reducer(verified=False)
+            self.reducer.take_over(before)
+            self._looked_for_optimizers = False
+            if self._delayed:
+                self._delayed.reducer = self.reducer
 
     def _check_default_group(self) -> None:
         """Raise RuntimeError unless the process group is the default one, which pickles and copies come back to."""

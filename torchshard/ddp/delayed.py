@@ -1,13 +1,17 @@
 """Parameters whose gradients are all reduced at once, when the gradient of a parameter of the user's choice comes."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.ddp import messages
-from torchshard.ddp.exchange import Exchange
+from torchshard.ddp.passes import Mode
+
+if TYPE_CHECKING:
+    from torchshard.ddp.reducer import Reducer
 
 
 class Delayed:
@@ -18,14 +22,14 @@ class Delayed:
     Args:
         params: to be delayed; the wrapper's buckets know nothing of them.
         trigger: once the gradient of this parameter is there, all of theirs are.
-        exchange: with the ranks to average over.
+        reducer: of the other parameters; knows the ranks to average over, and what backward runs.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], trigger: torch.Tensor, exchange: Exchange) -> None:
-        self._params, self._exchange = params, exchange
+    def __init__(self, params: Sequence[torch.nn.Parameter], trigger: torch.Tensor, reducer: "Reducer") -> None:
+        self._params, self.reducer = params, reducer
         self._buffers: list[torch.Tensor] = []
         self._views: dict[int, torch.Tensor] = {}
-        self._sync = False
+        self._sync = False  # a forward that is to be reduced has run since the last reduction
         self._works: list[dist.Work] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for p in params:
@@ -39,7 +43,7 @@ class Delayed:
 
     def after_forward(self, sync: bool) -> None:
         """Have the coming backward accumulate in the buffer; sync: and reduce it."""
-        self._sync = sync
+        self._sync = self._sync or sync
         for p in self._params:
             view = self._views[id(p)]
             if p.grad is None:
@@ -50,20 +54,22 @@ class Delayed:
     def _reduce(self, _gradient: torch.Tensor) -> None:
         if _torch.in_compiled_autograd():
             raise NotImplementedError(messages.excluded_text("delay_all_reduce_named_params"))
-        if not self._sync:
+        mode, exchange = self.reducer.mode, self.reducer.exchange
+        if mode is Mode.LOCAL or not (mode is Mode.SYNC or self._sync):
             return
+        self._sync = False
         with torch.no_grad():
             for buffer in self._buffers:
-                buffer.div_(self._exchange.group.size())
-                work = dist.all_reduce(buffer, group=self._exchange.group, async_op=True)
+                buffer.div_(exchange.group.size())
+                work = dist.all_reduce(buffer, group=exchange.group, async_op=True)
                 assert work is not None, "asynchronous collectives return their work"
                 self._works.append(work)
-        self._exchange.issued += 1
+        exchange.issued += 1
         _torch.queue_callback(self._wait)
 
     def _wait(self) -> None:
         works, self._works = self._works, []
-        self._exchange.wait(works, "gradients that are reduced with delay")
+        self.reducer.exchange.wait(works, "gradients that are reduced with delay")
 
     def remove(self) -> None:
         """Reduce no more."""

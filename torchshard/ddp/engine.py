@@ -141,7 +141,7 @@ class Engine:
         if delayed:
             assert trigger is not None, "both or none, as was checked"
             broadcast_coalesced([p.detach() for p in delayed], self.process_group)
-            self._delayed = Delayed(delayed, trigger, self.reducer.exchange)
+            self._delayed = Delayed(delayed, trigger, self.reducer)
             weakref.finalize(self, self._delayed.remove).atexit = False
 
     # ------------------------------------------------------------------------------------------ who steps

@@ -8,6 +8,7 @@ import torch
 from torchshard import _torch
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
+from torchshard.ddp.optimizers import SteppingHook
 from torchshard.ddp.passes import Mode
 from torchshard.ddp.recording import Step
 from torchshard.ddp.reducer import Reducer
@@ -43,6 +44,18 @@ class ObservedReducer(Reducer):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.reduction = Hooked(hook, state)
         self._use_scale()
+
+    def take_over(self, other: "ObservedReducer") -> None:
+        """The settings of another reducer of the same parameters, and what it has heard under no_sync.
+
+        A hook keeps the group that it has, but for one that steps optimizers: such a one is made anew.
+        """
+        if isinstance(other.reduction, Hooked) and not isinstance(other.reduction.hook, SteppingHook):
+            self.reduction = other.reduction
+            self._use_scale()
+        self.waits_for_user = other.waits_for_user
+        self._recipe.rows.update(other._recipe.rows)
+        self._touched = other._touched
 
     def choose_sizes(self, link: LinkSpeed | None) -> None:
         """Find out which sizes of buckets suit this link between the ranks; None if there is none."""
@@ -186,7 +199,7 @@ class ObservedReducer(Reducer):
         given = self._get_zeros_like_grad_buckets()
         works = [self.reduction.send(bucket) for bucket in given]
         self.exchange.issued += len(works)
-        used = self.usage.decide(range(len(self.params)), (), self.exchange)
+        used = self.usage.shadow(self.exchange)
         self.exchange.wait(works, "the buckets of ranks that still have inputs")
         for bucket, zeros, work in zip(self.buckets, given, works, strict=True):
             bucket.adopt(self.reduction.received(zeros, work), used)

@@ -89,7 +89,9 @@ class Reducer(ReducerCompatibility):
         self._end_of_backward: Callable[[], object] = lambda: None
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
         self._reached: list[ForwardPass] = []  # by the backward that runs
-        self._armed = False  # by a forward whose outputs may hide tensors
+        self._armed = (
+            False  # by a forward to be reduced, until the next reduction: also of what its outputs do not show
+        )
         self._listening = False
         self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
         self._touched: set[int] = set()  # had a gradient under no_sync
@@ -111,9 +113,11 @@ class Reducer(ReducerCompatibility):
         self._forget_failed()
         if self.is_unfinished:
             raise RuntimeError(messages.UNFINALIZED)
-        if not self._forwards:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if not (self._armed or self._forwards):
                 bucket.heard.clear()  # by a backward that was none of ours
+            elif sync and self._armed:
+                self._settle(bucket)  # by one that reached quiet parameters only
         if sync and (missing := self._missing()) and any(b.has_begun() for b in self.buckets):
             raise RuntimeError(messages.unfinished_text(self.group.rank(), missing, self.names))
 
@@ -123,8 +127,8 @@ class Reducer(ReducerCompatibility):
         certain = watch(output, forward, self._begin, self.traced)
         if sync:
             self._forwards.add(forward)
+            self._armed = True
             if not certain:
-                self._armed = True
                 self._listen()
 
     # ---------------------------------------------------------------------------------------------- backward

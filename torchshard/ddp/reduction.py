@@ -75,7 +75,7 @@ class Hooked:
     scale, hooked = 1.0, True
 
     def __init__(self, hook: CommHook, state: object) -> None:
-        self._hook, self._state = hook, state
+        self.hook, self._state = hook, state
         self.is_linear, self.dtype = hook in _AVERAGING, _AVERAGING.get(hook)
 
     def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
@@ -100,7 +100,7 @@ class Hooked:
 
     def ask(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """What the hook returns for this bucket; RuntimeError if that is not a future."""
-        future = self._hook(self._state, bucket)
+        future = self.hook(self._state, bucket)
         if not _is_future(future):
             kind = type(future)
             raise RuntimeError(

@@ -43,6 +43,10 @@ class Usage:
         """
         return self.anywhere
 
+    def shadow(self, exchange: Exchange) -> Collection[int]:
+        """As `decide`, of a rank that only plays along with the backward of others."""
+        return self.decide(self.all, (), exchange)
+
     def too_often(self, index: int, name: str, rank: int) -> str | None:
         """What to say when a gradient came that should not, if this policy knows better than the reducer."""
         return None
@@ -82,6 +86,15 @@ class StaticUsage(Usage):
             self.anywhere = _used_anywhere(self.all, set(absent).difference(touched), exchange)
             self.never = frozenset(absent)
             self.repeated = {i: n for i, n in self.uses.items() if n > 1}
+            self.tolerant = self.attentive = self.learning = False
+        return self.anywhere
+
+    def shadow(self, exchange: Exchange) -> Collection[int]:
+        """As for Usage; a rank that shadows the first backward takes it that its own will bring each gradient once."""
+        if self.learning:
+            self.anywhere = _used_anywhere(self.all, self.all, exchange)
+            self.never = frozenset(self.all) - self.anywhere.keys()
+            self.uses = dict.fromkeys(self.anywhere, 1)
             self.tolerant = self.attentive = self.learning = False
         return self.anywhere
 
