@@ -85,6 +85,7 @@ MISTAKES = {
     "negative": {"bucket_cap_mb": -1},
     "negative first": {"first_bucket_mb": -0.5},
     "not a number": {"bucket_cap_mb": "big"},
+    "not finite": {"bucket_cap_mb": float("inf")},
     "reduction": {"reduction": "hooks"},
     "inner": {"inner": "aot_eagre"},
     "inner is itself": {"inner": "torchshard"},
@@ -108,6 +109,7 @@ inner, reduction; all others must be options of inductor
 negative: backend "torchshard": bucket_cap_mb=-1 is no size; give a number of MiB, 0 or more
 negative first: backend "torchshard": first_bucket_mb=-0.5 is no size; give a number of MiB, 0 or more
 not a number: backend "torchshard": bucket_cap_mb='big' is no size; give a number of MiB, 0 or more
+not finite: backend "torchshard": bucket_cap_mb=inf is no size; give a number of MiB, 0 or more
 reduction: backend "torchshard": option reduction='hooks' is not known; give one of auto, ingraph, split
 inner: backend "torchshard": inner='aot_eagre' is no compiler; give a callable, or a name that
 torch.compiler.list_backends() lists

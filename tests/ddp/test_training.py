@@ -158,6 +158,23 @@ def _conjugated(rank, world):
         assert model.module.z.grad.tolist() == [[1.5 - 1.5j] * 2] * 2
 
 
+def _converted(rank, world):
+    """A module that is converted between two steps is reduced in its new dtype."""
+    from torchshard.ddp import DistributedDataParallel
+
+    for width in (8, 128):
+        model = DistributedDataParallel(mlp(width, 1))
+        data = torch.randn(world, 4, width, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            model(data[rank]).sum().backward()
+        model.double().zero_grad()
+        reference = copy.deepcopy(model.module)
+        model(data[rank].double()).square().mean().backward()
+        reference(data.double().flatten(0, 1)).square().mean().backward()
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-12, atol=1e-14)
+
+
 def _by_hand(rank, world):
     from torchshard.ddp import DistributedDataParallel
 
@@ -317,7 +334,7 @@ def _surface(rank, world):
 
 
 CASES = [
-    _in_backward, _mixed, _delayed, _delayed_between, _conjugated, _by_hand, _skipped, _toggled, _twice_differentiated, _pipeline, _surface,
+    _in_backward, _mixed, _delayed, _delayed_between, _conjugated, _converted, _by_hand, _skipped, _toggled, _twice_differentiated, _pipeline, _surface,
 ]  # fmt: skip
 
 

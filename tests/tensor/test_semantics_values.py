@@ -187,3 +187,35 @@ class Sentences(expecttest.TestCase):
   got:      that of the rank at (1,)
   fix:      load on each rank what that rank has saved, or save x.full_tensor()""",
         )
+
+
+def statistics(rank, world):
+    """Uneven pieces, empty ones among them: values are eager's, and an error is every rank's."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    for dim in (0, 1):
+        a, b = x.clone().requires_grad_(), distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
+        for statistic in (torch.var, torch.std):
+            torch.testing.assert_close(statistic(b).full_tensor(), statistic(a))
+            torch.testing.assert_close(statistic(b, dim, keepdim=True).full_tensor(), statistic(a, dim, keepdim=True))
+        a.std(dim).sum().backward()
+        b.std(dim).sum().backward()
+        torch.testing.assert_close(b.grad.full_tensor(), a.grad)
+        empty = torch.zeros(0, 5)
+        placed = distribute_tensor(empty, mesh, [Shard(dim)])
+        torch.testing.assert_close(placed.logsumexp((0,)).full_tensor(), empty.logsumexp((0,)))
+        torch.testing.assert_close(placed.logsumexp((0, 1)).full_tensor(), empty.logsumexp((0, 1)))
+    whole = distribute_tensor(torch.arange(20).reshape(5, 4), mesh, [Shard(1)])  # 2, 2 and no columns
+    told = []
+    for wrong in (lambda: whole.mean(), lambda: whole.mean(1), lambda: whole.bool().mean(), lambda: whole.var(1)):
+        try:
+            told.append(str(wrong()))
+        except RuntimeError as error:
+            told.append(type(error).__name__)
+    return told
+
+
+def test_statistics_of_complex_empty_and_whole_numbers():
+    assert run_ranks(3, statistics) == [["RuntimeError"] * 4] * 3

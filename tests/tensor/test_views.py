@@ -99,3 +99,56 @@ def shapes_in_place(rank, world):
 
 def test_shapes_change_in_place_and_windows_reach_their_base():
     assert run_ranks(2, shapes_in_place) == [True, True]
+
+
+VIEWS = {
+    "columns": lambda t: t[..., 1:3],
+    "steps": lambda t: t[..., ::2],
+    "corner": lambda t: t[..., :3, :3],
+    "one column": lambda t: t[..., 1],
+    "transposed corner": lambda t: t.mT[..., 1:, 1:],
+    "halves": lambda t: t.chunk(2, -1)[1],
+}
+
+
+def with_gaps(rank, world):
+    """Strides of views are eager's, so what copies there copies here, and gradients take the same way."""
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    torch.manual_seed(0)
+    mesh, full = init_device_mesh("cpu", (world,)), torch.randn(3, 4, 4)
+    eye = distribute_tensor(torch.eye(3), mesh, [Replicate()])
+    compared = [
+        lambda t, one: torch.det(t),
+        lambda t, one: torch.linalg.slogdet(t)[1],
+        lambda t, one: torch.linalg.solve(t, one.expand(3, 3, 3)),
+    ]
+    for placement in (Replicate(), *map(Shard, range(3))):
+        for view in VIEWS.values():
+            placed = distribute_tensor(full, mesh, [placement])
+            seen, expected = view(placed), view(full)
+            assert (seen.stride(), seen.is_contiguous()) == (expected.stride(), expected.is_contiguous())
+            for copy in (lambda t: t.reshape(-1), lambda t: t.flatten(), lambda t: t.contiguous().view(-1)):
+                torch.testing.assert_close(copy(seen).full_tensor(), copy(expected))
+            written = full.clone()
+            for write in (lambda t: t.contiguous().zero_(), lambda t: t.reshape(-1).add_(1)):
+                write(view(written))
+                write(seen)
+                torch.testing.assert_close(placed.full_tensor(), written)
+        for square in ("corner", "transposed corner"):
+            for compute in compared:
+                x, y = full.clone().requires_grad_(), distribute_tensor(full, mesh, [placement]).requires_grad_()
+                compute(VIEWS[square](x), torch.eye(3)).sum().backward()
+                compute(VIEWS[square](y), eye).sum().backward()
+                torch.testing.assert_close(y.grad.full_tensor(), x.grad, rtol=1e-3, atol=1e-3)
+    wide = torch.randn(3, 2, 2)  # two matrices on the first rank, and a right side that might be two vectors
+    for side in (torch.randn(2, 2), torch.randn(2, 5)):
+        ours = torch.linalg.solve(
+            *[distribute_tensor(t, mesh, [p]) for t, p in ((wide, Shard(0)), (side, Replicate()))]
+        )
+        torch.testing.assert_close(ours.full_tensor(), torch.linalg.solve(wide, side))
+    return True
+
+
+def test_views_with_gaps():
+    assert run_ranks(2, with_gaps) == [True, True]

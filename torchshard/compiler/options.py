@@ -1,6 +1,7 @@
 """What the backend can be told, and the sentences for what it cannot."""
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +76,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 def policy_of(bucket_cap_mb: float | None, first_bucket_mb: float | None) -> BucketPolicy | None:
     """The policy for sizes in MiB; None if none is given. ValueError for a negative or senseless one."""
     for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size >= 0):
+        is_number = isinstance(size, int | float) and not isinstance(size, bool)
+        if size is not None and not (is_number and 0 <= size < math.inf):
             raise ValueError(f'backend "torchshard": {name}={size!r} is no size; give a number of MiB, 0 or more')
     if bucket_cap_mb is None and first_bucket_mb is None:
         return None

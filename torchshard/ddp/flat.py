@@ -269,15 +269,20 @@ class FlatBucket:
         """The flat tensor, free to be written in this backward."""
         if self._opened and self._flat is not None:
             return self._flat
-        if self._flat is None or self._held_by_others():
-            self._flat = self._allocate(next(iter(self.members.values())))
+        like = next(iter(self.members.values()))
+        if self._flat is None or self._flat.dtype is not self._dtype_like(like) or self._held_by_others():
+            self._flat = self._allocate(like)
             self._storage = self._flat.untyped_storage()
             self._views, self._small_views = {}, ()
         self._opened = True
         return self._flat
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(self._numel, dtype=like.dtype, device=like.device)
+        return torch.empty(self._numel, dtype=self._dtype_like(like), device=like.device)
+
+    def _dtype_like(self, like: torch.Tensor) -> torch.dtype:
+        """Of the bucket, for a member as it is now: modules may be converted between two steps."""
+        return like.dtype
 
     def _held_by_others(self) -> bool:
         """Whether anybody but this bucket and the present gradients holds the memory."""

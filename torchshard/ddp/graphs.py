@@ -128,4 +128,6 @@ class GraphBucket(FlatBucket):
         self._before.clear()
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(self._numel, dtype=like.dtype, device=like.device)  # between the slots nobody writes
+        return torch.zeros(
+            self._numel, dtype=self._dtype_like(like), device=like.device
+        )  # between the slots nobody writes

@@ -99,8 +99,8 @@ class MixedBucket(FlatBucket):
         """What a rank without gradients would contribute."""
         return super().zeros().to(self._dtype)
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        return super()._allocate(like.new_empty(0, dtype=self._dtype))
+    def _dtype_like(self, like: torch.Tensor) -> torch.dtype:
+        return self._dtype
 
 
 class MixedGraphBucket(MixedBucket, GraphBucket):

@@ -1,9 +1,11 @@
 """Products of matrices, and linear algebra on batches of matrices."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from torchshard.layout.layout import Layout
-from torchshard.rules.rule import Rule, named, options, table
+from torchshard.layout.layout import Layout, contiguous_stride
+from torchshard.rules.rule import Made, Rule, named, options, table
 
 _LINES = table("""
     mm       | i k, k j -> i j                 | lin=0,1 red=k:sum
@@ -18,8 +20,6 @@ _LINES = table("""
     cholesky_solve               | ... M k, ... M N -> ... M k                              | lin=0
     linalg_inv_ex                | ... M N -> ... M N, ...                                  |
     linalg_matrix_exp            | ... M N -> ... M N                                       |
-    _linalg_det                  | ... M N -> ..., ... M N, ... M                           |
-    _linalg_slogdet              | ... M N -> ..., ..., ... M N, ... M                      |
     linalg_lu_factor_ex          | ... M N -> ... M N, ... K, ...                           |
     linalg_lu                    | ... M N -> ... P Q, ... R K, ... K N                     |
     linalg_lu_solve              | ... M N, ... M, ... M k -> ... M k                       |
@@ -44,11 +44,39 @@ def _added(product: str) -> Callable[..., str]:
     return build
 
 
-def _solve(a: Layout, b: Layout, *, left: bool = True, check_errors: bool = False) -> str:
+def _contiguous_alike(line: str, a: Layout) -> Made:
+    """With pieces that are contiguous where the tensor `a` is: torch then factors the transpose, as gradients know."""
+    whole = all(n == 1 or s == c for n, s, c in zip(a.shape, a.stride, contiguous_stride(a.shape), strict=True))
+
+    def local(operator: Callable[..., Any], piece: Any, *args: Any, **kwargs: Any) -> Any:
+        if piece.is_contiguous() is not whole:
+            piece = piece.contiguous() if whole else piece.mT.contiguous().mT
+        return operator(piece, *args, **kwargs)
+
+    return Made(line, local=local)
+
+
+def _det(a: Layout) -> Made:
+    return _contiguous_alike("... M N -> ..., ... M N, ... M", a)
+
+
+def _slogdet(a: Layout) -> Made:
+    return _contiguous_alike("... M N -> ..., ..., ... M N, ... M", a)
+
+
+def _solve(a: Layout, b: Layout, *, left: bool = True, check_errors: bool = False) -> Made:
     """The columns that are solved for may be split: all ranks factor the same matrix."""
     vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     right = "... N" if vector else "... N k" if left else "... k N"
-    return f"... M N, {right} -> {right}, ... M N, ... M, ..."
+    made = _contiguous_alike(f"... M N, {right} -> {right}, ... M N, ... M, ...", a)
+
+    def local(operator: Callable[..., Any], piece: Any, columns: Any, **options: Any) -> Any:
+        assert made.local is not None, "see there"
+        if not vector:  # torch may take a matrix for a batch of vectors, if there are as many matrices in the piece
+            columns = columns[(None,) * (piece.ndim - columns.ndim)]
+        return made.local(operator, piece, columns, **options)
+
+    return replace(made, local=local)
 
 
 def _solve_triangular(a: Layout, b: Layout, *, upper: bool, left: bool = True, unitriangular: bool = False) -> str:
@@ -84,6 +112,8 @@ RULES = {
     **named("addr", Rule(_added("i, j -> i j"), options("lin=0+1,0+2"))),
     **named("baddbmm", Rule(_added("b i k, b k j -> b i j"), options(_ADDED))),
     **named("addbmm", Rule(_added("b i k, b k j -> i j"), options(f"{_ADDED},b:sum"))),
+    **named("_linalg_det", Rule(_det)),
+    **named("_linalg_slogdet", Rule(_slogdet)),
     **named("_linalg_solve_ex", Rule(_solve, options("red=k:same"))),
     **named("linalg_solve_triangular", Rule(_solve_triangular, options("lin=1"))),
     **named("lu_unpack", Rule(_lu_unpack)),

@@ -39,6 +39,9 @@ def _reduction(op: str) -> Callable[..., Made]:
 
 def _mean(x: Layout, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Made:
     """A mean over pieces of unequal size: each rank's mean, weighted with its share of the elements, then summed."""
+    if not ((dtype or x.dtype).is_floating_point or (dtype or x.dtype).is_complex):
+        # As torch says it. On an empty piece torch says nothing, and that rank would go on alone.
+        raise RuntimeError(f"mean(): input dtype should be either floating point or complex. Got {dtype or x.dtype}.")
     dims = dims_of(dim, x.ndim)
     count = math.prod([x.shape[d] for d in dims])
 

@@ -153,7 +153,8 @@ def _select(x: Layout, dim: int, index: int) -> str:
 
 def _split(x: Layout, size: int | Sequence[int], dim: int = 0) -> str:
     dim %= x.ndim
-    count = max(1, -(-x.shape[dim] // max(size, 1))) if isinstance(size, int) else len(size)
+    # The number of results is no symbol, even where the lengths are.
+    count = len(size) if isinstance(size, Sequence) else max(1, int(-(-x.shape[dim] // max(size, 1))))
     names = letters(x.ndim, [dim])
     return _line(names, *[[*names[:dim], f"Z{k}", *names[dim + 1 :]] for k in range(count)])
 

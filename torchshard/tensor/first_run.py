@@ -140,7 +140,7 @@ class FirstRun:
         shape = shape_of(k, local)
         last = sharding.part(shape, [n - 1 for n in self.mesh.shape])
         hidden = any(n <= 1 < whole for n, whole in zip(last, shape, strict=True))
-        stride = self._meta_stride(k, shape) if hidden else global_stride(shape, local.stride())
+        stride = self._meta_stride(k, shape) if hidden or self.call.viewed() else global_stride(shape, local.stride())
         layout = layout_for(sharding, shape, stride, local.dtype)
         if self.mesh.coordinate is not None and tuple(local.shape) != tuple(layout.local_shape):
             raise ShardingError(
@@ -153,8 +153,10 @@ class FirstRun:
         return layout.marked(ASSUMED) if kept and sharding.splits else layout
 
     def _meta_stride(self, k: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides from a run on meta tensors: a piece of length 0 or 1 does not show them, and they must not depend on
-        the rank, because autograd formulas branch on them.
+        """Strides from a run on meta tensors, for autograd formulas branch on them, and `contiguous` and `reshape`.
+
+        A piece of length 0 or 1 does not show them, and they must not depend on the rank. Those of a view have gaps
+        that are larger than a piece's.
         """
         try:
             results = run_on_meta(self.call)

@@ -23,7 +23,7 @@ def _moments(x: DTensor, dims: list[int], correction: float | None, keepdim: boo
     count = math.prod([x.shape[d] for d in dims])
     mean = x.mean(dims, True)
     centred = x - mean
-    squares = (centred * centred.conj()).real if x.is_complex() else centred.square()
+    squares = centred.real.square() + centred.imag.square() if x.is_complex() else centred.square()
     freedom = max(count - (1 if correction is None else correction), 0)
     variance = squares.sum(dims, keepdim) / freedom if count else squares.sum(dims, keepdim) * math.nan
     return variance, mean if keepdim else mean.view(variance.shape)
@@ -41,7 +41,7 @@ def _variance(finish: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 def _logsumexp(func: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
     dims = dims_of(dim, x.ndim)
-    if not _split_along(x, dims) or not x.is_floating_point():
+    if not _split_along(x, dims) or not x.is_floating_point() or 0 in [x.shape[d] for d in dims]:
         return NotImplemented
     largest = x.amax(dims, True)
     finite = torch.where(largest.abs() == math.inf, 0.0, largest)
