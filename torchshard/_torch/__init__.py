@@ -5,6 +5,7 @@ switches the optional ones off, so that the fallbacks are tested as they are.
 """
 
 from torchshard._torch.autograd import (
+    base_of,
     compiled_autograd_may_come,
     has_other_hooks,
     in_compiled_autograd,
@@ -114,6 +115,7 @@ __all__ = [
     "after_every_forward",
     "aliasing",
     "backend_by_name",
+    "base_of",
     "below_dispatch",
     "buffer_hook",
     "compile_pieces",

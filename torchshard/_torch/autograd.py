@@ -19,6 +19,11 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor of which autograd knows this one as a view (Tensor._base, 2.11-2.15)."""
+    return tensor._base
+
+
 def in_compiled_autograd() -> bool:
     """Whether backward is traced or run by compiled autograd (torch._dynamo.compiled_autograd, 2.11-2.15).
 

@@ -59,7 +59,10 @@ def watch(
     nodes, certain = {}, True
     for leaf in _leaves(output):
         if isinstance(leaf, torch.Tensor):
-            for tensor in (leaf, leaf._base):  # writing to a view gives it another node, behind that of its base
+            for tensor in (
+                leaf,
+                _torch.base_of(leaf),
+            ):  # writing to a view gives it another node, behind that of its base
                 if tensor is not None and tensor.grad_fn is not None:
                     nodes[id(tensor.grad_fn)] = tensor.grad_fn
             certain = certain and not (leaf.requires_grad and leaf.grad_fn is None)

@@ -89,10 +89,7 @@ class Reducer(ReducerCompatibility):
         self._end_of_backward: Callable[[], object] = lambda: None
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
         self._reached: list[ForwardPass] = []  # by the backward that runs
-        self._armed = (
-            False  # by a forward to be reduced, until the next reduction: also of what its outputs do not show
-        )
-        self._listening = False
+        self._armed = self._listening = False  # armed by a forward to be reduced, until the next reduction
         self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
         self._touched: set[int] = set()  # had a gradient under no_sync
         self._hooks = Hooks()
