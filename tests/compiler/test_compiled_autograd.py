@@ -1,6 +1,8 @@
 """Backwards under compiled autograd: gradients right, nothing compiled twice, and no for an answer where it must be."""
 
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -200,7 +202,35 @@ def _uneven_inputs_are_refused(found):
     assert "join() does not work under compiled autograd" in found
 
 
+class Halves(Parts):
+    """What Parts gives, in halves."""
+
+    def forward(self, x):
+        return super().forward(x).chunk(2, dim=1)
+
+
+def _second(model, module, rank, size):
+    x, y = batch("plain", size + rank)
+    return loss_of(model(x)[1], y[:, : y.shape[1] // 2])
+
+
+def _halves(rank, world):
+    """The first output has no gradient."""
+    trial = Eager(rank, world, make=Halves)
+    errors = [trial.step(_second) for _ in range(3)]
+    trial.model = torch.compile(trial.ddp, backend="aot_eager")
+    errors += [trial.step(_second) for _ in range(3)]
+    return max(errors), trial.counted()
+
+
+def _backward_of_one_output(found):
+    worst, counted = found
+    assert worst < 1e-5
+    assert counted == (6, 36, 0)
+
+
 TRIALS = {
+    _halves: _backward_of_one_output,
     _forwards: _all_kinds_of_forwards,
     _accumulated: _no_sync_accumulates,
     _everything: _a_step_in_one_call,
@@ -209,6 +239,12 @@ TRIALS = {
     _joined: _uneven_inputs_are_refused,
     _apart: _the_next_forward_says_what_was_wrong,
 }
+
+
+def test_torch_is_told_of_missing_gradients_once():
+    script = "from torchshard import _torch; print([_torch.take_missing_gradients() for _ in range(2)])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["[True,", "False]"]  # where torch needs it no longer: [False, False]
 
 
 def test_trials():

@@ -4,6 +4,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from tests.compiler.models import Parts, batch, loss_of
 from tests.compiler.trial import Trial, run_in_turn
@@ -43,13 +44,24 @@ def _gradients_from_outside_of_the_graph(answers):
 def _run_hooks(rank, world):
     trial = Trial(rank, world)
     plain = [trial.step(_plain) for _ in range(3)]
+    nodes = []  # kept: a node that nobody refers to is made anew
     for module in (trial.ddp.module, trial.reference):
         module.c.weight.register_hook(lambda grad: grad * 2)
-    return plain, trial.step(_plain)
+    hooked, seen = trial.step(_plain), []
+    for module in (trial.ddp.module, trial.reference):
+        before, after = [get_gradient_edge(p).node for p in (module.a.weight, module.b.weight)]
+        before.register_prehook(lambda grads: tuple(grad * 2 for grad in grads))
+        after.register_hook(lambda _, grads: seen.append(grads[0].clone()))
+        nodes.append((before, after))
+    at_ends = trial.step(_plain)
+    torch.testing.assert_close(seen[0], seen[1 + rank] * world)  # this rank's own gradient, before the average
+    return plain, hooked, at_ends
 
 
 def _a_hook_of_the_user_sees_its_gradient(answers):
-    for plain, hooked in answers:
+    for plain, hooked, at_ends in answers:
+        assert at_ends[0] < 1e-5
+        assert at_ends[1] + at_ends[2] == 6
         assert plain[2][1:] == (6, 0, 0)
         assert hooked[0] < 1e-5
         assert hooked[1] < 6

@@ -1,8 +1,11 @@
 """The autograd engine: its callbacks, and what it is about to do."""
 
+import functools
+import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -43,6 +46,40 @@ def compiled_autograd_may_come() -> bool:
     return enabled or (module is not None and bool(getattr(torch._dynamo.config, "compiled_autograd", False)))
 
 
+def take_missing_gradients() -> bool:
+    """Have compiled autograd take hooks of nodes whose first gradient is missing; whether it had to be told.
+
+    It looks for a hook's node among the users of the first gradient that the hook returns, and ends in StopIteration
+    where there are none: that of an output that the loss has nothing of
+    (torch._dynamo.compiled_autograd.AutogradCompilerInstance.reorder_pre_hook_nodes_to_mimic_eager, 2.11-2.15).
+    """
+    from torch._dynamo.compiled_autograd import AutogradCompilerInstance
+    from torch._dynamo.external_utils import call_hook
+
+    reorder = AutogradCompilerInstance.reorder_pre_hook_nodes_to_mimic_eager
+    graph = torch.fx.Graph()
+    hook = graph.call_function(call_hook, (graph.placeholder("hook"),), {"hook_type": "pre_hook"})
+    _first, second = (graph.call_function(operator.getitem, (hook, i)) for i in (0, 1))
+    graph.output(second)
+    try:
+        reorder(cast(Any, SimpleNamespace(fx_tracer=SimpleNamespace(graph=graph))))
+        return False
+    except StopIteration:
+        pass
+
+    @functools.wraps(reorder)
+    def reorder_used(self: Any) -> None:
+        graph = self.fx_tracer.graph
+        for node in graph.find_nodes(op="call_function", target=call_hook):
+            if node.kwargs.get("hook_type") == "pre_hook":
+                for gradient in [user for user in node.users if not user.users]:
+                    graph.erase_node(gradient)
+        reorder(self)
+
+    AutogradCompilerInstance.reorder_pre_hook_nodes_to_mimic_eager = reorder_used  # type: ignore[method-assign]
+    return True
+
+
 def will_run(node: Any) -> bool:
     """Whether the backward that runs now will execute this node (torch._C._will_engine_execute_node, 2.11-2.15).
 
@@ -77,6 +114,23 @@ def has_other_hooks(param: Tensor) -> bool:
     """
     after = getattr(param, "_post_accumulate_grad_hooks", None)
     return bool(param._backward_hooks) or (after is not None and len(after) > 1)
+
+
+def hooks_of(node: Any) -> tuple[Mapping[int, object], ...]:
+    """What holds the hooks before and after a node of autograd; each fills when somebody registers one.
+
+    All hooks of a kind are in one dictionary, which handles refer to (RemovableHandle.hooks_dict_ref, 2.11-2.15);
+    nothing tells of it otherwise. Empty where handles do not.
+    """
+    handles = [register(_ignore) for register in (node.register_prehook, node.register_hook)]
+    held = [getattr(handle, "hooks_dict_ref", _ignore)() for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return tuple(hooks for hooks in held if hooks is not None)
+
+
+def _ignore(*_gradients: object) -> None:
+    pass
 
 
 def register_after_grad(param: Tensor, hook: Callable[[Tensor], object]) -> torch.utils.hooks.RemovableHandle:

@@ -1,10 +1,11 @@
 """Buckets lent to compiled graphs, and gradients that come beside what a graph has reduced already."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from torchshard import _torch
 from torchshard.buckets import BucketPolicy, MiB
 from torchshard.ddp import messages
 from torchshard.ddp.flat import FlatBucket
@@ -35,6 +36,7 @@ class Lending:
         self._known: set[tuple[int, ...]] = set()  # the layout knew of them, or they have been asked for since
         self._wish = False  # for another layout
         self._checks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: dict[int, tuple[object, tuple[Mapping[int, object], ...]]] = {}  # by parameter: leaf, its hooks
 
     @property
     def policy(self) -> BucketPolicy:
@@ -45,11 +47,18 @@ class Lending:
         """See Reducer.lend."""
         reducer = self._reducer
         bucket = self._bucket_of.get(slots)
-        if self.refused or bucket is None or not bucket.ready_for_graph(slots):
+        if self.refused or bucket is None or not bucket.ready_for_graph(slots) or any(map(self._is_hooked, slots)):
             self._wish = self._wish or (reducer.arrived is None and slots not in self._known and not self.refused)
             self._known.add(slots)
             return None
         return bucket if all(reducer.will_run(i) for i in slots if i in bucket.members) else None
+
+    def _is_hooked(self, index: int) -> bool:
+        """Whether somebody has put a hook where this parameter's gradient ends, to see what autograd brings there."""
+        leaf = self._reducer.leaves[index]
+        if self._hooks.get(index, (None,))[0] is not leaf:
+            self._hooks[index] = leaf, _torch.hooks_of(leaf)
+        return any(self._hooks[index][1])
 
     def adopt(self, buckets: Iterable[FlatBucket]) -> None:
         """These are the reducer's buckets from now on."""

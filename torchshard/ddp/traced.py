@@ -27,6 +27,7 @@ class Traced:
     """
 
     def __init__(self, reducer: "Reducer") -> None:
+        _torch.take_missing_gradients()
         self._names, self._group = reducer.names, reducer.group.group_name
         self._scale, self._dtype = 1.0 / reducer.group.size(), reducer.reduction.dtype
         self.sync: bool | None = None
