@@ -6,16 +6,20 @@ On a fake group, so layouts and local shapes are compared here; values are compa
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
 from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
+from torchshard.tensor.sharded import factories, specs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def line():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    support_groups()
     global MESH, ROWS, UNEVEN, WHOLE, PIECE
     MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     ROWS = distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
@@ -221,9 +225,7 @@ def test_an_exported_function_is_traced_through_where_torch_has_no_way_to_record
 
 
 def test_a_sharded_tensor_passes_through_and_its_part_has_a_gradient():
-    from torchshard.tensor.sharded import factories, specs
-
-    x = factories.rand(specs.ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)]), 8, 4)
+    x = sharded()
     part = x.local_tensor().requires_grad_()
     same, squares = one_graph(lambda x: (x, x.local_tensor().square()), x)
     assert same is x
@@ -235,3 +237,59 @@ def test_a_sharded_tensor_passes_through_and_its_part_has_a_gradient():
         with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
             one_graph(operator, x)
         assert "x.local_tensor()" in way_around(str(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (lambda x: x @ x, "make it a DTensor"),
+        (lambda x: x.sum(), "make it a DTensor"),
+        (lambda x: torch.rand_like(x), "make it a DTensor"),
+        (lambda x: x.gather(), "outside of the region"),
+        (lambda x: (x * 2).sharding_spec().dim, "ask a ShardedTensor that came into the region"),
+    ],
+)
+def test_what_regions_refuse_of_sharded_tensors(function, advice):
+    with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+        one_graph(function, sharded())
+    assert advice in way_around(str(refused.value))
+
+
+def sharded(dim=0):
+    return factories.rand(specs.ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in range(4)]), 8, 4)
+
+
+def test_a_graph_of_a_sharded_tensor_is_for_one_cut():
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(lambda x: x.local_tensor() * 2, fullgraph=True, backend=graphs)
+    x, other, with_gradient = sharded(), sharded(1), sharded()
+    with_gradient.local_tensor().requires_grad_()
+    for graph, tensors in enumerate([(x, sharded()), (other,), (with_gradient,)], 1):
+        for y in tensors:
+            assert torch.equal(function(y), y.local_tensor() * 2)
+        assert graphs.frame_count == graph
+    x.data = other
+    assert torch.equal(function(x), other.local_tensor() * 2)
+    assert graphs.frame_count == 3
+
+
+def test_what_describes_a_sharded_tensor_is_known_in_regions():
+    def asked(x):
+        x.add_(1)
+        (part,) = x.local_shards()
+        return part.tensor * 2, part.metadata.shard_offsets, x.metadata().size, x.sharding_spec().dim, x.shape
+
+    x, y = [sharded().clone() for _ in range(2)]
+    y.local_tensor().copy_(x.local_tensor())
+    (got, *rest), (wanted, *others) = one_graph(asked, x), asked(y)
+    assert torch.equal(got, wanted)
+    assert rest == others
+    assert torch.equal(x.local_tensor(), y.local_tensor())
+
+
+def test_a_gradient_that_is_cut_in_another_way():
+    x = sharded().requires_grad_()
+    result = one_graph(lambda x: x * x, x)
+    with pytest.raises(ValueError, match=r"(?s)cut in another way.*gradient.reshard\(x.sharding_spec\(\)\)"):
+        result.backward(sharded(1))

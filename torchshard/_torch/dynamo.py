@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -195,6 +195,29 @@ def guard_every_source(opaque: Sequence[type], tensors: Sequence[type]) -> bool:
 
     VariableBuilder.__call__ = guarded  # type: ignore[method-assign]
     return True
+
+
+def trace_methods(cls: type, methods: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """Have Dynamo trace functions where methods of a tensor subclass are called; returns the names that are new to it.
+
+    It records calls of such methods, and refuses those that give something else than tensors
+    (torch._dynamo.variables.tensor.TensorVariable.method_*, 2.11-2.15).
+    """
+    from torch._dynamo.variables.builder import SourcelessBuilder
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    def handler(traced: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(self.proxy.node.meta.get("example_value"), cls):
+                return None
+            return SourcelessBuilder.create(tx, traced).call_function(tx, [self, *args], kwargs)
+
+        return method
+
+    new = [name for name in methods if not hasattr(TensorVariable, f"method_{name}")]
+    for name in new:
+        setattr(TensorVariable, f"method_{name}", handler(methods[name]))
+    return new
 
 
 def let_ask(cls: type, constants: Sequence[str], traced: Sequence[str]) -> list[str]:

@@ -20,6 +20,12 @@ def default_group() -> dist.ProcessGroup:
     return _get_default_group()
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group of this name, or torch's RuntimeError (distributed_c10d._resolve_process_group, 2.11-2.15)."""
+    group: dist.ProcessGroup = cast(Any, dist.distributed_c10d)._resolve_process_group(name)
+    return group
+
+
 def group_store(group: dist.ProcessGroup) -> Store:
     """The store through which the group's ranks found each other (ProcessGroup.get_group_store, 2.11-2.15).
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-_LOCAL = "take x.local_tensor() in the region, or use a DTensor"
+_LOCAL = "take x.local_tensor() in the region: parts that require gradients have them by themselves"
+_SUPPORT = "call torchshard.compiler.support_groups() first"
 
 # What Dynamo says (a part of it) -> what to do instead.
 WAYS_AROUND: Mapping[str, str] = {
@@ -15,13 +16,24 @@ WAYS_AROUND: Mapping[str, str] = {
     "A compiled region cannot make a leaf": "make leaves outside of the region, or use DTensor.from_local",
     "cannot ask the other ranks for the sizes": "pass shape and stride to from_local",
     "draws random numbers as no compiled region can": "call this operator outside of the region",
+    "gather() of a ShardedTensor": "call gather() outside of the region",
+    "reshard() of a ShardedTensor": "call reshard() outside of the region",
+    "is not an operator of ShardedTensors": (
+        "make it a DTensor before the region: torchshard.state_dict.to_dtensor(x, mesh, placements)"
+    ),
     "on user-defined type 'ShardedTensor'": _LOCAL,
     "'ShardedTensor' implements": _LOCAL,
     "of class `ShardedTensor`": _LOCAL,
     "(ShardedTensor)": _LOCAL,
+    "example_value type: Shard": _SUPPORT,
+    "example_value type: ChunkShardingSpec": _SUPPORT,
+    "example_value type: EnumerableShardingSpec": _SUPPORT,
+    "does not know how to wrap <class 'torch.distributed._shard": (
+        "ask a ShardedTensor that came into the region: results are cut alike"
+    ),
     "returning intermediate with requires_grad_()": "call requires_grad_() outside of the region",
     "cls_source must not be None for MRO walk": "make texts of placements outside of the region",
-    "is not registered for this opaque object type": "call torchshard.compiler.support_groups() first",
+    "is not registered for this opaque object type": _SUPPORT,
 }
 
 

@@ -39,10 +39,12 @@ def support_groups() -> tuple[str, ...]:
     """
     from torchshard.tensor.dtensor import DTensor  # here, as who reduces gradients may never need them
     from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+    from torchshard.tensor.sharded.tracing import METHODS as SHARDED_METHODS
 
     added = ["guards of ProcessGroup"] if _torch.guard_instances(dist.ProcessGroup, _identity) else []
     if _torch.guard_every_source((dist.ProcessGroup, DeviceMesh, Placement), (DTensor, ShardedTensor)):
         added.append("guards of objects met twice")
+    added += [f"ShardedTensor.{name}" for name in _torch.trace_methods(ShardedTensor, SHARDED_METHODS)]
     for cls, (asked, traced) in _MEMBERS.items():
         added += [f"{cls.__name__}.{name}" for name in _torch.let_ask(cls, asked, traced)]
     return (*added, *_torch.let_find_groups())

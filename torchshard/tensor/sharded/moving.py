@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.errors import ShardingError
+from torchshard._torch import is_traced
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding, lacking
 from torchshard.tensor.carrying import Job, carry
@@ -25,8 +26,19 @@ def parts(x: ShardedTensor) -> list[tuple[Box, Tensor]]:
     return [(specs.box_of(shard.metadata, x.shape), shard.tensor.detach()) for shard in x._local_shards]
 
 
+def _require_values(x: ShardedTensor, what: str) -> None:
+    if any(is_traced(shard.tensor) and not shard.tensor.is_meta for shard in x._local_shards):
+        raise UnsupportedOperatorError(
+            f"{what} of a ShardedTensor cannot be compiled: ranks send parts of other sizes.",
+            expected="a ShardedTensor that has its values",
+            got="one that a compiled region traces",
+            fix=f"call {what} outside of the region",
+        )
+
+
 def gather(x: ShardedTensor, dst: int, out: Tensor | None, dtype: torch.dtype | None) -> None:
     """See ShardedTensor.gather."""
+    _require_values(x, "gather()")
     group = group_of(x)
     ranks = dist.get_process_group_ranks(group)
     if not 0 <= dst < len(ranks):
@@ -63,6 +75,7 @@ def reshard(x: ShardedTensor, spec: Any) -> ShardedTensor:
 
 def cut(x: ShardedTensor, spec: Any) -> ShardedTensor:
     """A ShardedTensor of the same values, cut as `spec` says; memory is shared where nothing moves."""
+    _require_values(x, "reshard()")
     group = group_of(x)
     ranks = dist.get_process_group_ranks(group)
     metadata = specs.metadata_of(spec, x.shape, x._metadata.tensor_properties)

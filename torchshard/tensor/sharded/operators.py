@@ -60,7 +60,7 @@ def cut_as(
     Args:
         x: cut as the result shall be.
         tensors: this rank's parts.
-        example: of the dtype and on the device that they have on all ranks.
+        example: of the dtype and on the device that they have on all ranks; without elements where this one has none.
         group: the ranks; those of `x` by default.
     """
     properties = replace(x._metadata.tensor_properties, dtype=example.dtype, requires_grad=False, pin_memory=False)
@@ -71,7 +71,7 @@ def cut_as(
         spec = specs.inferred_spec(metadata)
         own = specs.on_device(replace(metadata, shards_metadata=own), example.device).shards_metadata
     shards = [specs.Shard(tensor, shard) for tensor, shard in zip(tensors, own, strict=True)]
-    return made(shards, metadata, spec, group or x._process_group)
+    return made(shards, metadata, spec, group or x._process_group, example)
 
 
 def _whole_new(x: ShardedTensor, make: Callable[..., Tensor], **options: Any) -> ShardedTensor:
@@ -206,5 +206,7 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     parts, items = iter(result), []
     for item, n in zip(first, counts, strict=True):
         mine = [next(parts) for _ in range(n)]
-        items.append(cut_as(item, mine, mine[0] if mine else item) if isinstance(item, ShardedTensor) else mine[0])
+        items.append(
+            cut_as(item, mine, mine[0] if mine else _nothing(item)) if isinstance(item, ShardedTensor) else mine[0]
+        )
     return items

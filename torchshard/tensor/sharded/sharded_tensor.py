@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +12,11 @@ from torchshard._torch import default_group, group_of_theirs, no_torch_function,
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.sharded import checking, specs
-from torchshard.tensor.sharded.specs import Shard, TensorProperties
+from torchshard.tensor.sharded.specs import Group, Shard, TensorProperties
+from torchshard.tensor.sharded.tracing import TracedByParts
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A process group, which copies of a tensor share: torch's staging of asynchronous checkpoints copies the rest."""
-
-    process_group: dist.ProcessGroup | None
-
-    def __deepcopy__(self, memo: Any) -> "_Group":
-        return self
-
-
-class ShardedTensor(Tensor):
+class ShardedTensor(TracedByParts, Tensor):
     """A tensor whose parts are boxes with an owner each; every rank may hold none, one or several.
 
     It is described by torch's own metadata. Pointwise and optimizer operators run on the parts, without communication;
@@ -46,10 +36,6 @@ class ShardedTensor(Tensor):
 
     __torch_function__ = no_torch_function()
 
-    _local_shards: list[Any]
-    _metadata: Any
-    _sharding_spec: Any
-    _group: "_Group"
     _token: object  # shared by tensors of the same memory, of which this rank may have none
 
     @staticmethod
@@ -355,13 +341,17 @@ class ShardedTensor(Tensor):
         return checkpointing.shard(self, index)
 
 
-def made(shards: Sequence[Any], metadata: Any, spec: Any, group: dist.ProcessGroup | None) -> ShardedTensor:
-    """A ShardedTensor around these parts, which are not checked."""
+def made(
+    shards: Sequence[Any], metadata: Any, spec: Any, group: dist.ProcessGroup | None, nothing: Tensor | None = None
+) -> ShardedTensor:
+    """A ShardedTensor around these parts, which are not checked; `nothing` stands for none in graphs."""
     size, properties = tuple(metadata.size), metadata.tensor_properties
     device = shards[0].tensor.device if shards else metadata.shards_metadata[0].placement.device()
     x: Any = stand_in(ShardedTensor, size, contiguous_stride(size), properties.dtype, device)
-    x._local_shards, x._metadata, x._sharding_spec, x._group = list(shards), metadata, spec, _Group(group)
+    x._local_shards, x._metadata, x._sharding_spec, x._group = list(shards), metadata, spec, Group(group)
     x._token = object()
+    if not shards and nothing is not None:
+        x._nothing = nothing
     return x.requires_grad_(properties.requires_grad)  # type: ignore[no-any-return]
 
 

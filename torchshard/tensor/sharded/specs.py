@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchshard._torch import sharded_tensors
 from torchshard.errors import ShardingError
@@ -59,6 +60,16 @@ class GridShardingSpec(ShardingSpec):  # type: ignore[misc]
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
         """Refused, as it would give one of torch's own ShardedTensors."""
         raise NotImplementedError("use torchshard.state_dict.to_sharded_tensor(tensor, spec=...)")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group, which copies of a tensor share: torch's staging of asynchronous checkpoints copies the rest."""
+
+    process_group: dist.ProcessGroup | None
+
+    def __deepcopy__(self, memo: Any) -> "Group":
+        return self
 
 
 def _placement(place: Any) -> Any:

@@ -1,0 +1,152 @@
+"""ShardedTensors in compiled regions: taken apart into this rank's parts, and put together again around traced ones."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard._torch import group_named
+from torchshard.errors import ShardingError
+from torchshard.tensor.sharded import specs
+
+
+class Cut:
+    """Which parts there are and who has them: what a graph is made for. It is not to be changed.
+
+    Args:
+        metadata: of the whole tensor.
+        spec: that says so.
+        own: metadata of this rank's parts.
+        group: as ShardedTensors hold it.
+    """
+
+    def __init__(self, metadata: Any, spec: Any, own: Sequence[Any], group: specs.Group) -> None:
+        self.metadata, self.spec, self.own, self.group = metadata, spec, own, group
+
+    @cached_property
+    def _decides(self) -> tuple[Any, ...]:
+        group, places = self.group.process_group, [str(s.placement) for s in self.metadata.shards_metadata]
+        boxes = tuple(zip(specs.boxes_of(self.metadata), places, strict=True))
+        return boxes, tuple(self.metadata.size), None if group is None else group.group_name, dist.get_rank()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Cut) and self._decides == other._decides)
+
+    def __hash__(self) -> int:
+        return hash(self._decides)
+
+    def __repr__(self) -> str:
+        return f"Cut{self._decides}"
+
+    def __reduce__(self) -> Any:
+        group = self.group.process_group
+        return _cut, (self.metadata, self.spec, self.own, None if group is None else group.group_name)
+
+    def __deepcopy__(self, memo: Any) -> "Cut":
+        return self
+
+
+def _cut(metadata: Any, spec: Any, own: Sequence[Any], group: str | None) -> Cut:
+    return Cut(metadata, spec, own, specs.Group(None if group is None else group_named(group)))
+
+
+class _WherePartsHaveNoGradients:
+    """A method that only those ShardedTensors have; operators in a graph would lose gradients of parts."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __get__(self, x: Any, owner: type) -> Callable[..., Any]:
+        if x is not None and any(shard.tensor.requires_grad for shard in x._local_shards):
+            raise AttributeError(self.method.__name__)
+        return self.method.__get__(x, owner)  # type: ignore[no-any-return]
+
+
+class TracedByParts:
+    """What Dynamo and AOTAutograd ask of a ShardedTensor."""
+
+    _local_shards: list[Any]
+    _metadata: Any
+    _sharding_spec: Any
+    _group: specs.Group
+    _cut: Cut
+    _nothing: Tensor  # in graphs, where this rank has no part
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @_WherePartsHaveNoGradients
+    def __tensor_flatten__(self) -> tuple[list[str], Cut]:
+        """Names of the attributes that hold this rank's parts, and what else decides about a graph."""
+        cut = self.__dict__.get("_cut")
+        if cut is None or cut.metadata is not self._metadata:
+            own = [shard.metadata for shard in self._local_shards]
+            cut = self._cut = Cut(self._metadata, self._sharding_spec, own, self._group)
+            if not own and "_nothing" not in self.__dict__:
+                self._nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        return [_part(k) for k in range(len(self._local_shards))] or ["_nothing"], cut
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], cut: Cut, size: Any, stride: Any) -> Any:
+        """A ShardedTensor around other tensors as this rank's parts."""
+        from torchshard.tensor.sharded.sharded_tensor import made
+
+        example = next(iter(inner.values()))
+        changed = {"dtype": example.dtype, "requires_grad": False, "pin_memory": False}
+        metadata = replace(cut.metadata, tensor_properties=replace(cut.metadata.tensor_properties, **changed))
+        shards = [specs.Shard(inner[_part(k)], own) for k, own in enumerate(cut.own)]
+        return made(shards, metadata, cut.spec, cut.group.process_group, example)
+
+    def __coerce_tangent_metadata__(self) -> "TracedByParts":
+        return self
+
+    def __coerce_same_metadata_as_tangent__(self, expected: Cut, expected_type: Any = None) -> "TracedByParts | None":
+        """This gradient, where a compiled backward expects one that is cut so; None where it expects no ShardedTensor.
+
+        Raises:
+            ShardingError: it is cut in another way.
+        """
+        if expected_type is not None:
+            return None
+        if self.__tensor_flatten__()[1] != expected:
+            raise ShardingError(
+                "A gradient of a compiled region is cut in another way than its tensor.",
+                expected=f"cut as {expected.spec}",
+                got=f"cut as {self._sharding_spec}",
+                fix="gradient.reshard(x.sharding_spec())",
+            )
+        return self
+
+    def _stable_hash_for_caching(self) -> str:
+        """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
+        decides = self.__tensor_flatten__()[1], self.dtype, self.device, self.requires_grad
+        return hashlib.blake2b(repr(decides).encode(), digest_size=16).hexdigest()
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return tuple([shard.tensor for shard in self._local_shards])
+
+
+def _part(k: int) -> str:
+    """The attribute that holds part number k; a class whose __getattr__ finds it would not be traced."""
+    name = f"_part_{k}"
+    if not hasattr(TracedByParts, name):
+        setattr(TracedByParts, name, property(lambda x: x._local_shards[k].tensor))
+    return name
+
+
+def _local_shards(x: Any) -> list[Any]:
+    own = [shard.metadata for shard in x._local_shards]
+    return [specs.Shard(part, metadata) for part, metadata in zip(x._parts(), own, strict=True)]
+
+
+# What Dynamo is to trace for methods that give no tensors. Parts are asked of the tensor, as operators may write them.
+METHODS = {
+    "local_shards": _local_shards,
+    "metadata": lambda x: x._metadata,
+    "sharding_spec": lambda x: x._sharding_spec,
+}
