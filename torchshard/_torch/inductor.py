@@ -134,7 +134,9 @@ def compile_pieces(
     """Compile the pieces of a split graph one by one, each with inputs as the compiled ones before it make them.
 
     What torch's DDPOptimizer does with the pieces that it makes (torch._dynamo.backends.distributed, 2.11-2.15):
-    sources and metadata of Dynamo are carried over, the graphs go to torch's trace artifacts.
+    sources and metadata of Dynamo are carried over, the graphs go to torch's trace artifacts. Tokens of ordered effects
+    stay inside of a piece as with inductor (torch._functorch.config.unlift_effect_tokens, 2.11-2.15): other compilers
+    would give them to the next piece in place of values.
 
     Args:
         whole: the graph before it was split.
@@ -142,6 +144,7 @@ def compile_pieces(
         compiler: called with each piece and its inputs.
         inputs: of the whole.
     """
+    import torch._functorch.config
     from torch._dynamo.backends import distributed as theirs
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
     from torch._guards import TracingContext, detect_fake_mode
@@ -161,7 +164,11 @@ def compile_pieces(
         )
     fake_mode = detect_fake_mode(inputs) or FakeTensorMode()
     context = TracingContext.try_get()
-    with _disable_saved_tensors_hooks_during_tracing(), torch.set_grad_enabled(torch.is_grad_enabled()):
+    with (
+        _disable_saved_tensors_hooks_during_tracing(),
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+        torch._functorch.config.patch(unlift_effect_tokens=True),
+    ):
         try:
             theirs.SubmodCompiler(pieces, compiler, fake_mode).run(*inputs)
         finally:

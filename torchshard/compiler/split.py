@@ -17,6 +17,7 @@ from torch.fx.passes.split_module import split_module
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, size_text
 from torchshard.compiler.options import Compiler, Options, check_inner, policy_of
+from torchshard.compiler.undivided import inseparable
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class Piece:
     Attributes:
         nodes: in reverse order of execution.
         gradients: in the order in which they are met going backwards.
-        extra_nodes, extra_bytes: what it holds beyond its cap, because nothing in it was used outside before.
+        extra_nodes, extra_bytes: what it holds beyond its cap, because nothing in it was used outside before, or it
+            could not be divided.
     """
 
     nodes: list[torch.fx.Node] = field(default_factory=list)
@@ -110,7 +112,8 @@ class SplitBackend:
             return self._compiler(graph, inputs)
         number = {node: -at for at, piece in enumerate(plan.pieces) for node in piece.nodes}
         last = len(plan.pieces) - 1
-        pieces = split_module(graph, None, lambda node: last + number[node])  # type: ignore[arg-type]
+        # What one piece writes another may read: their order is that of the graph, also where nothing flows.
+        pieces = split_module(graph, None, lambda node: last + number[node], keep_original_order=True)  # type: ignore[arg-type]
         return _torch.compile_pieces(graph, pieces, self._compiler, inputs)
 
     def _parameters(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[torch.fx.Node, Gradient]:
@@ -137,21 +140,21 @@ def cut(graph: torch.fx.Graph, parameters: dict[torch.fx.Node, Gradient], policy
     """Group a graph's nodes, from its end, into pieces that hold at least their bucket's size of gradients.
 
     A gradient belongs to the piece with its parameter's first use in the forward: it is complete only after that has
-    run backward. Nodes in front of all parameters join the piece behind them.
+    run backward. Nodes in front of all parameters join the piece behind them. What cannot be divided is not.
 
     Args:
         graph: the forward, as Dynamo captured it.
         parameters: the nodes that bring parameters in.
         policy: when a piece is full.
     """
-    first_use = _first_uses(graph, parameters)
+    first_use, bound = _first_uses(graph, parameters), inseparable(graph)
     pieces, full = [Piece()], False
     for node in reversed(graph.nodes):
         if node.op in ("output", "placeholder", "get_attr"):
             continue
         piece = pieces[-1]
         if full:
-            if piece.is_used_outside():
+            if piece.nodes[-1] not in bound and piece.is_used_outside():
                 piece = Piece()
                 pieces.append(piece)
                 full = False

@@ -1,0 +1,106 @@
+"""Dynamo's graphs: regions that nodes enter and leave, values and the memory that they lie in."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+REGIONS = (
+    ("_vmap_increment_nesting", "_vmap_decrement_nesting"),
+    ("_grad_increment_nesting", "_grad_decrement_nesting"),
+    ("_jvp_increment_nesting", "_jvp_decrement_nesting"),
+    ("_func_increment_nesting", "_func_decrement_nesting"),
+    ("_enter_dual_level", "_exit_dual_level"),
+    ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"),
+)
+"""Names of functions that enter and leave a region, in torch._C or torch._functorch.predispatch (2.11-2.15).
+
+Those that leave with what the one that entered has returned, as inference_mode does, are known by that value.
+"""
+
+SETTINGS = (
+    "_set_fwd_grad_enabled",
+    "set_inplace_requires_grad_allowed",
+    "_sdpa_kernel",
+    "_set_deterministic_algorithms",
+)
+"""Names of functions that set how nodes behind them are traced (2.11-2.15)."""
+
+RENEWED = ("_enter_autocast",)
+"""Names of functions that torch.fx.passes.split_module calls anew in each piece, as it does for the grad mode."""
+
+CONSTANTS = ("_tensor_version",)
+"""Names of operators whose number is symbolic to Dynamo, but known when a piece is compiled, which then lacks it."""
+
+_STEPS = {name: (enter, step) for enter, leave in REGIONS for name, step in ((enter, 1), (leave, -1))}
+
+
+def nesting(node: torch.fx.Node) -> tuple[str, int] | None:
+    """The region that a node enters (1) or leaves (-1), None for all other nodes."""
+    return _STEPS.get(_name(node)) if node.op == "call_function" else None
+
+
+def setting(node: torch.fx.Node) -> tuple[str, str] | None:
+    """What a node sets, and to what; None for all other nodes."""
+    name = _name(node)
+    if node.op != "call_function" or name not in SETTINGS:
+        return None
+    given = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: f"{_name(arg)}{arg.args}")
+    return name, str(given)
+
+
+def example_of(node: torch.fx.Node) -> Any:
+    """The value that Dynamo has traced a node with (Node.meta["example_value"], 2.11-2.15), None if it has none."""
+    return node.meta.get("example_value")
+
+
+def crosses(node: torch.fx.Node) -> bool:
+    """Whether one piece of a graph can return a node's value and another can take it."""
+    if _name(node) in RENEWED + CONSTANTS:
+        return _name(node) in RENEWED
+    return isinstance(example_of(node), torch.Tensor | torch.SymInt)
+
+
+def memories(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """What the tensors in nested containers lie in, and they; nothing for those without memory of their own.
+
+    UntypedStorage._cdata tells whether two tensors share memory (2.11-2.15). A wrapper lies in what its parts lie in
+    (torch.utils._python_dispatch.is_traceable_wrapper_subclass, 2.11-2.15).
+    """
+    from torch.utils import _pytree
+
+    for leaf in _pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield from ((memory, leaf) for memory in _memories_of(leaf))
+
+
+def _memories_of(tensor: Any) -> Iterator[int]:
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _memories_of(getattr(tensor, name))
+        return
+    with suppress(NotImplementedError, RuntimeError):  # sparse tensors, and those inside of torch.func
+        yield tensor.untyped_storage()._cdata
+
+
+def was_written(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or what shares its memory, was written in place; those of inference mode do not tell.
+
+    Tensor._version: explained in torch's notes on autograd, and there is no other name for it.
+    """
+    return tensor.is_inference() or tensor._version > 0
+
+
+def writes_arguments(target: Any) -> bool:
+    """Whether an operator says that it writes to an argument (OpOverload._schema, 2.11-2.15)."""
+    overload = getattr(target, "default", target)
+    schema = getattr(overload, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def _name(node: torch.fx.Node) -> str:
+    """Name of the function that a node calls, without the overload of an operator."""
+    return str(getattr(node.target, "__name__", "")).partition(".")[0]
