@@ -96,6 +96,7 @@ from torchshard._torch.operators import (
     operator_names,
     outside_of_traces,
     overload_of,
+    refuses_dtype,
     schema,
 )
 from torchshard._torch.sharded import (
@@ -180,6 +181,7 @@ __all__ = [
     "overload_of",
     "preserve_versions",
     "queue_callback",
+    "refuses_dtype",
     "register_after_grad",
     "remove_optimizer_hooks",
     "root_mesh",
