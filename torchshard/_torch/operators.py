@@ -1,5 +1,6 @@
 """Operators: their names, schemas and decompositions, and calls of them seen or run below dispatch."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -113,6 +114,18 @@ def lacks_fake(error: RuntimeError) -> bool:
     NotImplementedError; only the message tells.
     """
     return "no fake impl registered" in str(error)
+
+
+def refuses_dtype(error: Exception) -> bool:
+    """Whether an operator of ATen refused the dtypes of its operands, and not their values.
+
+    There is no class for it: kernels that lack a dtype raise NotImplementedError, most checks a plain RuntimeError
+    (2.11-2.15); only the message tells.
+    """
+    return isinstance(error, NotImplementedError) or _OF_DTYPES.search(str(error)) is not None
+
+
+_OF_DTYPES = re.compile("dtype|scalar type|tensor input")
 
 
 def intercepting(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[None]:

@@ -9,8 +9,8 @@ from torchshard.rules.rule import Made, Rule, named, options, reduces, table
 
 # Kernels refuse batches and channels of length 0.
 _LINES = table("""
-    avg_pool2d _adaptive_avg_pool2d                    | ... H W -> ... P Q                        | lin=0 full
-    avg_pool3d _adaptive_avg_pool3d                    | ... D H W -> ... O P Q                    | lin=0 full
+    avg_pool2d _adaptive_avg_pool2d                    | ... H W -> ... P Q                        | lin=0 full rounds
+    avg_pool3d _adaptive_avg_pool3d                    | ... D H W -> ... O P Q                    | lin=0 full rounds
     adaptive_max_pool2d max_pool2d_with_indices        | ... H W -> ... P Q, ... P Q               | full
     adaptive_max_pool3d max_pool3d_with_indices        | ... D H W -> ... O P Q, ... O P Q         | full
     avg_pool2d_backward _adaptive_avg_pool2d_backward  | ... P Q, ... H W -> ... H W               | lin=0 full
@@ -114,7 +114,7 @@ RULES = {
     **_LINES,
     **named("convolution", Rule(_convolution, options("red=c:sum plus=2 full"))),
     **named("convolution_backward", Rule(_convolution_backward, options("lin=0 red=n:sum,o:sum,c:same full"))),
-    **named(_RESAMPLED, Rule(_upsample, options("lin=0 full"))),
+    **named(_RESAMPLED, Rule(_upsample, options("lin=0 full rounds"))),
     **named(_backward_of(_RESAMPLED), Rule(_upsample_backward, options("lin=0 full"))),
     **named("col2im", Rule(_col2im, options("lin=0 full"))),
     **named("_trilinear", Rule(_trilinear)),

@@ -4,12 +4,14 @@ from typing import Any
 
 from torchshard.layout.layout import Layout
 from torchshard.rules.rule import Made, Rule, named, table
+from torchshard.rules.terms import converts_sums
 
 _LINES = table("""
     add.Tensor sub.Tensor                                       | ..., ... -> ...      | lin=0+1
     mul.Tensor                                                  | ..., ... -> ...      | lin=0,1
-    div.Tensor                                                  | ..., ... -> ...      | lin=0
-    mul.Scalar div.Scalar neg                                   | ... -> ...           | lin=0
+    div.Tensor                                                  | ..., ... -> ...      | lin=0 per=other
+    div.Scalar                                                  | ... -> ...           | lin=0 per=other
+    mul.Scalar neg                                              | ... -> ...           | lin=0
     rad2deg deg2rad zero_                                       | ... -> ...           | lin=0
     _conj_physical conj_physical                                | ... -> ...           | lin=0
     clone alias alias_copy detach contiguous positive            | ... -> ...           | moves
@@ -52,23 +54,14 @@ def _by_element(*args: Any, **kwargs: Any) -> str:
 BY_ELEMENT = Rule(_by_element)
 
 
-def _cast_is_linear(source: Any, target: Any) -> bool:
-    """Whether converting each term converts the sum: not to integers, and not to fewer bits, where terms may cancel."""
-    if target.is_complex or (target.is_floating_point and not source.is_complex):
-        kept = target.itemsize // (1 + target.is_complex) >= source.itemsize // (1 + source.is_complex)
-        return bool(kept and (source.is_floating_point or source.is_complex))
-    return False
-
-
 def _to_copy(x: Layout, *, dtype: Any = None, **_: Any) -> str | Made:
     if dtype is None or dtype is x.dtype:
         return Made("... -> ...", options={"moves": True})
-    return Made("... -> ...", options={"linear": ((0,),)} if _cast_is_linear(x.dtype, dtype) else {})
+    return Made("... -> ...", options={"linear": ((0,),)} if converts_sums(x.dtype, dtype) else {})
 
 
 def _copy(x: Layout, source: Layout, non_blocking: bool = False) -> str | Made:
-    linear = source.dtype is x.dtype or _cast_is_linear(source.dtype, x.dtype)
-    return Made("..., ... -> ...", options={"linear": ((0, 1),)} if linear else {})
+    return Made("..., ... -> ...", options={"linear": ((0, 1),)} if converts_sums(source.dtype, x.dtype) else {})
 
 
 RULES = {**_LINES, **named("_to_copy", Rule(_to_copy)), **named("copy_", Rule(_copy))}

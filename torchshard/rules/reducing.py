@@ -39,17 +39,15 @@ def _reduction(op: str) -> Callable[..., Made]:
 
 def _mean(x: Layout, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Made:
     """A mean over pieces of unequal size: each rank's mean, weighted with its share of the elements, then summed."""
-    if not ((dtype or x.dtype).is_floating_point or (dtype or x.dtype).is_complex):
-        # As torch says it. On an empty piece torch says nothing, and that rank would go on alone.
-        raise RuntimeError(f"mean(): input dtype should be either floating point or complex. Got {dtype or x.dtype}.")
     dims = dims_of(dim, x.ndim)
     count = math.prod([x.shape[d] for d in dims])
 
     def weighted(_: Any, t: Any, *__: Any, **___: Any) -> Any:
         held = math.prod([t.shape[d] for d in dims])
+        mean = t.mean(dims, keepdim, dtype=dtype)  # also of nothing: it refuses whole numbers
         if held == count:
-            return t.mean(dims, keepdim, dtype=dtype)
-        return t.mean(dims, keepdim, dtype=dtype) * (held / count) if held else t.sum(dims, keepdim, dtype=dtype)
+            return mean
+        return mean * (held / count) if held else t.sum(dims, keepdim, dtype=dtype)
 
     gone = reduces({f: "sum" for d, f in enumerate(letters(x.ndim)) if d in dims})
     return Made(_eliminated(x, dims, keepdim), options={"reduces": gone}, local=weighted if x.ndim else None)

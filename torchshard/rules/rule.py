@@ -6,7 +6,9 @@
 Names are those of ATen without the namespace; `.default` is understood. Options:
 
     lin=0+1,0      the results are linear in operands 0 and 1 together, and in operand 0 alone: Partial sums and
-                   averages of these may pass through, while all other operands are whole
+                   averages of these may pass through, while all other operands are whole, and numbers are finite
+    per=a          number argument a divides: linear where it is not zero
+    rounds         results of whole numbers are rounded: linear for others only
     moves          only moves elements of operand 0: Partials of every kind pass through
     mono           rises with operand 0, and is defined everywhere: Partial max and min pass through
     red=k:sum      splitting factor k leaves this Partial in every result that lacks k ("...": any broadcast factor);
@@ -42,6 +44,8 @@ class Options:
     plus: tuple[int, ...] = ()
     like: bool = False
     full: bool = False
+    per: tuple[str, ...] = ()
+    rounds: bool = False
     reads: tuple[str, ...] = ()
 
 
@@ -120,20 +124,20 @@ def options(words: str) -> Options:
     found: dict[str, Any] = {}
     for word in words.split():
         name, _, value = word.partition("=")
-        if name in ("moves", "mono", "like", "full") and not value:
+        if name in ("moves", "mono", "like", "full", "rounds") and not value:
             found[name] = True
         elif name == "lin" and value:
             found["linear"] = tuple([tuple(map(int, group.split("+"))) for group in value.split(",")])
         elif name == "plus" and value:
             found["plus"] = tuple(map(int, value.split(",")))
-        elif name == "reads" and value:
-            found["reads"] = tuple(value.split(","))
+        elif name in ("reads", "per") and value:
+            found[name] = tuple(value.split(","))
         elif name == "red" and value:
             found["reduces"] = reduces({f: op for f, _, op in (pair.partition(":") for pair in value.split(","))})
         else:
             raise ShardingError(
                 "A rule has an option that does not exist.",
-                expected="lin=, moves, mono, red=, plus=, like, full or reads=",
+                expected="lin=, per=, rounds, moves, mono, red=, plus=, like, full or reads=",
                 got=repr(word),
             )
     return Options(**found)

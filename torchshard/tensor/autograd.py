@@ -19,6 +19,7 @@ from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R
+from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.guards import refresh
 from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride, from_torch, layout_for
@@ -60,10 +61,14 @@ class _Redistribute(torch.autograd.Function):
 
 def _require_terms_survive(layout: TensorLayout, dtype: torch.dtype) -> None:
     """Raise ShardingError where a conversion of the terms of a Partial is none of their reduction."""
-    if layout.sharding.partial and _kind(dtype) < _kind(layout.dtype):
+    kinds = {p.op for p in layout.placements if isinstance(p, Partial)}
+    wraps = is_whole_number(layout.dtype) and not kinds <= {"max", "min"}
+    if kinds and (wraps or _kind(dtype) < _kind(layout.dtype)):
         raise ShardingError(
             "The terms of a Partial tensor cannot be converted before they are reduced.",
-            expected=f"a forward_dtype that holds fractions and signs as {layout.dtype} does",
+            expected=f"a forward_dtype that holds fractions and signs as {layout.dtype} does"
+            if not wraps
+            else f"none: {layout.dtype} may wrap when the terms are added",
             got=dtype,
             where=layout.sharding,
             fix=f"x.redistribute(placements=placements).to({dtype})",

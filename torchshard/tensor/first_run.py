@@ -19,6 +19,7 @@ from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, new_view
 from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, global_stride, layout_for
 from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.refusing import refusing
 
 Plan = Callable[..., Any]
 
@@ -53,19 +54,23 @@ class FirstRun:
         if written:
             returns = len(schema(call.func).returns)
             plan = plan_maker(arguments, call.positional, f"argument:{written[0]}" if returns else "none")
-            made = plan(function, new, DTensor, (), **bound)
-            return made(*call.values), made
+            result = plan(self._first(function), new, DTensor, (), **bound)(*call.values)
+            return result, plan(function, new, DTensor, (), **bound)
         values, window = list(call.values), None
         if self.severs:
             arguments = self._base_given(arguments, bound)
             base = self.operands[0].at
             values[base], window = guards.opened(values[base], self._there_and_back())
-        local = plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **bound)(*values)
+        raw = plan_maker(arguments, call.positional, "raw")
+        local = raw(self._first(function), new, DTensor, (), **bound)(*values)
         if not isinstance(local, (Tensor, tuple, list)):
-            return local, plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **bound)
+            return local, raw(function, new, DTensor, (), **bound)
         parts = [local] if isinstance(local, Tensor) else list(local)
         outs = [None if t is None else self._layout(k, t, shape_of, results) for k, t in enumerate(parts)]
         return self._wrapped(local, parts, outs, arguments, bound, function, window)
+
+    def _first(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return refusing(self.call, self.operands, self.made, self.targets, function)
 
     def _arguments(
         self, shape_of: Callable[[int, Tensor], tuple[int, ...]], results: Sequence[Sharding] | None

@@ -1,12 +1,17 @@
 """Operators on lists of tensors (optimizers): one plan for the whole list."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from torchshard._torch import local_callable
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
-from torchshard.tensor.call import Call, Operand
+from torchshard.rules.terms import narrowed
+from torchshard.tensor import linearity
+from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
 from torchshard.tensor.first_run import Plan, list_mover, mover
@@ -17,8 +22,6 @@ from torchshard.tensor.redistribute import redistribute_local
 # Number of a tensor in a list -> the layout that it has, and the one that it is to have.
 _Pairs = dict[int, tuple[TensorLayout, TensorLayout]]
 
-# Linear in the first list while everything else is whole: its tensors may stay Partial sums and averages.
-_LINEAR = ("_foreach_mul", "_foreach_div", "_foreach_neg", "_foreach_zero")
 _FAMILIES = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 
 
@@ -100,10 +103,19 @@ def _giving_back(plan: Plan, call: Call, back: Mapping[int, _Pairs]) -> Plan:
 def _goals(call: Call, operands: Sequence[Operand]) -> list[tuple[TensorLayout, Sharding]]:
     """For each tensor of the first list: its layout, and the sharding that all tensors of its place get."""
     goals = []
+    options = linearity.of_lists(call.name)
+    terms = linearity.dtypes_of_terms(operands)
+    results: list[torch.dtype] = []
+    if terms and not linearity.finite_numbers(call, terms.values(), options.per)(call.values):
+        options = replace(options, linear=())
+    elif terms and options.linear and not call.written():
+        results = [t.dtype for t in linearity.tensors_of(run_on_meta(call))]
     for o in operands:
         sharding = o.layout.sharding
         ops = {p.op for p in sharding.placements if isinstance(p, Partial)}
-        if not (call.name.startswith(_LINEAR) and ops <= {"sum", "avg"}):
+        # An item of the results is made of the same item of the list.
+        linear = ops and narrowed(options, {0: o.layout.dtype}, [results[o.item or 0]] if results else ()).linear
+        if not (linear and ops <= {"sum", "avg"}):
             sharding = sharding.without_partial()
         goals.append((o.layout, sharding))
     return goals

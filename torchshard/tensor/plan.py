@@ -17,7 +17,7 @@ from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
-from torchshard.tensor import foreach, guards, handlers
+from torchshard.tensor import foreach, guards, handlers, linearity
 from torchshard.tensor.call import (
     Call,
     Operand,
@@ -67,14 +67,21 @@ def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Pla
         if result is not NotImplemented:
             tell("handler")
             return result, _of_arguments(call, lambda *a, **k: handler(call.func, *a, **k))
-    by_list = foreach.handles(call.name)
-    if by_list:
+    if foreach.handles(call.name):
         tell("list")
-    return foreach.make_plan(call, operands) if by_list else _plan_of_one_mesh(call, operands)
+        return linearity.by_numbers(call, linearity.of_lists(call.name), operands, foreach.make_plan)
+    return _plan_of_one_mesh(call, operands)
 
 
 def _plan_of_one_mesh(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
     require_one_mesh(call, operands)
+    rule = rule_of(call)
+    if rule is None:
+        return _plan_of_these_numbers(call, operands)
+    return linearity.by_numbers(call, rule.options, operands, _plan_of_these_numbers)
+
+
+def _plan_of_these_numbers(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
     by_rule = _by_rule(call, operands)
     if by_rule is not None:
         return by_rule
@@ -119,7 +126,7 @@ def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]
     ruled = rule.made(*call.with_values(_with_layouts(call, operands)))
     if ruled is None:
         return None
-    made, options = ruled
+    made, options = ruled[0], linearity.for_call(call, ruled[1], operands)
     bound = bind_rule(parse(made.line), [layout.shape for layout in layouts], made.sizes)
     if bound is None:
         refuse_as_eager(call)

@@ -20,6 +20,7 @@ from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made, Options, Rule
 from torchshard.tensor.call import Call
 from torchshard.tensor.layout import global_stride
+from torchshard.tensor.linearity import for_values
 from torchshard.tensor.playing import complaint, has_terms, spread, tolerance
 
 Verdict = Literal["right", "wrong", "not possible"]
@@ -143,7 +144,8 @@ class _Proof:
             detail = "the rule has no line for these shapes"
             yield Outcome(self.call.name, call, line, (), (), "not possible", detail)
             return
-        possible = list(ways(self.bound, self.options, _KINDS, _RUNS))
+        options = for_values(self.call, self.options, self.tensors, self.expected)
+        possible = list(ways(self.bound, options, _KINDS, _RUNS))
         for shape in meshes:
             mesh = Mesh(shape)
             count = len(possible) ** len(shape)

@@ -14,7 +14,7 @@ from torchshard.tensor.handlers.parts import wide
 def _forward(
     func: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    if not training:
+    if not training or x.is_complex():
         return NotImplemented
     dims = [d for d in range(x.ndim) if d != 1]
     count = x.numel() // max(x.shape[1], 1)
@@ -41,6 +41,8 @@ def _without_statistics(func: Any, x: Any, weight: Any, bias: Any, training: boo
 
 def _with_update(func: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
     results = _forward(func, x, weight, bias, mean, var, True, momentum, eps)
+    if results is NotImplemented:
+        return NotImplemented
     return (*results, x.new_empty([0], dtype=torch.uint8))  # what a kernel would keep for its backward
 
 

@@ -24,7 +24,7 @@ _IGNORED = -100  # what a rank's kernel is to ignore
 def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
     """Loss and total weight; the mean is a sum over a total weight, and both are sums over ranks."""
     x, dim = _split_classes(x)
-    if dim is None:
+    if dim is None or target.dtype is not torch.int64:
         return losses.HANDLERS["nll_loss_forward.default"](func, x, target, weight, reduction, ignore)
     split = _SplitClasses(x, dim)
     loss, total = split.terms(func, target, weight, NONE if reduction == NONE else SUM, ignore)
@@ -35,7 +35,11 @@ def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignor
 
 
 def _nll_loss2d(func: Any, x: Any, *args: Any) -> Any:
-    return NotImplemented if _split_classes(x)[1] is None else _nll_loss(func, x, *args)
+    return (
+        NotImplemented
+        if _split_classes(x)[1] is None or args[0].dtype is not torch.int64
+        else _nll_loss(func, x, *args)
+    )
 
 
 def _nll_loss_backward(

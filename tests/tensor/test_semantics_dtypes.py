@@ -1,0 +1,132 @@
+"""What dtypes and numbers have to do with it: refused on all ranks alike, and sums that wrap or are not finite are eager's."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tests.ranks import run_ranks
+from tests.tensor.programs import check, program
+
+INF = math.inf
+REFUSED = {
+    "softmax": lambda x: x.softmax(-1),
+    "softmax along": lambda x: x.softmax(0),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "safe_softmax": lambda x: torch.ops.aten._safe_softmax(x, -1),
+    "softmax's gradient": lambda x: torch.ops.aten._softmax_backward_data(x, x, 1, x.dtype),
+    "cholesky": lambda x: torch.linalg.cholesky_ex(x[..., None, None])[0],
+    "eigh": lambda x: torch.ops.aten._linalg_eigh(x[..., None, None])[0],
+    "lu": lambda x: torch.linalg.lu_factor(x[..., None, None])[0],
+    "cdist": lambda x: torch.cdist(x, x),
+    "products of two types": lambda x: torch.bmm(x[:, None], x[:, :, None].float()),
+    "an index that is none": lambda x: x.gather(1, x.float()),
+    "cummax": lambda x: x.to(torch.complex64).cummax(1)[0],
+    "amax": lambda x: x.to(torch.complex64).amax(1),
+    "bucketize": lambda x: torch.bucketize(x > 0, x[0] > 0),
+    "in place": lambda x: (x > 0).cumprod_(1),
+    "layer_norm": lambda x: F.layer_norm(x, (3,)),
+    "mean": lambda x: x.mean(),
+    "mean along": lambda x: x.mean(0, dtype=torch.int32),
+    "cross entropy": lambda x: F.cross_entropy(x, x[:, 0] * 0),
+    "targets": lambda x: F.cross_entropy(x.T.float(), (x[0] * 0).int()),
+    "batch_norm": lambda x: F.batch_norm(x.T.to(torch.complex64), None, None, training=True),
+}
+
+
+def told(function, x):
+    try:
+        return function(x) and "a value"
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def refused(rank, world):
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.ones(1, 3, dtype=torch.int64)
+    placed = distribute_tensor(full, mesh, [Shard(0)])  # a row on the first rank, none on the second
+    return {name: (told(f, full), told(f, placed), told(f, placed)) for name, f in REFUSED.items()}
+
+
+def test_dtypes_are_refused_on_all_ranks():
+    first, second = run_ranks(2, refused)
+    assert first == second
+    for name, (eager, *ours) in first.items():
+        assert isinstance(eager, tuple), name
+        assert ours == [eager, eager], name
+
+
+NUMBERS = {
+    line.strip(): program(line, math=math)
+    for line in """
+    y = x * math.inf, x * -math.inf, x * math.nan, x * 1e39, x * 2.0
+    y = x / 0, x / 0.0, x / -0.0, x / math.inf, x / 1e-46, x / 2
+    y = [x * s for s in (2.0, math.inf, 3.0, -math.inf, 0.0)]
+    y = [x / s for s in (0.0, 2.0, 0.0)]
+    y = [torch.add(x, x, alpha=a) for a in (1.0, math.inf, 2.0)]
+    y = [x * put(torch.tensor(2.0)), x * torch.tensor(math.inf), x / torch.tensor(0.0), x * torch.tensor(3.0)]
+    y = x.mul_(math.inf)
+    y = x.mul_(2.0); z = x.div_(0.0); y = z, x
+    y = [torch._foreach_mul([x, x], s) for s in (2.0, math.inf, [1.0, -math.inf], 3.0)]
+    y = [torch._foreach_div([x, x], s) for s in (2.0, 0.0, [1.0, 0.0])]
+    torch._foreach_mul_([x], math.inf); y = x
+    torch._foreach_div_([x], 0.0); y = x
+    y = (x * 0.0, x * 0, -x * 0.0)
+    y = x.sum() * math.inf, x.sum(0) / 0, (x @ x.T) * math.inf
+    """.strip().splitlines()
+}
+
+
+def test_numbers_that_are_not_finite():
+    check(__name__, "NUMBERS", mesh_shapes=((2,),), texts=("P", "A", "S0"))
+
+
+WRAPPED = {
+    "sum": lambda x: (x.sum(), x.sum(0), x.sum(1, dtype=torch.int32), x.sum(dtype=torch.float32)),
+    "sum in its own type": lambda x: (x.sum(dtype=x.dtype), x.cumsum(0, dtype=x.dtype)),
+    "mean": lambda x: (x.mean(dtype=torch.float32), x.mean(0, dtype=torch.float64)),
+    "cumsum, prod": lambda x: (x.cumsum(0), x.prod(), x.prod(0), x.cumprod(1)),
+    "casts": lambda x: (x.to(torch.int64), x.int(), x.float(), x.to(torch.complex64), x.bool(), x.to(torch.uint8)),
+    "copies": lambda x: (torch.empty_like(x, dtype=torch.float32).copy_(x), x.clone(), x.new_zeros(3, 2).copy_(x)),
+    "with numbers": lambda x: (x * 2, x * 0.5, x / 2, -x, x + 1, x * True, x.true_divide(3)),
+    "with others": lambda x: (x + x.float(), x * x.float(), x / x.abs().clamp(min=1), x - x.int(), x + x, x * x.int()),
+    "in place": lambda x: (x.float().add_(x), x.clone().mul_(2), x.int().sub_(x), x.clone().add_(x)),
+    "degrees": lambda x: (x.rad2deg(), x.deg2rad()),
+    "lists": lambda x: (*torch._foreach_mul([x, x], 0.5), *torch._foreach_mul([x], 2), *torch._foreach_div([x, x], 2)),
+    "pooled": lambda x: (
+        F.avg_pool2d(x.long()[None], 2),
+        F.interpolate(x.to(torch.uint8)[None, None], (5, 4), mode="bilinear"),
+    ),
+    "selected": lambda x: (x[1], x.T, x.tril(), x.index_select(0, (x[0] * 0).long()), torch.where(x > 0, x, -x)),
+    "products": lambda x: (x @ x.T, x @ x[0], torch.outer(x[0], x[1])),
+}
+
+
+def wrapped(rank, world):
+    from torchshard import DTensor, Partial, Replicate, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    wrong = []
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        most = torch.iinfo(dtype).max
+        terms = [
+            torch.full((3, 2), most // 2 + 3, dtype=dtype) - torch.arange(6).view(3, 2).to(dtype) * k for k in (1, 2)
+        ]
+        whole = terms[0] + terms[1]
+        x = DTensor.from_local(terms[rank], mesh, [Partial()])
+        assert torch.equal(x.redistribute(placements=[Replicate()]).to_local(), whole)
+        for name, function in WRAPPED.items():
+            for k, (want, got) in enumerate(zip(function(whole), function(x), strict=True)):
+                full = got.full_tensor()
+                if full.dtype != want.dtype or not torch.equal(full, want):
+                    wrong.append((str(dtype), name, k, want.flatten()[:4].tolist(), full.flatten()[:4].tolist()))
+        for target in (torch.float32, torch.int64, torch.int32):
+            if target is not dtype:
+                assert told(lambda x, t=target: x.redistribute(placements=[Replicate()], forward_dtype=t), x)[0]
+    return wrong
+
+
+def test_whole_numbers_that_wrap():
+    assert run_ranks(2, wrapped) == [[], []]

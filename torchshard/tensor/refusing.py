@@ -1,0 +1,63 @@
+"""Operators that refuse dtypes refuse them on every rank, also where a rank holds nothing of an operand.
+
+A kernel that has nothing to compute often asks for no dtype: softmax of integers raises where there are some, and gives
+an empty tensor elsewhere. Meta tensors do not tell either, as kernels refuse and not schemas. So a rank with an empty
+piece asks on zeros in the shapes of the first rank's pieces, which is never the one that lacks something. That happens
+in the first run of a plan; nobody is asked, and nothing is sent.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard._torch import is_traced, refuses_dtype
+from torchshard.rules.rule import Made
+from torchshard.tensor.call import Call, Operand
+from torchshard.tensor.layout import TensorLayout, dense_stride
+
+
+def refusing(
+    call: Call, operands: Sequence[Operand], made: Made, targets: Sequence[TensorLayout], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`function`, which is the operator on local tensors, raising here what it raises where no piece is empty."""
+    shapes = [t.sharding.part(t.shape, [0] * t.mesh.ndim) for t in targets]
+    empty = any(0 in t.local_shape and 0 not in shape for t, shape in zip(targets, shapes, strict=True))
+    drawn = torch.Tag.nondeterministic_seeded in call.func.tags
+    if not empty or drawn or call.func.namespace != "aten" or made.local_size is not None:
+        return function
+    if any(is_traced(_local(call, o)) for o in operands if not o.fixed):
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        values = [list(v) if isinstance(v, (list, tuple)) else v for v in call.values]
+        for o, target, shape in zip(operands, targets, shapes, strict=True):
+            if not o.fixed:
+                stand_in = _stand_in(call, o, target, shape)
+                if o.item is None:
+                    values[o.at] = stand_in
+                else:
+                    values[o.at][o.item] = stand_in
+        positional, named = call.with_values(values)
+        try:
+            function(*positional, **named)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if refuses_dtype(error):  # else it is zeros that are refused
+                raise
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _local(call: Call, o: Operand) -> Any:
+    x = call.values[o.at] if o.item is None else call.values[o.at][o.item]
+    return x._local_tensor
+
+
+def _stand_in(call: Call, o: Operand, target: TensorLayout, shape: Sequence[int]) -> Tensor:
+    """Zeros, which every index may be; ones where rows are counted from one."""
+    x = torch.empty_strided(
+        tuple(shape), dense_stride(shape, target.stride), dtype=target.dtype, device=_local(call, o).device
+    )
+    return x.fill_("pivots" in call.names[o.at])
