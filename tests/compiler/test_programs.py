@@ -16,6 +16,7 @@ def test_some_programs():
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("how", [*BACKENDS])
 def test_many_programs(how):
     seeds = range(100, 130) if how == "inductor" else range(100, 200)

@@ -198,26 +198,24 @@ def guard_every_source(opaque: Sequence[type], tensors: Sequence[type]) -> bool:
 
 
 def trace_methods(cls: type, methods: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """Have Dynamo trace functions where methods of a tensor subclass are called; returns the names that are new to it.
+    """Have Dynamo trace functions where methods of a tensor subclass are called; returns the names of those methods.
 
     It records calls of such methods, and refuses those that give something else than tensors
-    (torch._dynamo.variables.tensor.TensorVariable.method_*, 2.11-2.15).
+    (torch._dynamo.variables.tensor.TensorVariable.call_method, 2.11-2.15).
     """
     from torch._dynamo.variables.builder import SourcelessBuilder
     from torch._dynamo.variables.tensor import TensorVariable
 
-    def handler(traced: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(self.proxy.node.meta.get("example_value"), cls):
-                return None
-            return SourcelessBuilder.create(tx, traced).call_function(tx, [self, *args], kwargs)
+    call = TensorVariable.call_method
 
-        return method
+    @functools.wraps(call)
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in methods and isinstance(self.proxy.node.meta.get("example_value"), cls):
+            return SourcelessBuilder.create(tx, methods[name]).call_function(tx, [self, *args], kwargs)
+        return call(self, tx, name, args, kwargs)
 
-    new = [name for name in methods if not hasattr(TensorVariable, f"method_{name}")]
-    for name in new:
-        setattr(TensorVariable, f"method_{name}", handler(methods[name]))
-    return new
+    TensorVariable.call_method = call_method  # type: ignore[method-assign]
+    return list(methods)
 
 
 def let_ask(cls: type, constants: Sequence[str], traced: Sequence[str]) -> list[str]:
