@@ -92,6 +92,30 @@ def will_run(node: Any) -> bool:
         return False
 
 
+def may_nest() -> bool:
+    """Whether re-entrant checkpoints may run backwards of their own inside of the one that runs now.
+
+    Variable._execution_engine.is_checkpoint_valid (2.11-2.15), of which they ask the same: False under
+    torch.autograd.grad and backward(inputs=...). Those of compiled autograd tell no end.
+    """
+    return not in_compiled_autograd() and bool(torch.autograd.Variable._execution_engine.is_checkpoint_valid())
+
+
+def is_nested() -> bool:
+    """Whether the backward that runs was called in the backward of a torch.autograd.Function, as in such a checkpoint.
+
+    Only the stack knows: torch.autograd.graph._engine_run_backward over function.BackwardCFunction.apply (2.11-2.15).
+    """
+    run, apply = find("autograd.graph._engine_run_backward"), find("autograd.function.BackwardCFunction.apply")
+    if run is None or apply is None:
+        return False
+    frame, inside = sys._getframe(), False
+    while frame.f_back is not None and not (inside and frame.f_code is apply.__code__):
+        inside = inside or frame.f_code is run.__code__
+        frame = frame.f_back
+    return frame.f_back is not None
+
+
 def in_distributed_autograd() -> bool:
     """Whether this thread is in a context of torch.distributed.autograd (_current_context, 2.11-2.15).
 

@@ -122,13 +122,15 @@ class Engine:
     def _lower_precision(self, *inputs: Any) -> Any:
         """Cast parameters and inputs for a forward."""
         assert self._precision, "asked before"
-        self._precision.lower()
-        self.reducer.renew_leaves()
+        builds = torch.is_grad_enabled()
+        self._precision.lower(gradients=builds)
+        if builds:
+            self.reducer.leaves.renew()
         return self._precision.cast(inputs)
 
     @_torch.untraced
     def _raise_precision(self) -> None:
-        if self._precision:
+        if self._precision and not self.reducer.in_backward:
             self._precision.restore()
 
     # ------------------------------------------------------------------------------------------ delay

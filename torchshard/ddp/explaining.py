@@ -111,13 +111,15 @@ class Explaining:
     def _begin_step(self) -> None:
         """A forward begins that builds a graph; raise if the last backward has left gradients out."""
         self._check_finalized(self.require_backward_grad_sync)
+        if self.reducer.in_backward:  # a forward is run again: the step goes on
+            return
         self.reducer.step = None
         if self.require_backward_grad_sync:
             self.logger.next_forward()
             self.reducer.step = self._recorder.begin()
 
     def _end_forward(self) -> None:
-        if self.reducer.step is not None:
+        if self.reducer.step is not None and not self.reducer.in_backward:
             self.reducer.step.forward_end = time.time_ns()
 
     def _check_reducer_finalized(self) -> None:

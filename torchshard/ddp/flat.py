@@ -46,7 +46,7 @@ class FlatBucket:
         self.large = members.keys() - apart.keys()
         self.order, self.parameters = [*members], [*members.values()]  # as hooks see them
         self._expected = [i for i in members if i not in never]
-        self.quiet = apart.keys() - {*self._expected[-1:]}  # need not be looked at on arrival
+        self.quiet = apart.keys() & {*self._expected[:-1]}  # need not be looked at on arrival
         self.pending = set(self._expected)  # those whose gradients have not arrived, or only been heard of
         self.heard: deque[torch.Tensor] = deque(maxlen=len(members) + 1)  # of quiet ones, not yet taken off `pending`
         self.work: Any = None  # what reduces this bucket now, with the methods of dist.Work

@@ -51,7 +51,7 @@ class Lending:
             self._wish = self._wish or (reducer.arrived is None and slots not in self._known and not self.refused)
             self._known.add(slots)
             return None
-        return bucket if all(reducer.will_run(i) for i in slots if i in bucket.members) else None
+        return bucket if all(reducer.leaves.will_run(i) for i in slots if i in bucket.members) else None
 
     def _is_hooked(self, index: int) -> bool:
         """Whether somebody has put a hook where this parameter's gradient ends, to see what autograd brings there."""

@@ -11,6 +11,16 @@ UNFINALIZED = (
     "Expected finalize_backward() of DistributedDataParallel after the last backward: "
     "require_manual_backward_finalization is True"
 )
+UNFORESEEN = (
+    "DistributedDataParallel: compiled autograd was not to be foreseen when this backward's forward ran; "
+    "set torch._dynamo.config.compiled_autograd = True before it, or switch it on for both"
+)
+NESTED = (
+    "DistributedDataParallel: a gradient comes in a backward inside of another one, as re-entrant checkpoints run "
+    "them, and no output of forward has told of the outer one, which may bring more; with find_unused_parameters or "
+    "static_graph, return the tensors that lead to the loss in tuples, lists, mappings or dataclasses, or use "
+    "torch.utils.checkpoint with use_reentrant=False"
+)
 NOTHING_TO_FINALIZE = "finalize_backward() has nothing to do: no backward of DistributedDataParallel waits for it"
 
 

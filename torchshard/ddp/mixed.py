@@ -34,17 +34,17 @@ class MixedPrecision:
                 if name not in ignored and buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
 
-    def lower(self) -> None:
-        """A forward begins. Gradients that are there are cast as well, as backward adds to them."""
+    def lower(self, gradients: bool) -> None:
+        """A forward begins; gradients: also cast those that are there, as backward will add to them."""
         if self.param_dtype is None:
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # what inference_mode makes is of no use later
             for p in self._params:
                 if p.dtype is not self.param_dtype:
                     full = p.data
                     p._fp_param, p._mp_param = full, full.to(self.param_dtype, copy=True)  # type: ignore[attr-defined]
                     p.data = p._mp_param  # type: ignore[attr-defined]
-                    if p.grad is not None:
+                    if gradients and p.grad is not None:
                         p.grad.data = p.grad.to(self.param_dtype)
 
     def cast(self, inputs: Any) -> Any:
@@ -57,8 +57,9 @@ class MixedPrecision:
 
     def restore(self) -> None:
         """The backward is over, or the forward failed: full precision again."""
-        for p in self._params:
-            raise_precision(p)
+        with torch.inference_mode(False):
+            for p in self._params:
+                raise_precision(p)
 
 
 class MixedBucket(FlatBucket):

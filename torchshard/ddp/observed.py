@@ -150,6 +150,7 @@ class ObservedReducer(Reducer):
 
     def before_forward(self, sync: bool) -> None:
         """As for Reducer."""
+        self._again = _torch.in_backward()
         if sync:
             self.check_group()
         if _torch.in_distributed_autograd():  # an error in its backward would lose its text

@@ -10,7 +10,6 @@ order in which gradients arrived on rank 0. A compiled graph may fill whole buck
 whose graph is another, or that has none, fills the same buckets through its hooks.
 """
 
-import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ from torchshard import _torch
 from torchshard.buckets import BucketPolicy, PlannedBucket, names_text, plan_table
 from torchshard.ddp import messages
 from torchshard.ddp.arrivals import Hooks
+from torchshard.ddp.backwards import Ending, Leaves
 from torchshard.ddp.counters import Counters
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
@@ -85,11 +85,12 @@ class Reducer(ReducerCompatibility):
         self.waits_for_user = False  # a backward is finished by a call of `finish`, not by its end
         self.is_unfinished = False  # a backward is over whose results are not yet handed out
         self._verified = verified
-        self.renew_leaves()
-        self._end_of_backward: Callable[[], object] = lambda: None
+        self.leaves = Leaves(self.params)
+        self._ending = Ending(self._end)
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
-        self._reached: list[ForwardPass] = []  # by the backward that runs
+        self._reached: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # by backward, since the last reduction
         self._armed = self._listening = False  # armed by a forward to be reduced, until the next reduction
+        self._again = False  # the last forward ran inside of a backward
         self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
         self._touched: set[int] = set()  # had a gradient under no_sync
         self._hooks = Hooks()
@@ -101,13 +102,11 @@ class Reducer(ReducerCompatibility):
 
     # ---------------------------------------------------------------------------------------------- forward
 
-    def renew_leaves(self) -> None:
-        """Look up where gradients end, anew: other data in a parameter moves that."""
-        self.leaves = [torch.autograd.graph.get_gradient_edge(p).node for p in self.params]
-
     def before_forward(self, sync: bool) -> None:
         """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
         self._forget_failed()
+        if self.in_backward:  # a checkpoint around the wrapper runs it again
+            return
         if self.is_unfinished:
             raise RuntimeError(messages.UNFINALIZED)
         for bucket in self.buckets:
@@ -134,16 +133,22 @@ class Reducer(ReducerCompatibility):
     def _begin(self, forward: ForwardPass) -> None:
         """A backward has reached an output of this forward."""
         self._forget_failed()
-        if forward.sync and self.mode is not Mode.SYNC and any(map(_torch.will_run, self.leaves)):
+        if not forward.sync:
+            if self.mode is Mode.IDLE:
+                self._enter(Mode.LOCAL)
+            return
+        if self.mode is not Mode.SYNC and self.leaves.some_will_run():
             self._enter(Mode.SYNC)
-        elif not forward.sync and self.mode is Mode.IDLE:
-            self._enter(Mode.LOCAL)
-        if forward.sync and self.mode is Mode.SYNC:
-            self._reached.append(forward)
+        elif self.mode is Mode.IDLE and _torch.may_nest():
+            self._ending.ask()  # gradients may come in backwards inside of this one, as re-entrant checkpoints run them
+        elif self.mode is not Mode.SYNC:
+            return
+        self._reached.add(forward)
 
-    def will_run(self, index: int) -> bool:
-        """Whether the backward that runs will accumulate the gradient of this parameter."""
-        return _torch.will_run(self.leaves[index])
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of ours runs."""
+        return self._ending.is_awaited
 
     @property
     def is_attentive(self) -> bool:
@@ -159,18 +164,13 @@ class Reducer(ReducerCompatibility):
 
     def _enter(self, mode: Mode) -> None:
         if _torch.in_compiled_autograd():
-            raise NotImplementedError(
-                "DistributedDataParallel: compiled autograd was not to be foreseen when this backward's forward ran; "
-                "set torch._dynamo.config.compiled_autograd = True before it, or switch it on for both"
-            )
+            raise NotImplementedError(messages.UNFORESEEN)
         if self.is_unfinished:
             raise RuntimeError(messages.UNFINALIZED)
         self.mode = mode
         if self.arrived is not None:
             self.arrived.begin = time.perf_counter()
-        end = functools.partial(self._end)  # the engine drops it if the backward fails
-        self._end_of_backward = weakref.ref(end)
-        _torch.queue_callback(end)
+        self._ending.ask()
         if mode is Mode.LOCAL:
             self._heard_before = [list(b.heard) for b in self.buckets]
             for bucket in self.buckets:
@@ -187,6 +187,8 @@ class Reducer(ReducerCompatibility):
             self._touched.add(index)
             return False
         if self._armed or self._forwards:
+            if self.usage.tolerant and not (self._again or self.in_backward) and _torch.is_nested():
+                raise NotImplementedError(messages.NESTED)  # at whose end all that is missing would count as unused
             self._enter(Mode.SYNC)
             return True
         return False
@@ -239,6 +241,7 @@ class Reducer(ReducerCompatibility):
                 bucket.heard.clear()
                 bucket.heard.extend(before)
         self.mode = Mode.IDLE
+        self._ending.come()
         while self.post_backward:
             self.post_backward.pop().wait()
         for act in self.at_end:
@@ -289,8 +292,7 @@ class Reducer(ReducerCompatibility):
         self._reset()
         self._touched.clear()
         self._armed = False
-        for forward in self._reached:
-            self._forwards.discard(forward)
+        self._forwards -= self._reached
         self._reached.clear()
         self._rearrange()
         self.mode = Mode.IDLE
@@ -325,7 +327,7 @@ class Reducer(ReducerCompatibility):
 
     def _forget_failed(self) -> None:
         """If the last backward ended in an exception, start afresh."""
-        if self.mode is Mode.IDLE or self._end_of_backward() is not None:
+        if self.mode is Mode.IDLE or self.in_backward:
             return
         self.mode, self.is_unfinished = Mode.IDLE, False
         self._wait()

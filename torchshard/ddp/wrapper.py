@@ -168,15 +168,16 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         Under torch.compile this frame itself is left alone and the module's call is compiled, a bare nn.Sequential
         too: what is done around it happens at run time, once for each call.
         """
-        inputs, kwargs, running = self._enter(inputs, kwargs)
         try:
-            output = self._call_module(*inputs, **kwargs)
-            self._after(output)
+            inputs, kwargs, running = self._enter(inputs, kwargs)
+            try:
+                output = self._call_module(*inputs, **kwargs)
+                self._after(output)
+            finally:
+                self._leave(running)
         except BaseException:
             self._raise_precision()  # no backward will come
             raise
-        finally:
-            self._leave(running)
         return output
 
     @_torch.untraced

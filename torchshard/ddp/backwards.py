@@ -1,0 +1,72 @@
+"""The backward that runs: which gradients it will bring, and when it is over, be it one that runs others inside."""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchshard import _torch
+
+
+class Leaves:
+    """Where the gradients of parameters end in autograd's graph.
+
+    Args:
+        params: parameters; other data in one moves its end.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        self.renew()
+
+    def renew(self) -> None:
+        """Look all of them up anew."""
+        self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in self._params]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._nodes[index]
+
+    def will_run(self, index: int) -> bool:
+        """Whether the backward that runs will accumulate the gradient of this parameter."""
+        return _torch.will_run(self._nodes[index])
+
+    def some_will_run(self) -> bool:
+        """Whether it will do so for any."""
+        return any(map(_torch.will_run, self._nodes))
+
+
+class Ending:
+    """The end of a backward: the engine calls `act` then, unless the backward fails.
+
+    Where backwards run inside of one another, as re-entrant checkpoints have it, the one in which the end was first
+    asked for counts.
+
+    Args:
+        act: called at the end; it calls `come`.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._awaited: Callable[[], object] = _nothing
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a backward runs whose end was asked for."""
+        return self._awaited() is not None
+
+    def ask(self) -> None:
+        """To be called in a backward."""
+        if not self.is_awaited:
+            call = functools.partial(self._act)  # the engine drops it if the backward fails
+            self._awaited = weakref.ref(call)
+            _torch.queue_callback(call)
+
+    def come(self) -> None:
+        """The backward is over."""
+        self._awaited = _nothing
+
+
+def _nothing() -> None:
+    pass
