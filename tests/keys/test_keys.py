@@ -79,6 +79,14 @@ def test_a_prefix_that_only_some_keys_had_is_not_put_on_all():
             assert list(rules.inverse(of=old)(new)) == old
 
 
+def test_a_prefix_that_no_key_had_is_not_put_on_any():
+    rules = KeyRules([strip_prefix("module.")])
+    rules(arrays("a", "b"))
+    with pytest.raises(ShardingError, match="cannot be known"):
+        rules.inverse()
+    assert list(rules.inverse(of=["a", "b"])(arrays("a", "b"))) == ["a", "b"]
+
+
 QKV = [rf"h.(\d+).{name}.weight" for name in "qkv"]
 
 
@@ -97,6 +105,39 @@ def test_fused_tensors_and_their_parts():
     assert same(apart(new), {**sd, "rest": np.ones(2)})
     columns = KeyRules([fuse(["a", "b"], "c", dim=1)])
     assert there_and_back(columns, arrays("a", "b"))["c"].shape == (4, 6)
+
+
+MIXED = [rf"l(\d+)h(\d+).{name}" for name in "qk"]
+
+
+def test_parts_of_several_layers_are_not_mixed():
+    """Where groups run together in the name of the whole, layers (1, 11) and (11, 1) are one name."""
+    rules = KeyRules([fuse(MIXED, r"m\1\2.qk")])
+    said = refused(rules, arrays("l1h11.q", "l11h1.q", "l11h1.k", "l1h11.k"))
+    assert r"l1h11.q and l11h1.q become the part l(\d+)h(\d+).q of m111.qk" in said
+    assert "Keys collide" in said
+    assert "m111.qk to become l1h11.q again" in refused(rules, arrays("l1h11.q", "l11h1.k"))
+    assert "m111.qk to become l1h11.q again" in refused(rules, arrays("l1h11.q", "l1h11.k"))
+    assert list(there_and_back(rules, arrays("l11h1.q", "l11h1.k"))) == ["m111.qk"]
+    apart = KeyRules([fuse(MIXED, r"m\1.\2.qk")])
+    new = there_and_back(apart, arrays("l1h11.q", "l11h1.q", "l11h1.k", "l1h11.k", shape=(1,)))
+    assert {key: value.tolist() for key, value in new.items()} == {"m1.11.qk": [0, 300], "m11.1.qk": [100, 200]}
+    into = split(r"l(\d+)h(\d+).qk", [r"m\1\2.q", r"m\1\2.k"])
+    assert "m111.q to become l1h11.qk again" in refused(KeyRules([into]), arrays("l1h11.qk"))
+
+
+def test_keys_that_look_like_what_a_rule_makes_are_named():
+    fused, apart = fuse(["q", "k"], "qk"), split("qk", ["q", "k"])
+    assert "1.qk to become 1.qk again" in refused(KeyRules([fused]), arrays("0.q", "0.k", "1.qk"))
+    assert "1.q to become 1.q again" in refused(KeyRules([apart]), arrays("0.qk", "1.q", "1.k"))
+
+
+def test_the_empty_key_is_a_key():
+    rules = KeyRules([rename("", "z")])
+    assert list(there_and_back(rules, {**arrays("a"), "": np.ones(2)})) == ["a", "z"]
+    assert list(there_and_back(KeyRules([add_prefix("x.")]), {"": np.ones(2)})) == ["x."]
+    assert same(KeyRules([rename("a", "b")])({"": np.ones(2)}), {"": np.ones(2)})
+    assert rules.renamed(["", "a"]) == {"z": ("",), "a": ("a",)}
 
 
 def test_rules_follow_one_another():

@@ -10,6 +10,12 @@ from tests.ranks import run_ranks
 Pair = namedtuple("Pair", "a b")
 
 
+def _address(x):
+    if hasattr(x, "local_shards"):
+        return [part.tensor.data_ptr() for part in x.local_shards()]
+    return (x.to_local() if hasattr(x, "to_local") else x).data_ptr()
+
+
 def _odd(rank, world):
     import torch
     from torch.distributed.tensor import Partial, Replicate, Shard
@@ -49,6 +55,40 @@ def _odd(rank, world):
     sd = state_dict.to_dtensor(sd, mesh, [Shard(0)], src_rank=2)
     assert sd["a"] is sd["b"]
     assert torch.equal(sd["a"].full_tensor(), whole)
+
+    # A conjugate, a negated view and another part of the same memory are tensors of their own.
+    z = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    for placements in ([Shard(0)], [Replicate()]):
+        for x in (z, state_dict.to_dtensor(z, mesh, placements)):
+            sd = {"z": x, "conj": x.conj(), "imag": x.imag, "neg": x.conj().imag, "real": x.real}
+            spread_ = state_dict.to_dtensor(sd, mesh, placements)
+            parts = [state_dict.to_torch(spread_), state_dict.to_sharded_tensor(sd)]
+            for made in (sd, spread_, *parts, state_dict.from_torch(parts[0]), state_dict.from_torch(sd)):
+                full = state_dict.to_full(made)
+                assert torch.equal(full["z"], z)
+                assert torch.equal(full["conj"], z.conj())
+                assert torch.equal(full["imag"], z.imag)
+                assert torch.equal(full["neg"], -z.imag)
+                assert torch.equal(full["real"], z.real)
+
+    # Tensors that differ only in whether they ask for gradients share memory afterwards too, and still differ.
+    w = torch.arange(15.0).view(5, 3).requires_grad_()
+    ours = state_dict.to_dtensor({"a": w.detach(), "b": w, "c": w.detach()}, mesh, [Shard(0)])
+    asked = [
+        ours,
+        state_dict.to_full(ours),
+        state_dict.to_full(state_dict.to_torch(ours)),
+        state_dict.to_dtensor(ours, mesh, [Shard(1)]),
+        state_dict.to_torch(ours),
+        state_dict.from_torch(state_dict.to_torch(ours)),
+        state_dict.to_sharded_tensor(ours),
+        state_dict.to_sharded_tensor(ours, dim=1),
+    ]
+    for made in asked:
+        assert [made[name].requires_grad for name in "abc"] == [False, True, False]
+        assert made["a"] is made["c"]
+        assert _address(made["a"]) == _address(made["b"])
+        assert torch.equal(state_dict.to_full(made)["b"], w)
 
     # Along replicated axes each group has its own ShardedTensor; mesh and placements lead back to one DTensor.
     grid = init_device_mesh("cpu", (2, 2))

@@ -142,6 +142,62 @@ def test_operators_on_ranks_outside_of_the_mesh():
     assert first == last
 
 
+TRAINED = {
+    "clipped": lambda p: (torch.nn.utils.clip_grad_norm_(p, 0.1), torch.optim.SGD(p, 0.1).step()),
+    "clipped by the largest": lambda p: torch.nn.utils.clip_grad_norm_(p, 0.1, norm_type=torch.inf, foreach=True),
+    "one by one": lambda p: (torch.nn.utils.clip_grad_norm_(p, 0.1, foreach=False), torch.optim.SGD(p, 0.1).step()),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True).step(),
+    "Adam foreach": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True, foreach=True).step(),
+    "Adam fused": lambda p: torch.optim.Adam(p, 0.1, fused=True).step(),
+    "Adamax": lambda p: torch.optim.Adamax(p, 0.1).step(),
+    "Rprop": lambda p: torch.optim.Rprop(p, 0.1).step(),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.1, momentum=0.5, centered=True, foreach=True).step(),
+}
+
+
+def trained_along(rank, world):
+    """Optimizers and clipping on a rank outside of the parameters' mesh do nothing; they do not fail."""
+    from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import UnsupportedOperatorError
+
+    part, rest, everyone = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2]), init_device_mesh("cpu", (3,))
+    whole = torch.linspace(-1, 1, 12).view(4, 3), torch.linspace(0, 1, 3), torch.tensor([0.5])
+    placed = [Shard(0)], [Replicate()], [Replicate()]
+    for name, step in TRAINED.items():
+        plain = [torch.nn.Parameter(x.clone()) for x in whole]
+        ours = [torch.nn.Parameter(distribute_tensor(x, part, p)) for x, p in zip(whole, placed, strict=True)]
+        for weight, bias, scale in (plain, ours):
+            ((weight.sin() * bias).sum() * scale).sum().backward()
+        step(plain)
+        step(ours)
+        for mine, theirs in zip(ours, plain, strict=True):
+            value = mine.detach().full_tensor()
+            assert torch.allclose(value, theirs) if rank < 2 else value.numel() == 0, name
+    # Lists over several meshes: each rank runs its own.
+    x, y, z = (distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]) for mesh in (part, rest, everyone))
+    torch._foreach_add_([x, y, z], [1.0, 2.0, 3.0])
+    x2, y2, z2 = torch._foreach_mul([x, y, z], [10.0, 20.0, 30.0])
+    assert (x2.shape, y2.shape, z2.dtype) == ((3, 2), (3, 2), torch.float32)
+    assert z2.full_tensor().unique().tolist() == [120.0]
+    assert x2.full_tensor().unique().tolist() == ([20.0] if rank < 2 else [])
+    assert y2.full_tensor().unique().tolist() == ([60.0] if rank == 2 else [])
+    assert [n.full_tensor().numel() for n in torch._foreach_max([x, z])] == [int(rank < 2), 1]
+    gradients = [torch.nn.Parameter(x), torch.nn.Parameter(z)]
+    for p in gradients:
+        p.grad = p.detach().clone()
+    try:
+        total = torch.nn.utils.clip_grad_norm_(gradients, 1.0)
+    except UnsupportedOperatorError as error:
+        return str(error)
+    return total.item()
+
+
+def test_optimizers_on_ranks_outside_of_the_mesh():
+    first, second, last = run_ranks(3, trained_along)
+    assert first == second == pytest.approx((6 * 4 + 6 * 16) ** 0.5)
+    assert "outside of a mesh does not know the norms" in last
+
+
 def test_a_sub_mesh_and_back():
     for found in run_ranks(4, as_users_do_it):
         assert all(found.values()), found

@@ -120,7 +120,7 @@ class KeyRules:
         undone: list[Rule] = []
         keys = None if of is None else list(of)
         for number, rule in enumerate(self.rules):
-            if keys is None and isinstance(rule, Prefix) and not rule.add and len(self._met.get(number, ())) > 1:
+            if keys is None and isinstance(rule, Prefix) and not rule.add and False in self._met.get(number, ()):
                 raise rule.unknown()
             undone.append(rule.inverse(keys))
             if keys is not None:
@@ -204,7 +204,7 @@ class KeyRules:
         return _like(level, {**numbered, **{new: self._made(value, level) for new, value in values.items()}})
 
     def _made(self, value: Value, level: Mapping[str, Any]) -> Any:
-        if value.key:
+        if value.key is not None:
             return level[value.key]
         parts = [self._made(part, level) for part in value.made_of]
         try:
@@ -266,7 +266,7 @@ class KeyRules:
 
 
 def _sources(value: Value) -> Iterator[str]:
-    if value.key:
+    if value.key is not None:
         yield value.key
     for part in value.made_of:
         yield from _sources(part)

@@ -13,7 +13,7 @@ class Value:
     """What a new key's value is made of: one old value, or others cut, joined or transposed.
 
     Attributes:
-        key: of the old value, where it is one as it is.
+        key: of the old value, where it is one as it is; it may be the empty text.
         made_of: the values that it is made of, else.
         how: "join", "cut" or "transpose".
         dim: along which values are joined or cut.
@@ -21,7 +21,7 @@ class Value:
         place: which of the parts is cut out.
     """
 
-    key: str = ""
+    key: str | None = None
     made_of: tuple["Value", ...] = ()
     how: str = ""
     dim: int = 0
@@ -56,14 +56,7 @@ class _Rename:
         fits = {key for key, _ in pairs if self.pattern.search(key)}
         back = self.inverse(None)
         for old, new in pairs:
-            if (again := back.pattern.replace(new, back.replacement)) != old:
-                raise ShardingError(
-                    "A rename cannot be undone for a key.",
-                    expected=f"{new} to become {old} again",
-                    got=again,
-                    where=self,
-                    fix="say more of the key in the pattern, or in the replacement",
-                )
+            _check_undone(old, new, back.pattern, back.replacement, self)
         return _collected([(new, values[old], old) for old, new in pairs]), fits
 
     def inverse(self, keys: Sequence[str] | None) -> "_Rename":
@@ -138,30 +131,42 @@ class Fuse:
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
         found: dict[str, dict[int, str]] = {}
+        back, taken_as = self.inverse(None), [pattern.text for pattern in self.parts]
         for key in values:
             for place, pattern in enumerate(self.parts):
-                if pattern.search(key):
-                    found.setdefault(pattern.replace(key, self.whole), {})[place] = key
+                if not pattern.search(key):
+                    continue
+                parts = found.setdefault(whole := pattern.replace(key, self.whole), {})
+                if place in parts:
+                    got = f"{parts[place]} and {key} become the part {taken_as[place]} of {whole}"
+                    raise ShardingError("Keys collide.", expected="one key for each part of a fused tensor", got=got)
+                parts[place] = key
         for whole, parts in found.items():
             if len(parts) < len(self.parts):
-                missing = [self.parts[k].text for k in range(len(self.parts)) if k not in parts]
+                missing = [text for k, text in enumerate(taken_as) if k not in parts]
                 raise ShardingError(
                     "Parts of a fused tensor are missing.",
                     expected=f"{len(self.parts)} parts of {whole}",
                     got=", ".join(parts.values()),
                     where=f"nothing fits {', '.join(missing)}",
                 )
+            for place, key in parts.items():
+                _check_undone(key, whole, back.whole, back.parts[place], self)
         home = {key: whole for whole, parts in found.items() for key in parts.values()}
         made: list[tuple[str, Value, str]] = []
         for key, value in values.items():
             if key not in home:
+                _check_undone(key, key, back.whole, back.parts[0], self)
                 made.append((key, value, key))
             elif found[home[key]][0] == key:
                 joined = tuple([values[found[home[key]][k]] for k in range(len(self.parts))])
-                made.append((home[key], Value("", joined, "join", self.dim, self.sizes), key))
+                made.append((home[key], Value(None, joined, "join", self.dim, self.sizes), key))
         return _collected(made), set(home)
 
-    def inverse(self, keys: Sequence[str] | None) -> Rule:
+    def __str__(self) -> str:
+        return f"fuse({[pattern.text for pattern in self.parts]}, {self.whole!r})"
+
+    def inverse(self, keys: Sequence[str] | None) -> "Split":
         """As of Rule."""
         turned = [pattern.turned_round(self.whole) for pattern in self.parts]
         return Split(turned[0][0], tuple([replacement for _, replacement in turned]), self.dim, self.sizes)
@@ -179,18 +184,25 @@ class Split:
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
         made, fits = [], set()
+        back = self.inverse(None)
         for key, value in values.items():
             if not self.whole.search(key):
+                for pattern in back.parts:
+                    _check_undone(key, key, pattern, back.whole, self)
                 made.append((key, value, key))
                 continue
             fits.add(key)
             sizes = self.sizes or (1,) * len(self.parts)
             for place, part in enumerate(self.parts):
-                cut = Value("", (value,), "cut", self.dim, sizes, place)
-                made.append((self.whole.replace(key, part), cut, key))
+                cut = Value(None, (value,), "cut", self.dim, sizes, place)
+                made.append((new := self.whole.replace(key, part), cut, key))
+                _check_undone(key, new, back.parts[place], back.whole, self)
         return _collected(made), fits
 
-    def inverse(self, keys: Sequence[str] | None) -> Rule:
+    def __str__(self) -> str:
+        return f"split({self.whole.text!r}, {list(self.parts)})"
+
+    def inverse(self, keys: Sequence[str] | None) -> Fuse:
         """As of Rule."""
         turned = [self.whole.turned_round(part) for part in self.parts]
         return Fuse(tuple([pattern for pattern, _ in turned]), turned[0][1], self.dim, self.sizes)
@@ -205,11 +217,27 @@ class Transpose:
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
         fits = {key for key in values if self.pattern.search(key)}
-        return {k: Value("", (v,), "transpose") if k in fits else v for k, v in values.items()}, fits
+        return {k: Value(None, (v,), "transpose") if k in fits else v for k, v in values.items()}, fits
 
     def inverse(self, keys: Sequence[str] | None) -> Rule:
         """As of Rule."""
         return self
+
+
+def _check_undone(old: str, new: str, pattern: Pattern, replacement: str, rule: Rule) -> None:
+    """Check that what undoes a rule makes the old key of a new one.
+
+    Raises:
+        ShardingError: it makes another.
+    """
+    if (again := pattern.replace(new, replacement)) != old:
+        raise ShardingError(
+            "A rename cannot be undone for a key.",
+            expected=f"{new} to become {old} again",
+            got=again,
+            where=rule,
+            fix="say more of the key in the pattern, or in the replacement",
+        )
 
 
 def _collected(made: Iterable[tuple[str, Value, str]]) -> Values:
@@ -234,7 +262,7 @@ def listed(names: Sequence[str], values: Values) -> list[str]:
     places = {name: place for place, name in enumerate(names)}
 
     def first(value: Value) -> int:
-        return places[value.key] if value.key else first(value.made_of[0])
+        return first(value.made_of[0]) if value.key is None else places[value.key]
 
     return sorted(values, key=lambda new: first(values[new]))
 

@@ -253,13 +253,13 @@ def from_torch(sd: Any) -> Any:
     return _replaced(sd, (upstream.DTensor, sharded_tensors().ShardedTensor), ours)
 
 
-def _replaced(sd: Any, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+def _replaced(sd: Any, kinds: tuple[type[Tensor], ...], change: Callable[[Any], Any]) -> Any:
     known: dict[Any, Any] = {}
 
     def changed(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, kinds):
             return leaf
-        key = identity(leaf)  # type: ignore[arg-type]
+        key = identity(leaf), leaf.requires_grad
         if key not in known:
             known[key] = change(_detached(leaf))
         return known[key]

@@ -46,7 +46,7 @@ def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: 
         RankMismatchError: ranks do not convert the same, or one is lost.
     """
     memory: Memory = {}
-    under_way: dict[Any, _Made | Tensor] = {}
+    under_way: dict[Any, _Made | None] = {}
     jobs: list[Job] = []
     paths: dict[str, Any] = {}
     found = tensors(tree)
@@ -66,11 +66,22 @@ def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: 
                 f"{path}: {error.what}" if path else error.what,
                 **{name: getattr(error, name) for name in ("expected", "got", "where", "fix")},
             ) from None
-        under_way[key] = leaf if target is None else _started(path, form, target, memory, jobs, source)
+        under_way[key] = None if target is None else _started(path, form, target, memory, jobs, source)
     carry(jobs)
     del jobs
-    finished = {key: m.target.finish(m.form, m.parts) if isinstance(m, _Made) else m for key, m in under_way.items()}
-    return with_leaves(tree, lambda path, leaf: finished[paths[path]] if path in paths else leaf)
+    finished = {key: m.target.finish(m.form, m.parts) if m else None for key, m in under_way.items()}
+    asking: dict[Any, Tensor | None] = {}
+    for path, leaf in found:
+        made = finished[paths[path]] if under_way[paths[path]] else leaf
+        key = paths[path] = paths[path], leaf.requires_grad
+        if key not in asking:
+            asking[key] = made if made is None or made is leaf else _asking(made, leaf.requires_grad)
+    return with_leaves(tree, lambda path, leaf: asking[paths[path]] if path in paths else leaf)
+
+
+def _asking(x: Tensor, requires_grad: bool) -> Tensor:
+    """A tensor, or another of the same memory, that asks for gradients or does not."""
+    return x if x.requires_grad == requires_grad else x.detach().requires_grad_(requires_grad)
 
 
 def _agree_on_reductions(found: Sequence[tuple[str, Tensor]]) -> None:

@@ -1,14 +1,16 @@
 """KeyRules for live tensors: plain ones are cut and joined by torch, DTensors where they are, without a full tensor."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor as upstream
 from torch import Tensor
 
 from torchshard import keys
-from torchshard.errors import UnsupportedOperatorError
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import contiguous_stride
@@ -63,17 +65,17 @@ class _Tensors:
         return self._placed(x, [(ours, (dim, start))], made)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """As of keys.Arrays; DTensors are placed as the first of them is."""
+        """As of keys.Arrays; DTensors are placed as the first of them is, Partial ones term by term."""
         self._ready(*parts)
-        ours = [_ours(part) for part in parts]
-        if not all(isinstance(part, DTensor) for part in ours):
+        ours = [x for x in map(_ours, parts) if x is not None]
+        if len(ours) < len(parts):
             return torch.cat(list(parts), dim)
-        first: TensorLayout = ours[0]._spec  # type: ignore[union-attr]
+        _require_terms_alike([x._spec for x in ours])
+        first = ours[0]._spec
         shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
         made = layout_for(first.sharding, shape, contiguous_stride(shape), first.dtype)
         shifted, at = [], 0
         for part in ours:
-            assert part is not None, "a plain tensor among DTensors"
             shifted.append((part, (dim, -at)))
             at += part.shape[dim]
         return self._placed(parts[0], shifted, made)
@@ -98,10 +100,10 @@ class KeyRules(keys.KeyRules):
 
     def __call__(self, sd: Mapping[str, Any]) -> Any:
         """See keys.KeyRules."""
-        tensors, once = _Tensors(), keys.KeyRules(self.rules, strict=self.strict)
-        once.arrays = tensors
+        once = copy.copy(self)  # what it finds out about keys, these rules know too
+        once.arrays = tensors = _Tensors()
         with torch.no_grad():
-            made = once(sd)
+            made = super(KeyRules, once).__call__(sd)
             tensors.settle()
         return made
 
@@ -124,22 +126,54 @@ def _as(x: Tensor, made: Tensor) -> Tensor:
     return made.to_torch() if isinstance(x, upstream.DTensor) and isinstance(made, DTensor) else made
 
 
+def _require_terms_alike(layouts: Sequence[TensorLayout]) -> None:
+    """Check that no terms are joined with values, or with terms of another sum.
+
+    Raises:
+        ShardingError: the Partial axes of the layouts differ, or their meshes do where there are any.
+    """
+    kinds = {(x.mesh, *[(axis, x.placements[axis]) for axis in x.sharding.partial]) for x in layouts}
+    if len(kinds) > 1 and any(x.sharding.partial for x in layouts):
+        raise ShardingError(
+            "Terms of a Partial tensor cannot be joined with values, or with terms of another kind.",
+            expected="parts that are Partial alike, on one mesh, or not at all",
+            got=", ".join(str(x.sharding) for x in layouts),
+            fix="state_dict.to_dtensor(sd, mesh, placements, reduce_partial=True), or x.redistribute(placements=...),"
+            " first",
+        )
+
+
 def _job(name: str, parts: Sequence[tuple[DTensor, tuple[int, int]]], made: TensorLayout) -> tuple[Job, DTensor]:
-    """The DTensor of a layout that is made of others, whose boxes lie elsewhere in it; and what fills its memory."""
+    """The DTensor of a layout that is made of others, whose boxes lie elsewhere in it; and what fills its memory.
+
+    A Partial axis is moved along as a dim before the others, split by that axis: so each rank gets its own terms.
+    """
+    terms = made.sharding.partial
+    shape = (*[made.mesh.shape[axis] for axis in terms], *made.shape)
+    unsqueezed, here = (None,) * len(terms), dist.get_rank()
     held: list[tuple[int, Box]] = []
     mine: list[tuple[Box, Tensor]] = []
     for x, (dim, by) in parts:
         layout = x._spec
-        for rank, box in zip(layout.mesh.ranks, layout.boxes(), strict=True):
-            if (moved := _moved(box, dim, by, made.shape)) is not None:
-                held.append((rank, moved[0]))
-        if layout.box is not None and (moved := _moved(layout.box, dim, by, made.shape)) is not None:
-            mine.append((moved[0], x.to_local()[moved[1].within(layout.box)]))
-    local = mine[0][1].new_empty(made.local_shape) if mine else parts[0][0].to_local().new_empty(made.local_shape)
-    goals = [(made.box, local)] if made.box is not None else []
-    source, target = Holding.of(made.shape, held), Holding.of_sharding(made.sharding, made.shape)
+        for rank, box in zip(layout.mesh.ranks, _boxes(layout), strict=True):
+            if (moved := _moved(box, dim + len(terms), by, shape)) is None:
+                continue
+            held.append((rank, moved[0]))
+            if rank == here:
+                mine.append((moved[0], x.to_local()[unsqueezed][moved[1].within(box)]))
+    local = (mine[0][1] if mine else parts[0][0].to_local()).new_empty(made.local_shape)
+    wanted = list(zip(made.mesh.ranks, _boxes(made), strict=True))
+    goals = [(box, local[unsqueezed]) for rank, box in wanted if rank == here]
+    source, target = Holding.of(shape, held), Holding.of(shape, wanted)
     plan = f"{made.dtype} of shape {made.shape}, made of {[x.shape for x, _ in parts]}"
     return Job(name, plan, made.dtype, source, target, mine, goals, local.device), wrap(local, made)
+
+
+def _boxes(layout: TensorLayout) -> Iterator[Box]:
+    """The boxes of all ranks, in a tensor that has a dim before the others for each Partial axis."""
+    for at, box in zip(layout.mesh.coordinates(), layout.boxes(), strict=True):
+        term = tuple([at[axis] for axis in layout.sharding.partial])
+        yield Box(term + box.offset, (1,) * len(term) + box.size)
 
 
 def _moved(box: Box, dim: int, by: int, shape: Sequence[int]) -> tuple[Box, Box] | None:

@@ -67,7 +67,10 @@ def with_leaves(tree: Any, change: Callable[[str, Any], Any], path: str = "") ->
 
 
 def identity(x: Tensor) -> Any:
-    """Equal for tensors that are one: the same object, or the same memory seen in the same way."""
+    """Equal for tensors that are one: the same object, or the same memory seen in the same way.
+
+    Whether they ask for gradients makes no difference: results of such tensors share memory, too.
+    """
     if isinstance(x, DTensor):
         return "DTensor", x._spec, identity(x._local_tensor)
     if isinstance(x, ShardedTensor):
@@ -80,7 +83,7 @@ def identity(x: Tensor) -> Any:
     memory = x.untyped_storage()
     # What is empty has no address; views of it share torch's object for the memory.
     where = memory.data_ptr() if x.nbytes and not x.is_meta else memory
-    return where, x.storage_offset(), x.shape, x.stride(), x.dtype
+    return where, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def not_dense(x: Tensor) -> bool:

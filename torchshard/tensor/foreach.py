@@ -10,7 +10,7 @@ from torchshard._torch import local_callable
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
 from torchshard.rules.terms import narrowed
-from torchshard.tensor import linearity
+from torchshard.tensor import linearity, outside
 from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
@@ -38,7 +38,10 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     """
     written = call.written()
     first = next(o.at for o in operands if o.item is not None)
-    goals = _goals(call, [o for o in operands if o.at == first])
+    items = [o for o in operands if o.at == first]
+    goals = _goals(call, items)
+    if any(layout.mesh.coordinate is None for layout, _ in goals):
+        return outside.for_lists(call, _away(call, items, goals))
     how: list[How] = ["given"] * len(call.names)
     bound: dict[str, Any] = {}
     pairs: dict[int, _Pairs] = {}
@@ -77,6 +80,19 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     )
     plan = plan_maker(arguments, call.positional, "list")(function, new, DTensor, outs, **needed)
     return [wrap(t, out) for t, out in zip(locals_, outs, strict=True)], plan
+
+
+def _away(
+    call: Call, items: Sequence[Operand], goals: Sequence[tuple[TensorLayout, Sharding]]
+) -> list[TensorLayout | None]:
+    """For each item, the layout of its result (its own, where it is written to) if this rank is outside of its mesh."""
+    dtypes = [] if call.written() else outside.dtypes_of(call, items[0])
+    found: list[TensorLayout | None] = []
+    for k, (layout, sharding) in enumerate(goals):
+        dtype = dtypes[k] if dtypes else layout.dtype
+        made = layout_for(sharding, layout.shape, layout.stride, dtype)
+        found.append(made if layout.mesh.coordinate is None else None)
+    return found
 
 
 def _giving_back(plan: Plan, call: Call, back: Mapping[int, _Pairs]) -> Plan:

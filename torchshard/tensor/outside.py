@@ -4,7 +4,7 @@ So that such a rank can go through the same program as the others, and meet them
 mesh. Shapes come from a run on meta tensors, as there is no local result that could show them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.dtensor import DTensor, new_view
-from torchshard.tensor.layout import layout_for
+from torchshard.tensor.layout import TensorLayout, layout_for
 
 
 def first_run(
@@ -30,13 +30,64 @@ def first_run(
     Raises:
         UnsupportedOperatorError: the operator gives a number, or a shape, that only ranks of the mesh know.
     """
-    plan = _writing(call) if call.written() else _making(call, operands, results)
+    returns = schema(call.func).returns
+    given = [r.alias_info is not None and r.alias_info.is_write for r in returns]
+    plan = _giving(call) if all(given) else _making(call, operands, results)
     return plan(*call.values), plan
 
 
-def _writing(call: Call) -> Callable[..., Any]:
-    at, returns = call.written()[0], bool(schema(call.func).returns)
-    return lambda *values: values[at] if returns else None
+def for_lists(call: Call, away: Sequence[TensorLayout | None]) -> tuple[Any, Callable[..., Any]]:
+    """What an operator gives for lists of tensors of which some are on meshes without this rank; and its plan.
+
+    Args:
+        call: the operator, which works item with item.
+        away: for each item of its lists the layout of the result, where this rank is outside; else None.
+    """
+    count, returns = len(away), bool(schema(call.func).returns)
+
+    def here(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) != count:
+            return value
+        return [x for x, layout in zip(value, away, strict=True) if layout is None]
+
+    def plan(*values: Any) -> Any:
+        first = next(value for value in values if isinstance(value, (list, tuple)))
+        made: Iterator[Any] = iter(())
+        if None in away:
+            args, kwargs = call.with_values([here(value) for value in values])
+            made = iter(call.func(*args, **kwargs) or ())
+        if not returns:
+            return None
+        return [
+            next(made) if layout is None else _empty(x._local_tensor, layout)
+            for x, layout in zip(first, away, strict=True)
+        ]
+
+    return plan(*call.values), plan
+
+
+def dtypes_of(call: Call, operand: Operand) -> list[Any]:
+    """The dtypes of the results of an operator on lists.
+
+    Raises:
+        UnsupportedOperatorError: they cannot be known without values.
+    """
+    try:
+        return [t.dtype for t in run_on_meta(call) or ()]
+    except NotImplementedError as error:
+        raise _not_known(call, operand, "dtypes that follow from values") from error
+
+
+def _empty(like: Tensor, layout: TensorLayout) -> DTensor:
+    return new_view(DTensor, like.new_empty(0, dtype=layout.dtype), layout, False)
+
+
+def _giving(call: Call) -> Callable[..., Any]:
+    """A plan that gives the arguments that are written to, or nothing."""
+    written, count = call.written(), len(schema(call.func).returns)
+    if count > 1:
+        return lambda *values: tuple([values[at] for at in written])
+    return lambda *values: values[written[0]] if count else None
 
 
 def _making(call: Call, operands: Sequence[Operand], results: Sequence[Sharding] | None) -> Callable[..., Any]:
@@ -57,9 +108,7 @@ def _making(call: Call, operands: Sequence[Operand], results: Sequence[Sharding]
     def plan(*values: Any) -> Any:
         x = values[first.at] if first.item is None else values[first.at][first.item]
         local = x._local_tensor
-        wrapped = [
-            None if out is None else new_view(DTensor, local.new_empty(0, dtype=out.dtype), out, False) for out in outs
-        ]
+        wrapped = [None if out is None else _empty(local, out) for out in outs]
         return wrapped[0] if isinstance(made, Tensor) else type(made)(wrapped)
 
     return plan

@@ -200,7 +200,7 @@ def _gathered(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None
     whole = operands[0].layout.mesh.replicated()
     targets = [o.layout.to(whole) for o in operands]
     tell("gathered", "", [(call.names[o.at], o.layout, t) for o, t in zip(operands, targets, strict=True)])
-    if call.written():
+    if call.written() and whole.mesh.coordinate is not None:
         return _round_trip(call, operands)
     run = FirstRun(call, operands, Made(""), targets)
     result, plan = run.finish(lambda k, local: tuple(local.shape), None)

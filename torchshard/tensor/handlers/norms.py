@@ -1,10 +1,11 @@
-"""Norms of lists of tensors, as gradient clipping takes them; the tensors may live on several meshes."""
+"""Norms and maxima of lists of tensors, as gradient clipping takes them; the tensors may live on several meshes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor
 
@@ -15,6 +16,14 @@ def _foreach_norm(func: Any, tensors: Any, order: float = 2, dtype: Any = None) 
     return [aten.linalg_vector_norm(x, order, dtype=dtype) for x in tensors]
 
 
+def _foreach_max(func: Any, tensors: Any) -> Any:
+    return [aten.max(x) for x in tensors]
+
+
+def _foreach_powsum(func: Any, tensors: Any, order: float = 2, dtype: Any = None) -> Any:
+    return [(x if dtype is None else x.to(dtype)).abs().pow(order).sum() for x in tensors]
+
+
 def _stack(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Numbers of several meshes as one plain tensor: no mesh has them all, but this rank knows each of them.
 
@@ -23,7 +32,20 @@ def _stack(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     numbers = all(type(x) is DTensor and x.ndim == 0 for x in tensors)
     if not numbers or len({x._spec.mesh for x in tensors}) == 1 or any(x.requires_grad for x in tensors):
         return NotImplemented
-    return func([redistribute(x, x._spec.mesh.replicated())._local_tensor for x in tensors], dim)
+    known = [redistribute(x, x._spec.mesh.replicated())._local_tensor for x in tensors]
+    if any(x._spec.mesh.coordinate is None for x in tensors):
+        raise UnsupportedOperatorError(
+            "A rank outside of a mesh does not know the norms of the tensors on it, nor the total.",
+            expected="tensors of one mesh, or meshes that this rank belongs to",
+            got=", ".join(sorted({str(x._spec.mesh) for x in tensors})),
+            fix="clip the gradients of each mesh on their own",
+        )
+    return func(known, dim)
 
 
-HANDLERS: Mapping[str, Callable[..., Any]] = {"_foreach_norm.Scalar": _foreach_norm, "stack.default": _stack}
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "_foreach_norm.Scalar": _foreach_norm,
+    "_foreach_max.default": _foreach_max,
+    "_foreach_powsum.Scalar": _foreach_powsum,
+    "stack.default": _stack,
+}
