@@ -32,6 +32,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_missing_tangent(x: Tensor) -> bool:
+    """Whether forward AD has made a tensor, for an operand of an operator that has no tangent: one zero, expanded.
+
+    Where the operator is a sum, it first asks for the shape of the result, on the meta device (2.13).
+    """
+    if type(x) is not Tensor or torch.autograd.forward_ad._current_level < 0:
+        return False
+    memory = x.untyped_storage()
+    return x.is_meta or (memory.nbytes() == x.itemsize and not any(x.stride()) and not any(memory.tolist()))
+
+
 def decomposition(func: Any) -> Callable[..., Any] | None:
     """What an operator is made of where ATen composes it of others for every backend; None where it does not.
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor
 
-from torchshard._torch import in_backward, lacks_fake, operator_names, overload_of, schema
+from torchshard._torch import in_backward, is_missing_tangent, lacks_fake, operator_names, overload_of, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh
 from torchshard.rules.pointwise import BY_ELEMENT
@@ -160,7 +160,7 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
         return None
     allowed = replicates_plain_tensors() or _called_by_formula()
     for name, x in plain:
-        if not allowed or isinstance(x, upstream.DTensor):
+        if not (allowed or is_missing_tangent(x)) or isinstance(x, upstream.DTensor):
             raise refuse_plain(call.name, name, x)
     mesh = next(o.layout for o in operands_of(call) if not o.fixed).mesh
 

@@ -29,6 +29,7 @@ def _handlers() -> Mapping[str, Callable[..., Any]]:
         amp,
         batch_norm,
         embedding,
+        forward_ad,
         norms,
         random,
         softmax,
@@ -37,7 +38,7 @@ def _handlers() -> Mapping[str, Callable[..., Any]]:
         views,
     )
 
-    rooms = amp, batch_norm, embedding, norms, random, softmax, split_classes, statistics, views
+    rooms = amp, batch_norm, embedding, forward_ad, norms, random, softmax, split_classes, statistics, views
     return {name: handler for room in rooms for name, handler in room.HANDLERS.items()}
 
 
