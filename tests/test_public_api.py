@@ -70,7 +70,7 @@ Partial: torch's own
 Placement: torch's own
 Replicate: torch's own
 Shard: torch's own
-class ShardedTensor(Tensor)
+class ShardedTensor(TracedByParts, Tensor)
     cpu(self, memory_format=torch.preserve_format, process_group=None)
     cuda(self, device=None, non_blocking=False, memory_format=torch.preserve_format, process_group=None)
     data: property
