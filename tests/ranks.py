@@ -61,6 +61,19 @@ def by_messages() -> None:
     neighbours._process_vm_readv = None
 
 
+def meet(place: str, rank: int, world: int) -> None:
+    """Return when all ranks are here, each having left a sign in a file at `place`.
+
+    What ranks do before one of them dies: it ends neither a connection that another still makes nor a barrier's
+    messages, as it would after a collective, which ends on one rank while others are in it.
+    """
+    import torch.distributed as dist
+
+    signs = dist.FileStore(place, world)
+    signs.set(f"rank {rank}", "here")
+    signs.wait([f"rank {other}" for other in range(world)], timedelta(seconds=60))
+
+
 def run_ranks(
     world: int,
     body: Callable[..., Any],

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import meet, run_ranks
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.waiting import wait_for
 from torchshard.errors import RankMismatchError
@@ -140,10 +140,10 @@ def test_waiting_in_vain_ends():
     assert "2 ranks within 1 s" in message
 
 
-def _the_last_leaves(rank, world):
+def _the_last_leaves(rank, world, here):
     import os
 
-    dist.barrier()
+    meet(here, rank, world)
     if rank == world - 1:
         os._exit(0)
     agreement = _agreement()
@@ -153,7 +153,7 @@ def _the_last_leaves(rank, world):
     return str(caught.value)
 
 
-def test_a_dead_rank_is_named_by_all_others():
-    for message in run_ranks(3, _the_last_leaves, expect_dead=(2,))[:2]:
+def test_a_dead_rank_is_named_by_all_others(tmp_path):
+    for message in run_ranks(3, _the_last_leaves, str(tmp_path / "here"), expect_dead=(2,))[:2]:
         assert "waited in vain for" in message
         assert "no answer within 3 s from rank 2" in message

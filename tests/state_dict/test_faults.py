@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.ranks import by_messages, run_ranks
+from tests.ranks import by_messages, meet, run_ranks
 
 
 def _told(make, kind=Exception):
@@ -127,6 +127,7 @@ def _lost(rank, world, store, when):
     if when == "while messages are on their way":
         by_messages()
     sd = {f"w{k}": state_dict.to_dtensor(torch.ones(3 * 1024, 1024), mesh, [Shard(0)]) for k in range(4)}
+    meet(f"{store}.here", rank, world)
     if rank == 2:
         if when != "before":
             carrying.start = carrying.fetch = lambda *_: os._exit(1)

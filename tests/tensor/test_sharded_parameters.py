@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import meet, run_ranks
 
 
 def _parameters(rank, world):
@@ -118,8 +118,9 @@ def _lost(rank, world, store):
 
     from torchshard import ShardedTensor
 
-    limit = timedelta(seconds=2)
+    limit = timedelta(seconds=5)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    meet(f"{store}.here", rank, world)
     if rank == 2:
         os._exit(1)
     with pytest.raises(RuntimeError) as error:
