@@ -77,6 +77,18 @@ class Shared(nn.Module):
         return F.linear(self.twice(self.twice(h).tanh()), self.tokens.weight).mean(1)
 
 
+class Picked(nn.Module):
+    """Weights of which an index picks rows, some more than once and some counted from the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.pairs = nn.Parameter(torch.randn(8, 32)), nn.Parameter(torch.randn(6, 2, 16))
+
+    def forward(self, x):
+        at = (x * 4).long()
+        return x * self.rows[at[:, :2].clamp(-8, 7)].sum(1) + self.pairs[at[:, 2].clamp(-6, 5)].flatten(1)
+
+
 class Strided(nn.Module):
     """Parameters that lie in memory in another order than their dims, and than their gradients are made in."""
 
@@ -98,6 +110,7 @@ MAKERS = {
     "normed": Normed,
     "shared": Shared,
     "strided": Strided,
+    "picked": Picked,
     "gpt": lambda: GPT(GPTConfig()),
     "tied gpt": lambda: GPT(GPTConfig(tied=True, checkpoint=True)),
     **{how: (lambda how=how: Parts(how)) for how in ("plain", "tied", "checkpoint", "break", "both", "unused")},

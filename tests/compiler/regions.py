@@ -1,27 +1,8 @@
 """A function compiled as one graph, beside itself."""
 
-import pytest
 import torch
 
 X = torch.ones(3)
-
-# What Dynamo of these versions does not know. Where 2.13 and 2.15 agree, everything is there.
-UNKNOWN = {
-    "2.11": {
-        "hash", "name of the backend, device", "key made here", "member of a set", "group.WORLD", "registered",
-        "all groups", "ranks of a mesh", "returned mesh", "attributes", "returned placement", "graph breaks",
-        "default group",
-    },
-    "2.12": {"hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group"},
-    "2.14": {"text"},
-}  # fmt: skip
-
-
-def require(name):
-    """Skip a test of what this torch does not know."""
-    version = ".".join(torch.__version__.split(".")[:2])
-    if name in UNKNOWN.get(version, ()):
-        pytest.skip(f"Dynamo of torch {version} does not know: {name}")
 
 
 class Holder(torch.nn.Module):

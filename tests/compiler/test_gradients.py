@@ -22,6 +22,7 @@ IN_GRAPH = {  # of the parameters with a gradient, those that only graphs use
     "unused": 4,
     "shared": 5,
     "strided": 5,
+    "picked": 2,
 }
 CAP = 0.01  # MiB: several buckets in each model
 
@@ -66,7 +67,8 @@ def check(answers, expected):
 
 
 @pytest.mark.parametrize(
-    "names", [["mlp", "normed", "tied", "unused", "shared", "strided"], ["gpt", "tied gpt", "checkpoint", "both"]]
+    "names",
+    [["mlp", "normed", "tied", "unused", "shared", "strided", "picked"], ["gpt", "tied gpt", "checkpoint", "both"]],
 )
 def test_every_model(names):
     for answers in run_ranks(2, train, "traced", names):

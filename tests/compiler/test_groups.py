@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.compiler.regions import Holder, X, agree, follows, require, same, ways
+from tests.compiler.regions import Holder, X, agree, follows, same, ways
+from tests.older import require
 from torchshard import _torch
 from torchshard.compiler import support_groups
 

@@ -9,7 +9,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
-from tests.compiler.regions import X, agree, follows, require, same, ways
+from tests.compiler.regions import X, agree, follows, same, ways
+from tests.older import require
 from torchshard.compiler import support_groups
 
 PAIR = Shard(1), Replicate()

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.older import require
 from tests.parallel import fsdp_cases as cases
 from tests.parallel.llama import Block, Config, Llama, loss, plan, rotary
 from tests.plain_graphs import assert_plain, collectives, recording
@@ -145,6 +146,7 @@ def test_lent_parameters_are_traced(grid, how, library):
     """Parameters that are DTensors in forward only: one graph of plain tensors, and eager's numbers."""
     from torchshard.parallel import fsdp, local_parameters
 
+    require("attributes that go in a region")
     torch._dynamo.reset()
     lend, graphs = local_parameters if how == "local_parameters" else fsdp.torch_parameters, []
     model = lend(cases.parallel(grid, library, hidden=(10, 7) if library == "ours" else (10, 6)))
@@ -191,6 +193,7 @@ def test_alike_modules_share_a_graph(grid):
 
 def test_a_parallel_module_is_exported(grid):
     """With any number of rows; numbers and gradients are eager's, and lowered it consists of plain tensors."""
+    require("collectives of a fake group")
     model = cases.parallel(grid)
     x = torch.randn(5, cases.WIDTH, generator=torch.Generator().manual_seed(0))
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))

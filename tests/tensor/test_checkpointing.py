@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.older import known
 from tests.ranks import run_ranks
 
 SHAPES = {"even": (8, 4), "uneven": (7, 3), "tiny": (1, 3), "empty": (0, 2), "scalar": ()}
@@ -217,7 +218,7 @@ def saved_while_training(rank, world, folder):
     }
     for name, stager in stagers.items():
         mine = state(ours, mesh, 0, cut)
-        for step in range(2):
+        for step in range(2 if known("stagers that are used again") else 1):
             want = {k: v.full_tensor().clone() for k, v in mine.items()}
             given = {} if stager is None else {"async_stager": stager}
             pending = dcp.async_save(mine, checkpoint_id=f"{folder}/{name}{step}", **given)

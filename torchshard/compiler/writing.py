@@ -147,6 +147,25 @@ def _rows(node: Any, order: _Order) -> _Parts | None:
     return [Term(node, ops.ROWS_INTO, lambda graph: _unmasked(graph, mask, index, rows, inner))], ()
 
 
+def _rows_at(node: Any, order: _Order) -> _Parts | None:
+    """Rows that an index picked (`weight[index]`; before torch 2.13 an embedding, too), added up in zeros."""
+    zeros, indices, rows, *accumulates = node.args
+    if accumulates != [True] or len(indices) != 1 or zeros.target is not _aten.full.default or zeros.args[1] != 0:
+        return None
+    [index], weight = indices, node.meta["val"]
+    at = index.meta["val"]
+    if at.dtype not in (torch.int64, torch.int32) or rows.meta["val"].shape != (*at.shape, *weight.shape[1:]):
+        return None
+    return [Term(node, ops.ROWS_INTO, lambda graph: [_from_start(graph, index, weight.shape[0]), rows])], ()
+
+
+def _from_start(graph: torch.fx.Graph, index: Any, length: int) -> Any:
+    """An index into `length` rows that may count from the end, as one that does not."""
+    counts_back = graph.call_function(_aten.lt.Scalar, (index, 0))
+    wrapped = graph.call_function(_aten.add.Tensor, (index, length))
+    return graph.call_function(_aten.where.self, (counts_back, wrapped, index))
+
+
 def _unmasked(graph: torch.fx.Graph, mask: Any, index: Any, rows: Any, inner: int) -> list[Any]:
     """The same without a mask: where it was not set, zeros for row 0. Inductor makes the rows so in the first place."""
     kept = mask
@@ -167,5 +186,6 @@ _TERMS: dict[Any, Callable[[Any, _Order], _Parts | None]] = {
     _aten.addmm.default: _product_and_sum,
     _aten.baddbmm.default: _product_and_sum,
     _aten.add.Tensor: _sum,
+    _aten.index_put.default: _rows_at,
     _torch.masked_index_put(): _rows,
 }

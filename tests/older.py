@@ -1,0 +1,29 @@
+"""What torch before 2.13 does not know, and 2.14 by mistake: tests of it are skipped there, and there only."""
+
+import pytest
+import torch
+
+UNKNOWN = {
+    "2.11": {
+        "hash", "name of the backend, device", "key made here", "member of a set", "group.WORLD", "registered",
+        "all groups", "ranks of a mesh", "returned mesh", "attributes", "returned placement", "graph breaks",
+        "default group",
+    },
+    "2.12": {
+        "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",
+        "attributes that go in a region", "collectives of a fake group", "stagers that are used again",
+        "masked rows", "join without buffers",
+    },
+    "2.14": {"text"},
+}  # fmt: skip
+
+
+def known(name: str) -> bool:
+    """Whether this torch knows something."""
+    return name not in UNKNOWN.get(".".join(torch.__version__.split(".")[:2]), ())
+
+
+def require(name: str) -> None:
+    """Skip a test of what this torch does not know."""
+    if not known(name):
+        pytest.skip(f"torch {torch.__version__} does not know: {name}")
