@@ -7,7 +7,9 @@ UNKNOWN = {
     "2.11": {
         "hash", "name of the backend, device", "key made here", "member of a set", "group.WORLD", "registered",
         "all groups", "ranks of a mesh", "returned mesh", "attributes", "returned placement", "graph breaks",
-        "default group",
+        "default group", "meshes in graphs", "strided shards", "parameters that are thawed", "inference in a piece",
+        "attributes that go in a region", "collectives of a fake group", "stagers that are used again",
+        "masked rows", "join without buffers",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",

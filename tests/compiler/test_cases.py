@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.compiler.models import BatchNormed, Parts, Strided, batch, loss_of
 from tests.compiler.traced import traced
 from tests.compiler.trial import Trial
+from tests.older import require
 from tests.ranks import run_ranks
 from torchshard.compiler import ingraph
 from torchshard.compiler.options import parse
@@ -96,6 +97,7 @@ def test_parameters_in_another_order_of_memory(trial):
 
 
 def test_parameters_that_are_frozen_and_thawed(trial):
+    require("parameters that are thawed")
     made = trial(find_unused_parameters=True)
     steps = []
     for trained, count in ((True, 3), (False, 6), (True, 9)):

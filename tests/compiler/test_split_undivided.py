@@ -10,6 +10,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.older import require
 from torchshard._torch import regions
 from torchshard.compiler import split_backend
 
@@ -215,6 +216,8 @@ FORWARD_MODE = (Jvp, Hessian, Dual)
 def test_what_cannot_be_divided_is_not(make, inner):
     if inner == "inductor" and make in FORWARD_MODE:
         pytest.skip("inductor cannot compile it whole either")
+    if make is Inference:
+        require("inference in a piece")
     assert _check(make, inner) == PIECES[make]
 
 

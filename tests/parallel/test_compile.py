@@ -83,6 +83,7 @@ SENT = {  # forward, backward; the graphs hold nothing but plain tensors and the
 
 @pytest.mark.parametrize(("kind", "world"), [("tp", 2), ("sp", 4), ("dtensor", 2)])
 def test_one_graph_forward_and_backward(kind, world):
+    require("meshes in graphs")
     for errors, sent in run_ranks(world, compare, kind, [(2, 8)] * 2, None, timeout=280):
         assert max(errors) < 1e-5, errors
         assert sent == SENT[kind]
@@ -92,6 +93,7 @@ def test_one_graph_forward_and_backward(kind, world):
     "kind", [pytest.param("tp", marks=pytest.mark.full), pytest.param("sp", marks=pytest.mark.full), "dtensor"]
 )
 def test_one_graph_for_all_batches_and_times(kind):
+    require("meshes in graphs")
     sizes = [(6, 10), (4, 8), (3, 12)]  # at first unlike the other sizes there are, which would share their symbols
     for errors, sent in run_ranks(2, compare, kind, sizes, True, timeout=280):
         assert max(errors) < 1e-5, errors
@@ -124,6 +126,7 @@ def compare_models(rank, world):
 
 
 def test_one_graph_of_a_whole_model():
+    require("meshes in graphs")
     for errors in run_ranks(2, compare_models, timeout=280):
         assert max(errors) < 1e-5, errors
 
@@ -165,6 +168,8 @@ def test_alike_modules_share_a_graph(grid):
     """No more graphs than of torch's classes under torch's fully_shard."""
     from torchshard.parallel import local_parameters
     from torchshard.parallel.fsdp import fully_shard
+
+    require("meshes in graphs")
 
     def graphs(library, prepare, compiled_first):
         torch._dynamo.reset()

@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+from tests.older import require
 from tests.parallel import fsdp_cases as cases
 from tests.ranks import run_ranks
 
@@ -240,4 +241,5 @@ def compiled(rank, world):
 
 
 def test_a_compiled_block():
+    require("meshes in graphs")
     assert run_ranks(4, compiled, timeout=250) == [1] * 4

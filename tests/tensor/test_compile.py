@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
+from tests.older import require
 from tests.plain_graphs import collectives, recording
 from tests.ranks import run_ranks
 
@@ -98,6 +99,7 @@ def compare_values(rank, world):
 
 
 def test_values_of_a_region_are_those_of_eager():
+    require("meshes in graphs")
     (same, first), (also_same, second) = run_ranks(2, compare_values, timeout=120)
     assert same == also_same == [True] * 8
     assert first == second

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.older import require
 from tests.ranks import run_ranks
 from tests.tensor import proving
 from tests.tensor.cases import GROUPS
@@ -204,4 +205,5 @@ def placements_of_torch(rank, world):
 
 
 def test_the_same_as_torch_writes_it():
+    require("strided shards")
     run_ranks(4, placements_of_torch)

@@ -7,9 +7,11 @@ inductor generates itself (sums, pointwise operators) and what has no place for 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchshard import _torch
 from torchshard.compiler import ops
@@ -153,9 +155,11 @@ def _rows_at(node: Any, order: _Order) -> _Parts | None:
     if accumulates != [True] or len(indices) != 1 or zeros.target is not _aten.full.default or zeros.args[1] != 0:
         return None
     [index], weight = indices, node.meta["val"]
-    at = index.meta["val"]
-    if at.dtype not in (torch.int64, torch.int32) or rows.meta["val"].shape != (*at.shape, *weight.shape[1:]):
+    at, values = index.meta["val"], rows.meta["val"]
+    if at.dtype not in (torch.int64, torch.int32) or values.ndim != at.ndim + weight.ndim - 1:
         return None
+    if not all(map(statically_known_true, map(eq, values.shape, (*at.shape, *weight.shape[1:])))):
+        return None  # one row for several of the index
     return [Term(node, ops.ROWS_INTO, lambda graph: [_from_start(graph, index, weight.shape[0]), rows])], ()
 
 
