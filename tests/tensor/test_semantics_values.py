@@ -212,10 +212,10 @@ def statistics(rank, world):
     for wrong in (lambda: whole.mean(), lambda: whole.mean(1), lambda: whole.bool().mean(), lambda: whole.var(1)):
         try:
             told.append(str(wrong()))
-        except RuntimeError as error:
-            told.append(type(error).__name__)
+        except RuntimeError:  # of which NotImplementedError, which 2.15 raises, is one
+            told.append("refused")
     return told
 
 
 def test_statistics_of_complex_empty_and_whole_numbers():
-    assert run_ranks(3, statistics) == [["RuntimeError"] * 4] * 3
+    assert run_ranks(3, statistics) == [["refused"] * 4] * 3

@@ -71,6 +71,13 @@ _WRITES = """
     put(torch.ones(3)).add_(x)
 """
 
+_REFUSED = """
+    x[:1, :1].expand(5, 1).pow_(2)
+    x[:2].expand(3, 2, 3).add_(1)
+    put(torch.ones(1)).expand(2).mul_(2)
+    put(torch.ones(1, 3)).expand(2, 1, 3).transpose(0, 1).exp_()
+"""
+
 _READS = """
     y = x.t(); x.add_(1)
     y = x[1:4]; x.add_(1)
@@ -89,6 +96,22 @@ _READS = """
     x.data = put(V)[:2] * 1; y = x.sum(), tuple(x.shape)
     x.data = put(V).double(); y = x.dtype, x + 1
     v = x[1:4]; x.data[2] = 0.0; y = v.shape
+    y = torch.where(x[:1, :2] > 3, x[0, :2], put(torch.ones(1, 2))); y = y, y.stride()
+    y = torch._foreach_mul([x[:1].expand(4, 3)], 2.0)[0]; y = y, y.stride()
+    y = torch.rand_like(x[:, :2].t()); y = y, y.stride()
+    y = x.view(5, 1, 3).expand(5, 2, 3).clone(); y = y, y.stride()
+    v = x[1:4]; torch._foreach_add_([x], 1.0); y = v * 2
+    v = x[1:4]; torch._foreach_copy_([x], [put(V) * 3]); y = v, x._version
+    v = x[1:4]; w = v[:, 1:]; torch._foreach_mul_([w], 2.0); y = v + 1
+    v = x[1:4]; x.data = x.data * 2; x.add_(1); y = v * 1
+    v = x[1:4]; x.data = x.data * 2; v.zero_(); y = v + 1
+    v = x[1:4]; w = v[:, 1:]; v.data = v.data * 2; v.add_(1); y = w * 1, v
+    v = x[1:4]; w = v[:, 1:]; v.data = v.data * 2; x.add_(1); y = w * 1, v
+    v = x[1:4]; x.t_(); x.add_(1); y = v * 1
+    v = x[1:4]; x.t_(); v.add_(1); y = v * 1
+    v = x[1:4]; x.transpose_(0, 1); x[:, 2].mul_(3); y = v * 1
+    v = x.view(-1)[2:9]; x.unsqueeze_(0); v.mul_(2); y = v * 1
+    x = x[:1]; v = x.expand(2, 3)[:, 1:]; x.squeeze_(0); x.add_(1); y = v * 1
 """
 
 _GRADIENTS = """
@@ -129,6 +152,7 @@ _GRADIENTS = """
     p.add_(1)
     p.T.add_(1)
     p[1:3].add_(1)
+    y = x * x; torch._foreach_add_([x.detach()], 1.0); x = y
     a, b = x.chunk(2, 1); a.mul_(3)
 """
 
@@ -140,6 +164,7 @@ def _table(text, before="", after=""):
 
 WRITES = _table(_WRITES)
 READS = _table(_READS)
+REFUSED = _table(_REFUSED)
 GRADIENTS = _table(
     _GRADIENTS,
     "p = put(V).detach().requires_grad_(); x = p * 1.5",
@@ -147,7 +172,7 @@ GRADIENTS = _table(
 )
 
 
-@pytest.mark.parametrize(("table", "raises"), [("WRITES", 2), ("READS", 0), ("GRADIENTS", 10)])
+@pytest.mark.parametrize(("table", "raises"), [("WRITES", 2), ("REFUSED", 4), ("READS", 0), ("GRADIENTS", 11)])
 def test_as_in_eager_torch(table, raises):
     check(__name__, table, raises=raises)
 
@@ -175,18 +200,25 @@ def test_in_inference_mode():
     check(__name__, "INFERENCE")
 
 
-def _several_at_once(put):
-    x = put(VALUES) * 1
-    torch._foreach_mul_([x, x[1:3], x[:2]], 2.0)
-
-
 def several(rank, world):
-    from torchshard import init_device_mesh
+    from torchshard import Partial, init_device_mesh
     from torchshard.errors import UnsupportedOperatorError
 
     mesh = init_device_mesh("cpu", (world,))
+    x, y, p = (put(VALUES, mesh, text) * 1 for text in ("S0", "S1", "P"))
     with pytest.raises(UnsupportedOperatorError, match=r"_foreach_mul_.Scalar writes to several tensors"):
-        _several_at_once(lambda values: put(values, mesh, "S0"))
+        torch._foreach_mul_([x, x[1:3], x[:2]], 2.0)
+    p = p.redistribute(placements=[Partial("max")])
+    for wrong in (
+        lambda: torch._foreach_mul_([p, x, p], 0.5),
+        lambda: torch._foreach_add_([x, p], [y, x]),
+        lambda: torch._foreach_add_([p, x], [y, p]),
+    ):
+        with pytest.raises(UnsupportedOperatorError, match="would write to a tensor by item 0 of its lists, and use"):
+            wrong()
+    torch._foreach_add_([x, y], [y, y])  # what comes first is not touched by what follows
+    torch._foreach_mul_([x, x], 2.0)
+    torch.testing.assert_close(x.full_tensor(), VALUES * 8)
 
 
 def test_several_views_are_not_written_at_once():

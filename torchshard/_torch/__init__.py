@@ -103,7 +103,7 @@ from torchshard._torch.operators import (
     operator_names,
     outside_of_traces,
     overload_of,
-    refuses_dtype,
+    refuses_kind,
     schema,
 )
 from torchshard._torch.regions import crosses, example_of, memories, nesting, setting, was_written, writes_arguments
@@ -198,7 +198,7 @@ __all__ = [
     "overload_of",
     "preserve_versions",
     "queue_callback",
-    "refuses_dtype",
+    "refuses_kind",
     "register_after_grad",
     "remove_optimizer_hooks",
     "root_mesh",

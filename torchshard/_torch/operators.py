@@ -127,16 +127,16 @@ def lacks_fake(error: RuntimeError) -> bool:
     return "no fake impl registered" in str(error)
 
 
-def refuses_dtype(error: Exception) -> bool:
-    """Whether an operator of ATen refused the dtypes of its operands, and not their values.
+def refuses_kind(error: Exception) -> bool:
+    """Whether an operator of ATen refused the dtypes of its operands, or to write to memory twice, and not values.
 
     There is no class for it: kernels that lack a dtype raise NotImplementedError, most checks a plain RuntimeError
     (2.11-2.15); only the message tells.
     """
-    return isinstance(error, NotImplementedError) or _OF_DTYPES.search(str(error)) is not None
+    return isinstance(error, NotImplementedError) or _OF_KINDS.search(str(error)) is not None
 
 
-_OF_DTYPES = re.compile("dtype|scalar type|tensor input")
+_OF_KINDS = re.compile("dtype|scalar type|tensor input|single memory location")
 
 
 def intercepting(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[None]:

@@ -1,12 +1,14 @@
 """Operators on lists of tensors (optimizers): one plan for the whole list."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from torchshard._torch import local_callable
+from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
 from torchshard.rules.terms import narrowed
@@ -16,7 +18,7 @@ from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
 from torchshard.tensor.first_run import Plan, list_mover, mover
 from torchshard.tensor.guards import refuse_unwritable
-from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
 from torchshard.tensor.redistribute import redistribute_local
 
 # Number of a tensor in a list -> the layout that it has, and the one that it is to have.
@@ -36,6 +38,27 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     Raises:
         UnsupportedOperatorError: a list that is written to holds a Partial tensor that cannot take its value back.
     """
+    result, plan = _made(call, operands)
+    if not (written := call.written()):
+        return result, plan
+
+    def counted(*values: Any) -> Any:
+        result = plan(*values)
+        _count(values, written)
+        return result
+
+    _count(call.values, written)
+    return result, counted
+
+
+def _count(values: Sequence[Any], written: Iterable[int]) -> None:
+    """Move on the versions of what was written: autograd does it for single tensors, not for those in lists."""
+    for at in written:
+        if isinstance(values[at], (list, tuple)):
+            increment_version([x for x in values[at] if not x.is_inference()])
+
+
+def _made(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     written = call.written()
     first = next(o.at for o in operands if o.item is not None)
     items = [o for o in operands if o.at == first]
@@ -57,13 +80,11 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
             bound[f"move_{call.names[o.at]}"] = mover(o.layout, o.layout.to(sharding))
         else:
             pairs.setdefault(o.at, {})[o.item] = o.layout, o.layout.to(sharding)
-    back: dict[int, _Pairs] = {}
+    moved: dict[int, _Pairs] = {}
     for at, by_item in pairs.items():
-        moved = {k: (a, b) for k, (a, b) in by_item.items() if a.sharding is not b.sharding}
-        how[at] = "moves" if moved else "locals"
-        bound[f"move_{call.names[at]}"] = list_mover(by_item)
-        if moved and at in written:
-            back[at], how[at] = moved, "given"  # see _giving_back
+        how[at], bound[f"move_{call.names[at]}"] = "locals", list_mover(by_item)
+        if away := {k: (a, b) for k, (a, b) in by_item.items() if a.sharding is not b.sharding}:
+            moved[at], how[at] = away, "given" if at in written else "moves"  # the given ones: see _giving_back
     arguments = tuple(map(Argument, call.names, how))
     needed = {
         k: v for k, v in bound.items() if any(k == f"move_{a.name}" for a in arguments if a.how in ("move", "moves"))
@@ -71,12 +92,17 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     function = local_callable(call.func)
     if written:
         plan = plan_maker(arguments, call.positional, "none")(function, new, DTensor, (), **needed)
-        plan = _giving_back(plan, call, back) if back else plan
+        if back := {at: by_item for at, by_item in moved.items() if at in written}:
+            plan = _giving_back(plan, call, back)
+        plan = _in_turn(plan, call, moved) if moved else plan
         return plan(*call.values), plan
     raw = plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **needed)
     locals_ = raw(*call.values)
     outs = tuple(
-        [layout_for(s, layout.shape, layout.stride, t.dtype) for (layout, s), t in zip(goals, locals_, strict=True)]
+        [
+            layout_for(s, layout.shape, kept_stride(layout.shape, layout.stride), t.dtype)
+            for (layout, s), t in zip(goals, locals_, strict=True)
+        ]
     )
     plan = plan_maker(arguments, call.positional, "list")(function, new, DTensor, outs, **needed)
     return [wrap(t, out) for t, out in zip(locals_, outs, strict=True)], plan
@@ -90,7 +116,7 @@ def _away(
     found: list[TensorLayout | None] = []
     for k, (layout, sharding) in enumerate(goals):
         dtype = dtypes[k] if dtypes else layout.dtype
-        made = layout_for(sharding, layout.shape, layout.stride, dtype)
+        made = layout_for(sharding, layout.shape, kept_stride(layout.shape, layout.stride), dtype)
         found.append(made if layout.mesh.coordinate is None else None)
     return found
 
@@ -114,6 +140,39 @@ def _giving_back(plan: Plan, call: Call, back: Mapping[int, _Pairs]) -> Plan:
                 values[at][k]._local_tensor.copy_(redistribute_local(given[at][k], moved, layout.plain))
 
     return run
+
+
+def _in_turn(plan: Plan, call: Call, moved: Mapping[int, _Pairs]) -> Plan:
+    """A plan that writes, on lists some of whose tensors are moved first: none may need what was written before it.
+
+    torch works on one item after the other; a moved copy does not see what was written to its original meanwhile.
+    """
+    lists = [at for at, value in enumerate(call.values) if isinstance(value, (list, tuple))]
+
+    def run(*values: Any) -> None:
+        memory = {at: [_memory(x) for x in values[at]] for at in lists}
+        writes: dict[Any, tuple[int, bool]] = {}  # memory that is written to -> by which item first, whether by a copy
+        for at in call.written():
+            for k, m in enumerate(memory.get(at, ())):
+                writes.setdefault(m, (k, k in moved.get(at, ())))
+        for at in lists:
+            for k, m in enumerate(memory[at]):
+                before, copied = writes.get(m, (k, False))
+                if m is not None and before < k and (copied or k in moved.get(at, ())):
+                    raise UnsupportedOperatorError(
+                        f"{call.name} would write to a tensor by item {before} of its lists, and use it in item {k}, "
+                        f"on copies that had to be moved.",
+                        expected="tensors that share no memory, or whose placements fit",
+                        got=f"argument {call.names[at]!r}, whose item {k} is {values[at][k]._spec}",
+                        fix="call the operator for each item alone",
+                    )
+        plan(*values)
+
+    return run
+
+
+def _memory(x: Any) -> Any:
+    return x._local_tensor.untyped_storage()._cdata if isinstance(x, DTensor) else None
 
 
 def _goals(call: Call, operands: Sequence[Operand]) -> list[tuple[TensorLayout, Sharding]]:

@@ -31,7 +31,9 @@ class Window:
     """The moved copy that a severed view is a view of.
 
     Attributes:
-        base: of which it should be a view; may be severed itself.
+        base: of which it should be a view; counts versions. It may be given other data or dims later.
+        held: the local tensor that the base had when the view was taken.
+        outer: the window of the base, if that is severed itself.
         local: the copy; the local tensors of all views through this window share memory with it.
         fetch: makes the copy from the local tensor of the base.
         give: makes the local tensor of the base from the copy.
@@ -39,25 +41,35 @@ class Window:
     """
 
     base: DTensor
+    held: Tensor
+    outer: "Window | None"
     local: Tensor
     fetch: Move
     give: Move
     version: int
 
+    @classmethod
+    def on(cls, base: DTensor, local: Tensor, fetch: Move, give: Move) -> "Window":
+        """The window to a copy that is like the base now."""
+        outer = base._window if base._spec.marks & SEVERED else None
+        return cls(base, base._local_tensor.detach(), outer, local, fetch, give, _version(base))
+
     def refresh(self) -> None:
         """Make the copy like the base."""
-        refresh(self.base)
+        if self.outer:
+            self.outer.refresh()
         version = _version(self.base)
         if version == _UNKNOWN or version != self.version:
-            self.local.copy_(self.fetch(self.base._local_tensor))
+            self.local.copy_(self.fetch(self.held))
             self.version = version
 
     def write_back(self) -> None:
         """Make the base like the copy."""
-        self.base._local_tensor.copy_(self.give(self.local))
+        self.held.copy_(self.give(self.local))
         # The version moves on when the operator is over, if at all: better fetched once too often.
         self.version = _UNKNOWN
-        _write_back(self.base)
+        if self.outer:
+            self.outer.write_back()
 
 
 def _version(base: DTensor) -> int:
@@ -85,7 +97,7 @@ def opened(x: DTensor, moves: tuple[Move, Move] | None) -> tuple[Tensor, Window]
     if moves is None:
         return x._local_tensor, x._window
     local = moves[0](x._local_tensor)
-    return local, Window(x, local, *moves, _version(x))
+    return local, Window.on(x, local, *moves)
 
 
 def sever(view: DTensor, window: Window) -> DTensor:
@@ -98,7 +110,7 @@ def sever(view: DTensor, window: Window) -> DTensor:
 def copied(view: DTensor, base: DTensor) -> DTensor:
     """Mark a result whose local tensor was reshaped by copying, where eager torch would have made a view."""
     local, shape, held = view._local_tensor, view._local_tensor.shape, base._local_tensor.shape
-    return sever(view, Window(base, local, lambda t: t.reshape(shape), lambda t: t.reshape(held), _version(base)))
+    return sever(view, Window.on(base, local, lambda t: t.reshape(shape), lambda t: t.reshape(held)))
 
 
 def severing(plan: Callable[..., Any], base: int, moves: tuple[Move, Move] | None) -> Callable[..., Any]:
@@ -160,8 +172,14 @@ def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
 
     Raises:
         UnsupportedOperatorError: something else does.
+        RuntimeError: elements of `x` lie on one another (it is expanded), on whatever rank.
     """
     layout = x._spec
+    if 0 not in layout.shape and any(n > 1 and s == 0 for n, s in zip(layout.shape, layout.stride, strict=True)):
+        raise RuntimeError(
+            f"more than one element of the DTensor that is written to is at one place in memory: its shape is "
+            f"{tuple(layout.shape)}, its strides are {layout.stride}; clone() it first"
+        )
     terms = _without_terms(layout)
     if terms is None:
         x._local_tensor.copy_(redistribute_local(whole, target, layout))

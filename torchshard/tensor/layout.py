@@ -182,8 +182,42 @@ def global_stride(shape: Sequence[int], local: Sequence[int]) -> tuple[int, ...]
 
 
 def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps for `shape`, the dims in the memory order that the strides `like` have."""
+    """Strides without gaps for `shape`, the dims in the memory order that the strides `like` have.
+
+    Expanded dims, of stride 0, stay between their neighbours, as in what torch makes like an expanded tensor
+    (ATen's infer_dense_strides).
+    """
+    if 0 in like:
+        inward = _inward(shape, like)
+    else:
+        inward = sorted(range(len(shape)), key=lambda d: (like[d], -d))
     stride, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+    for d in inward:
         stride[d], step = step, step * max(shape[d], 1)
+    return tuple(stride)
+
+
+def _inward(shape: Sequence[int], like: Sequence[int]) -> list[int]:
+    """The dims from the innermost to the outermost, sorted by insertion: a stride of 0 compares with none."""
+    order = list(range(len(like)))[::-1]
+    for k in range(1, len(order)):
+        at = k
+        for before in range(k - 1, -1, -1):
+            inner, outer = order[before], order[at]
+            if 0 in (like[inner], like[outer]):
+                continue
+            if like[inner] < like[outer]:
+                break
+            if like[inner] > like[outer] or shape[inner] > shape[outer]:
+                order[before], order[at], at = outer, inner, before
+    return order
+
+
+def kept_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides of what torch makes in the shape of a tensor: the tensor's own where they leave no gaps (empty_like)."""
+    step = 1
+    for n, s in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n != 1), key=lambda pair: pair[1]):
+        if s != step:
+            return dense_stride(shape, stride)
+        step *= n
     return tuple(stride)

@@ -1,7 +1,8 @@
 """Operators that refuse dtypes refuse them on every rank, also where a rank holds nothing of an operand.
 
 A kernel that has nothing to compute often asks for no dtype: softmax of integers raises where there are some, and gives
-an empty tensor elsewhere. Meta tensors do not tell either, as kernels refuse and not schemas. So a rank with an empty
+an empty tensor elsewhere. Nor does it mind that elements which it would write to lie on one another (of an expanded
+tensor). Meta tensors do not tell either, as kernels refuse and not schemas. So a rank with an empty
 piece asks on zeros in the shapes of the first rank's pieces, which is never the one that lacks something. That happens
 in the first run of a plan; nobody is asked, and nothing is sent.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced, refuses_dtype
+from torchshard._torch import is_traced, refuses_kind
 from torchshard.rules.rule import Made
 from torchshard.tensor.call import Call, Operand
 from torchshard.tensor.layout import TensorLayout, dense_stride
@@ -43,7 +44,7 @@ def refusing(
         try:
             function(*positional, **named)
         except (RuntimeError, IndexError, ValueError) as error:
-            if refuses_dtype(error):  # else it is zeros that are refused
+            if refuses_kind(error):  # else it is zeros that are refused
                 raise
         return function(*args, **kwargs)
 
@@ -57,7 +58,8 @@ def _local(call: Call, o: Operand) -> Any:
 
 def _stand_in(call: Call, o: Operand, target: TensorLayout, shape: Sequence[int]) -> Tensor:
     """Zeros, which every index may be; ones where rows are counted from one."""
+    apart = [n if stride or n == 1 else 1 for n, stride in zip(shape, target.stride, strict=True)]
     x = torch.empty_strided(
-        tuple(shape), dense_stride(shape, target.stride), dtype=target.dtype, device=_local(call, o).device
+        apart, dense_stride(apart, target.stride), dtype=target.dtype, device=_local(call, o).device
     )
-    return x.fill_("pivots" in call.names[o.at])
+    return x.fill_("pivots" in call.names[o.at]).expand(tuple(shape))

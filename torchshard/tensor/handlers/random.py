@@ -15,7 +15,7 @@ from torchshard._torch import is_traced
 from torchshard.comm import collectives
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import redistribute_local
 
@@ -32,6 +32,7 @@ def draw(
     """
     mesh = layout.mesh
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+    layout = layout_for(layout.sharding, layout.shape, kept_stride(layout.shape, layout.stride), layout.dtype)
     if mesh.coordinate is None:
         return wrap(torch.empty(0, dtype=layout.dtype, device=device), layout)
     empty = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
