@@ -76,6 +76,7 @@ _REFUSED = """
     x[:2].expand(3, 2, 3).add_(1)
     put(torch.ones(1)).expand(2).mul_(2)
     put(torch.ones(1, 3)).expand(2, 1, 3).transpose(0, 1).exp_()
+    x[:1].expand(3, 3).normal_()
 """
 
 _READS = """
@@ -99,6 +100,9 @@ _READS = """
     y = torch.where(x[:1, :2] > 3, x[0, :2], put(torch.ones(1, 2))); y = y, y.stride()
     y = torch._foreach_mul([x[:1].expand(4, 3)], 2.0)[0]; y = y, y.stride()
     y = torch.rand_like(x[:, :2].t()); y = y, y.stride()
+    y = torch.rand_like(x[:, :2]); y = y, y.stride()
+    y = torch.bernoulli(x.t().sigmoid()); y = y, y.stride()
+    z = put(torch.ones(8, 6)); v = z[:, 1:5]; v.normal_(); y = z, v
     y = x.view(5, 1, 3).expand(5, 2, 3).clone(); y = y, y.stride()
     v = x[1:4]; torch._foreach_add_([x], 1.0); y = v * 2
     v = x[1:4]; torch._foreach_copy_([x], [put(V) * 3]); y = v, x._version
@@ -172,7 +176,7 @@ GRADIENTS = _table(
 )
 
 
-@pytest.mark.parametrize(("table", "raises"), [("WRITES", 2), ("REFUSED", 4), ("READS", 0), ("GRADIENTS", 11)])
+@pytest.mark.parametrize(("table", "raises"), [("WRITES", 2), ("REFUSED", 5), ("READS", 0), ("GRADIENTS", 11)])
 def test_as_in_eager_torch(table, raises):
     check(__name__, table, raises=raises)
 

@@ -114,7 +114,7 @@ from torchshard._torch.sharded import (
     sharded_tensors,
     their_sharded_tensor,
 )
-from torchshard._torch.tensors import aliasing, copy_all, device_index, flatten, storage_uses, unflatten
+from torchshard._torch.tensors import aliasing, copy_all, device_index, flatten, memory_of, storage_uses, unflatten
 
 __all__ = [
     "AFTER_FORWARD",
@@ -187,6 +187,7 @@ __all__ = [
     "masked_index_put",
     "may_nest",
     "memories",
+    "memory_of",
     "mend_trace",
     "nesting",
     "no_torch_function",

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from torchshard._torch.tensors import memory_of
+
 REGIONS = (
     ("_vmap_increment_nesting", "_vmap_decrement_nesting"),
     ("_grad_increment_nesting", "_grad_decrement_nesting"),
@@ -65,7 +67,7 @@ def crosses(node: torch.fx.Node) -> bool:
 def memories(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """What the tensors in nested containers lie in, and they; nothing for those without memory of their own.
 
-    UntypedStorage._cdata tells whether two tensors share memory (2.11-2.15). A wrapper lies in what its parts lie in
+    A wrapper lies in what its parts lie in
     (torch.utils._python_dispatch.is_traceable_wrapper_subclass, 2.11-2.15).
     """
     from torch.utils import _pytree
@@ -83,7 +85,7 @@ def _memories_of(tensor: Any) -> Iterator[int]:
             yield from _memories_of(getattr(tensor, name))
         return
     with suppress(NotImplementedError, RuntimeError):  # sparse tensors, and those inside of torch.func
-        yield tensor.untyped_storage()._cdata
+        yield memory_of(tensor)
 
 
 def was_written(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,11 @@ import torch
 from torchshard._torch.finding import find
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """What two tensors have in common if they share memory (UntypedStorage._cdata, 2.11-2.15)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects share this memory (torch._C._storage_Use_Count, 2.11-2.15).
 

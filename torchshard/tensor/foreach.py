@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from torchshard._torch import local_callable
+from torchshard._torch import local_callable, memory_of
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
@@ -150,7 +150,9 @@ def _in_turn(plan: Plan, call: Call, moved: Mapping[int, _Pairs]) -> Plan:
     lists = [at for at, value in enumerate(call.values) if isinstance(value, (list, tuple))]
 
     def run(*values: Any) -> None:
-        memory = {at: [_memory(x) for x in values[at]] for at in lists}
+        memory = {
+            at: [memory_of(x._local_tensor) if isinstance(x, DTensor) else None for x in values[at]] for at in lists
+        }
         writes: dict[Any, tuple[int, bool]] = {}  # memory that is written to -> by which item first, whether by a copy
         for at in call.written():
             for k, m in enumerate(memory.get(at, ())):
@@ -169,10 +171,6 @@ def _in_turn(plan: Plan, call: Call, moved: Mapping[int, _Pairs]) -> Plan:
         plan(*values)
 
     return run
-
-
-def _memory(x: Any) -> Any:
-    return x._local_tensor.untyped_storage()._cdata if isinstance(x, DTensor) else None
 
 
 def _goals(call: Call, operands: Sequence[Operand]) -> list[tuple[TensorLayout, Sharding]]:

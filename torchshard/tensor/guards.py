@@ -175,11 +175,7 @@ def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
         RuntimeError: elements of `x` lie on one another (it is expanded), on whatever rank.
     """
     layout = x._spec
-    if 0 not in layout.shape and any(n > 1 and s == 0 for n, s in zip(layout.shape, layout.stride, strict=True)):
-        raise RuntimeError(
-            f"more than one element of the DTensor that is written to is at one place in memory: its shape is "
-            f"{tuple(layout.shape)}, its strides are {layout.stride}; clone() it first"
-        )
+    refuse_overlapping(layout)
     terms = _without_terms(layout)
     if terms is None:
         x._local_tensor.copy_(redistribute_local(whole, target, layout))
@@ -191,6 +187,15 @@ def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
             expected=f"terms of a sum, an average, a maximum or a minimum, not of {terms}",
             got=layout,
             fix="redistribute it to Replicate() or Shard(dim) first",
+        )
+
+
+def refuse_overlapping(layout: TensorLayout) -> None:
+    """Raise RuntimeError, as torch does, where elements of a tensor to write to lie on one another: it is expanded."""
+    if 0 not in layout.shape and any(n > 1 and s == 0 for n, s in zip(layout.shape, layout.stride, strict=True)):
+        raise RuntimeError(
+            f"more than one element of the DTensor that is written to is at one place in memory: its shape is "
+            f"{tuple(layout.shape)}, its strides are {layout.stride}; clone() it first"
         )
 
 

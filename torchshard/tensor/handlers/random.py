@@ -5,7 +5,7 @@ broadcast and the memory of the whole tensor for a moment. A graph cannot take o
 and takes what the first one has drawn.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from torchshard._torch import is_traced
 from torchshard.comm import collectives
+from torchshard.layout import contiguous_stride
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.guards import refuse_overlapping
 from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import redistribute_local
@@ -32,7 +34,6 @@ def draw(
     """
     mesh = layout.mesh
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
-    layout = layout_for(layout.sharding, layout.shape, kept_stride(layout.shape, layout.stride), layout.dtype)
     if mesh.coordinate is None:
         return wrap(torch.empty(0, dtype=layout.dtype, device=device), layout)
     empty = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
@@ -60,13 +61,18 @@ def agree_on_generator(mesh: BoundMesh, device: torch.device, generator: torch.G
         generator.set_state(state)
 
 
-def _plain_layout(x: DTensor) -> TensorLayout:
-    return x._spec.to(x._spec.sharding.without_partial())
+def _plain_layout(x: DTensor, strides: Callable[..., Sequence[int]] = kept_stride) -> TensorLayout:
+    """The layout of x, without Partial, in the memory that `strides` makes of its own (shape and strides)."""
+    layout = x._spec
+    return layout_for(
+        layout.sharding.without_partial(), layout.shape, strides(layout.shape, layout.stride), layout.dtype
+    )
 
 
 def _fill(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None) -> DTensor:
     """uniform_, normal_ and their kin: the values do not depend on what was there."""
-    layout = _plain_layout(x)
+    refuse_overlapping(x._spec)
+    layout = _plain_layout(x, lambda shape, stride: stride)  # what is drawn depends on it
     drawn = draw(layout, x._local_tensor.device, lambda whole: func(whole, *args, generator=generator), generator)
     x._local_tensor.copy_(redistribute_local(drawn._local_tensor, layout, x._spec))
     return x
@@ -87,7 +93,8 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool | None) -> Any:
 def _bernoulli(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None) -> DTensor:
     """Each element with its own chance, or all with one."""
     whole = redistribute(x, x._spec.mesh.replicated())._local_tensor
-    return draw(_plain_layout(x), whole.device, lambda _: func(whole, *args, generator=generator), generator)
+    layout = _plain_layout(x, lambda shape, _: contiguous_stride(shape))
+    return draw(layout, whole.device, lambda _: func(whole, *args, generator=generator), generator)
 
 
 _FILLED = (
