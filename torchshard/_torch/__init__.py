@@ -104,6 +104,7 @@ from torchshard._torch.operators import (
     outside_of_traces,
     overload_of,
     refuses_kind,
+    refuses_overlap,
     schema,
 )
 from torchshard._torch.regions import crosses, example_of, memories, nesting, setting, was_written, writes_arguments
@@ -200,6 +201,7 @@ __all__ = [
     "preserve_versions",
     "queue_callback",
     "refuses_kind",
+    "refuses_overlap",
     "register_after_grad",
     "remove_optimizer_hooks",
     "root_mesh",

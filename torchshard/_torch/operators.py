@@ -136,7 +136,12 @@ def refuses_kind(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or _OF_KINDS.search(str(error)) is not None
 
 
-_OF_KINDS = re.compile("dtype|scalar type|tensor input|single memory location")
+def refuses_overlap(error: RuntimeError) -> bool:
+    """Whether an operator of ATen refused to write to what an operand partly lies in; only the message tells."""
+    return "some elements of the input tensor and the written-to tensor" in str(error)
+
+
+_OF_KINDS = re.compile("dtype|scalar type|tensor input|more than one element of the written-to tensor")
 
 
 def intercepting(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[None]:

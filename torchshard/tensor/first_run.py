@@ -19,7 +19,7 @@ from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, new_view
 from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, global_stride, layout_for
 from torchshard.tensor.redistribute import redistribute_local
-from torchshard.tensor.refusing import refusing
+from torchshard.tensor.refusing import reading_first, refusing
 
 Plan = Callable[..., Any]
 
@@ -52,6 +52,8 @@ class FirstRun:
             function = partial(self.made.local, function)
         written = call.written()
         if written:
+            if written == (0,) and len(self.operands) > 1:
+                function = reading_first(function)
             returns = len(schema(call.func).returns)
             plan = plan_maker(arguments, call.positional, f"argument:{written[0]}" if returns else "none")
             result = plan(self._first(function), new, DTensor, (), **bound)(*call.values)

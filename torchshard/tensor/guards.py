@@ -18,7 +18,7 @@ from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import reduction
 from torchshard.tensor.dtensor import DTensor, dtensors_in
-from torchshard.tensor.layout import SEVERED, TensorLayout
+from torchshard.tensor.layout import SEVERED, TensorLayout, overlaps
 from torchshard.tensor.redistribute import redistribute_local
 
 Move = Callable[[Tensor], Tensor]
@@ -32,6 +32,7 @@ class Window:
 
     Attributes:
         base: of which it should be a view; counts versions. It may be given other data or dims later.
+        layout: that the base had when the view was taken.
         held: the local tensor that the base had when the view was taken.
         outer: the window of the base, if that is severed itself.
         local: the copy; the local tensors of all views through this window share memory with it.
@@ -41,6 +42,7 @@ class Window:
     """
 
     base: DTensor
+    layout: TensorLayout
     held: Tensor
     outer: "Window | None"
     local: Tensor
@@ -52,7 +54,7 @@ class Window:
     def on(cls, base: DTensor, local: Tensor, fetch: Move, give: Move) -> "Window":
         """The window to a copy that is like the base now."""
         outer = base._window if base._spec.marks & SEVERED else None
-        return cls(base, base._local_tensor.detach(), outer, local, fetch, give, _version(base))
+        return cls(base, base._spec, base._local_tensor.detach(), outer, local, fetch, give, _version(base))
 
     def refresh(self) -> None:
         """Make the copy like the base."""
@@ -62,6 +64,12 @@ class Window:
         if version == _UNKNOWN or version != self.version:
             self.local.copy_(self.fetch(self.held))
             self.version = version
+
+    def refuse_unwritable(self) -> None:
+        """Raise where the base cannot be made like the copy, as its elements lie on one another."""
+        refuse_overlapping(self.layout)
+        if self.outer:
+            self.outer.refuse_unwritable()
 
     def write_back(self) -> None:
         """Make the base like the copy."""
@@ -143,6 +151,10 @@ def guarded(plan: Callable[..., Any], cut: Sequence[int], written: Sequence[int]
     def run(*args: Any) -> Any:
         if given_back and sum([len(list(dtensors_in([args[at]]))) for at in written]) > 1:
             raise _several(name)
+        for at in given_back:
+            for x in dtensors_in([args[at]]):
+                if x._spec.marks & SEVERED and (window := x._window):
+                    window.refuse_unwritable()
         for at in cut:
             for x in dtensors_in([args[at]]):
                 refresh(x)
@@ -172,7 +184,7 @@ def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
 
     Raises:
         UnsupportedOperatorError: something else does.
-        RuntimeError: elements of `x` lie on one another (it is expanded), on whatever rank.
+        RuntimeError: elements of `x` lie on one another, on whatever rank.
     """
     layout = x._spec
     refuse_overlapping(layout)
@@ -191,10 +203,13 @@ def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
 
 
 def refuse_overlapping(layout: TensorLayout) -> None:
-    """Raise RuntimeError, as torch does, where elements of a tensor to write to lie on one another: it is expanded."""
-    if 0 not in layout.shape and any(n > 1 and s == 0 for n, s in zip(layout.shape, layout.stride, strict=True)):
+    """Raise RuntimeError, as torch does, where elements of a tensor to write to may lie on one another.
+
+    It is expanded, or made of windows (unfold).
+    """
+    if overlaps(layout.shape, layout.stride):
         raise RuntimeError(
-            f"more than one element of the DTensor that is written to is at one place in memory: its shape is "
+            f"more than one element of the DTensor that is written to may be at one place in memory: its shape is "
             f"{tuple(layout.shape)}, its strides are {layout.stride}; clone() it first"
         )
 

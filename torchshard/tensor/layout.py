@@ -221,3 +221,13 @@ def kept_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
             return dense_stride(shape, stride)
         step *= n
     return tuple(stride)
+
+
+def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements may lie on one another: not if each dim steps over all that lies within those inside of it."""
+    reach = 1
+    for n, s in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n != 1), key=lambda pair: pair[1]):
+        if s < reach:
+            return 0 not in shape
+        reach += (n - 1) * s
+    return False

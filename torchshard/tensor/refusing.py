@@ -5,6 +5,9 @@ an empty tensor elsewhere. Nor does it mind that elements which it would write t
 tensor). Meta tensors do not tell either, as kernels refuse and not schemas. So a rank with an empty
 piece asks on zeros in the shapes of the first rank's pieces, which is never the one that lacks something. That happens
 in the first run of a plan; nobody is asked, and nothing is sent.
+
+Where an operand overlaps what is written to, kernels ask for the strides of both, which are not the same on all ranks:
+none of them refuses, each rank that would reads first and then writes.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced, refuses_kind
+from torchshard._torch import is_traced, refuses_kind, refuses_overlap
 from torchshard.rules.rule import Made
 from torchshard.tensor.call import Call, Operand
 from torchshard.tensor.layout import TensorLayout, dense_stride
@@ -49,6 +52,26 @@ def refusing(
         return function(*args, **kwargs)
 
     return run
+
+
+def reading_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that writes to its first argument; on copies of the others, where it refuses that they overlap it."""
+
+    def run(written: Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(written, *args, **kwargs)
+        except RuntimeError as error:
+            if not refuses_overlap(error):
+                raise
+        return function(written, *map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_copied(item) for item in value]
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _local(call: Call, o: Operand) -> Any:
