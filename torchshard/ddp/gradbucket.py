@@ -9,7 +9,8 @@ import torch.distributed as dist
 class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
     """One full bucket, with the methods of dist.GradBucket; made by `make`, as torch's class has no constructor.
 
-    A subclass, so that hooks that ask for torch's class find it; nothing of torch's is behind it.
+    A subclass, so that hooks that ask for torch's class find it; nothing of torch's is behind it. Complex gradients are
+    shown as pairs of real ones, in a last dim of 2, as torch's reducer does: hooks convert to real dtypes.
     """
 
     _index: int
@@ -18,6 +19,7 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
     _own: torch.Tensor
     _parameters: list[torch.Tensor]
     _last: bool
+    _is_complex: bool
 
     @classmethod
     def make(
@@ -38,7 +40,9 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
             last: whether it is the last one of this backward.
         """
         made: GradBucket = cls.__new__(cls)
-        made._index, made._buffer, made._own, made._views = index, buffer, buffer, views
+        made._is_complex = buffer.is_complex() and not buffer.is_sparse
+        shown = torch.view_as_real(buffer).flatten() if made._is_complex else buffer
+        made._index, made._buffer, made._own, made._views = index, shown, shown, views
         made._parameters, made._last = parameters, last
         return made
 
@@ -56,12 +60,13 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
 
     def gradients(self) -> list[torch.Tensor]:
         """Each parameter's part of the buffer, in the parameter's shape."""
+        views = [torch.view_as_real(v) if self._is_complex else v for v in self._views()]
         if self._buffer is self._own or self._own.is_sparse:
-            return [*self._views()]
+            return views
         begin = self._own.storage_offset()
         return [
             self._buffer.as_strided(v.shape, v.stride(), self._buffer.storage_offset() + v.storage_offset() - begin)
-            for v in self._views()
+            for v in views
         ]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -71,3 +76,9 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
     def is_last(self) -> bool:
         """Whether no other bucket will follow in this backward."""
         return self._last
+
+    def complete(self, result: torch.Tensor) -> torch.Tensor:
+        """What a hook gives for the buffer, as numbers of the gradients' kind: pairs of real ones are complex again."""
+        if not self._is_complex or result.is_complex():
+            return result
+        return torch.view_as_complex(result.to(self._own.dtype).view(-1, 2))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.ddp.flat import FlatBucket
@@ -42,8 +43,7 @@ class ObservedReducer(Reducer):
         """Have a communication hook reduce the buckets from now on; RuntimeError if there is one."""
         if self.reduction.hooked:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self.reduction = Hooked(hook, state)
-        self._use_scale()
+        self._take_hook(Hooked(hook, state))
 
     def take_over(self, other: "ObservedReducer") -> None:
         """The settings of another reducer of the same parameters, and what it has heard under no_sync.
@@ -51,11 +51,16 @@ class ObservedReducer(Reducer):
         A hook keeps the group that it has, but for one that steps optimizers: such a one is made anew.
         """
         if isinstance(other.reduction, Hooked) and not isinstance(other.reduction.hook, SteppingHook):
-            self.reduction = other.reduction
-            self._use_scale()
+            self._take_hook(other.reduction)
         self.waits_for_user = other.waits_for_user
         self._recipe.rows.update(other._recipe.rows)
         self._touched = other._touched
+
+    def _take_hook(self, hooked: Hooked) -> None:
+        on_gloo = self.exchange.device.type == "cpu" or dist.get_backend(self.group) == "gloo"
+        hooked.in_turn = self.exchange.wait if on_gloo and not hooked.is_linear else None
+        self.reduction = hooked
+        self._use_scale()
 
     def choose_sizes(self, link: LinkSpeed | None) -> None:
         """Find out which sizes of buckets suit this link between the ranks; None if there is none."""

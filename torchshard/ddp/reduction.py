@@ -55,7 +55,7 @@ class Sum:
 
     def received(self, given: GradBucket, work: Any) -> torch.Tensor:
         """What has become of it, once the work is done."""
-        return given.buffer()
+        return given.complete(given.buffer())
 
     def ask(self, bucket: GradBucket) -> "torch.futures.Future[Any]":
         """The same as a future, as communication hooks give one."""
@@ -70,28 +70,41 @@ class Hooked:
         hook: called with the state and a GradBucket when a bucket is full; what the future that it returns will
             hold replaces the contents of the bucket.
         state: for the hook.
+
+    Attributes:
+        in_turn: waits for the bucket before, where buckets must not be on their way together. A callback that waits for
+            a collective of its own, as PowerSGD's do, holds one of gloo's two threads; two of them would wait for ever.
     """
 
     scale, hooked = 1.0, True
+    in_turn: Callable[[list[Any]], None] | None = None
 
     def __init__(self, hook: CommHook, state: object) -> None:
         self.hook, self._state = hook, state
+        self._before: list[Any] = []  # the answer that comes first
         self.is_linear, self.dtype = hook in _AVERAGING, _AVERAGING.get(hook)
 
     def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
         """Begin to reduce a bucket that is full."""
+        if index == 0:
+            self._before.clear()
         with torch.no_grad():
             given = GradBucket.make(index, bucket.outgoing(), bucket.views, bucket.parameters, last)
             bucket.work = self.send(given)
 
     def accept(self, bucket: FlatBucket) -> None:
         """The bucket's work is done: take its result; raise what the hook's callbacks have raised."""
+        self._before.clear()
         if bucket.work is not None:
             bucket.receive(bucket.work.result())
 
     def send(self, given: GradBucket) -> Any:
         """As for Sum."""
-        return Answer(self.ask(given))
+        if self.in_turn and self._before:
+            self.in_turn(self._before)
+        answer = Answer(self.ask(given), given)
+        self._before = [answer]
+        return answer
 
     def received(self, given: GradBucket, work: Any) -> torch.Tensor:
         """As for Sum."""
@@ -119,10 +132,11 @@ class Answer:
 
     Args:
         future: of the result.
+        given: the bucket that the hook was given.
     """
 
-    def __init__(self, future: "torch.futures.Future[torch.Tensor]") -> None:
-        self._future, self._done = future, threading.Event()
+    def __init__(self, future: "torch.futures.Future[torch.Tensor]", given: GradBucket) -> None:
+        self._future, self._given, self._done = future, given, threading.Event()
         future.add_done_callback(lambda _: self._done.set())
 
     def is_completed(self) -> bool:
@@ -151,4 +165,4 @@ class Answer:
                 "the future that a communication hook returns must hold one tensor in the shape of the bucket's "
                 f"buffer, but holds {type(result).__qualname__}"
             )
-        return result
+        return self._given.complete(result)
