@@ -216,6 +216,23 @@ def _skipped_by_one(rank, world):
     dist.destroy_process_group()  # one rank has issued what the other will not join
 
 
+def _skipped_alike(rank, world):
+    """Ranks that lack other gradients, but of the same buckets none at all, go on together."""
+    from torchshard.ddp import DistributedDataParallel
+
+    settings = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    module = Parts()
+    models = [TorchDDP(copy.deepcopy(module), **settings), DistributedDataParallel(module, **settings)]
+    for pick in ((0, 1, 2, 3), (1, 2), (0, 1)):
+        x = torch.randn(3, 8)
+        for model in models:
+            model.module.pick = pick if rank else (0, 1, 2, 3)
+            model.zero_grad()
+            _loss(model, x).backward()
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+
+
 def _skipped(rank, world):
     """Buckets without gradients are not sent."""
     from torchshard.ddp import DistributedDataParallel
@@ -334,7 +351,7 @@ def _surface(rank, world):
 
 
 CASES = [
-    _in_backward, _mixed, _delayed, _delayed_between, _conjugated, _converted, _by_hand, _skipped, _toggled, _twice_differentiated, _pipeline, _surface,
+    _in_backward, _mixed, _delayed, _delayed_between, _conjugated, _converted, _by_hand, _skipped, _skipped_alike, _toggled, _twice_differentiated, _pipeline, _surface,
 ]  # fmt: skip
 
 

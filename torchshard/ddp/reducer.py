@@ -215,6 +215,8 @@ class Reducer(ReducerCompatibility):
                 self._settle(bucket)
                 if bucket.pending:
                     return
+                if number == 0:
+                    self.exchange.confirm(self._plan_text)
                 self._launch(number, bucket)
 
     def _settle(self, bucket: FlatBucket) -> None:
@@ -224,8 +226,6 @@ class Reducer(ReducerCompatibility):
             self._complain(error.args[0])
 
     def _launch(self, number: int, bucket: FlatBucket) -> None:
-        if number == 0:
-            self.exchange.confirm(self._plan_text)
         bucket.close()
         self.reduction.start(bucket, number, number == len(self.buckets) - 1)
         self.exchange.issued += 1
@@ -260,21 +260,15 @@ class Reducer(ReducerCompatibility):
             for bucket in self.buckets:
                 bucket.install()
             return
-        skipped = self._skipped() if self.usage.skips else ()
+        if self.buckets and self.buckets[0].work is None:
+            self.exchange.confirm(self._plan_text)
+        skipped = self.usage.skipped(self.buckets, self._touched, self.exchange)
         for number, bucket in enumerate(self.buckets):
             if bucket.work is None and number not in skipped:
                 self._launch(number, bucket)
         self.is_unfinished = True
         if not self.waits_for_user:
             self.finish()
-
-    def _skipped(self) -> list[int]:
-        """Numbers of the buckets that have no gradient; RankMismatchError if they are others on another rank."""
-        for bucket in self.buckets:
-            bucket.close()
-        skipped = [n for n, b in enumerate(self.buckets) if self._touched.isdisjoint(b.members) and b.is_empty()]
-        self.exchange.confirm(f"buckets without any gradient, not reduced: {skipped}")
-        return skipped
 
     def finish(self) -> None:
         """Wait for the reduction of the last backward, and hand its results out."""

@@ -1,10 +1,11 @@
 """Which parameters get a gradient in a backward: all, as many as come, or those of the first backward."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from torch.autograd.profiler import record_function
 
 from torchshard.ddp.exchange import Exchange
+from torchshard.ddp.flat import FlatBucket
 
 
 class Usage:
@@ -14,7 +15,6 @@ class Usage:
         tolerant: a backward may end without some gradients.
         attentive: no hook may be quiet.
         learning: this backward only counts; everything is reduced at its end.
-        skips: a bucket without any gradient is not reduced; the user vouches that all ranks have the same ones.
         uses: how often each gradient grew in the backward that counts.
         repeated: those that grow more than once, with how often.
         left: of these, in the backward that runs, how often they will still grow.
@@ -22,7 +22,7 @@ class Usage:
         static: whether each backward so far had gradients for the same parameters.
     """
 
-    tolerant = attentive = learning = skips = False
+    tolerant = attentive = learning = False
     static = True
 
     def __init__(self, count: int) -> None:
@@ -32,6 +32,10 @@ class Usage:
         self.left: dict[int, int] = {}
         self.never: frozenset[int] = frozenset()
         self.anywhere: Mapping[int, int] = dict.fromkeys(self.all, 1)  # used in the last backward: by how many ranks
+
+    def skipped(self, buckets: Sequence[FlatBucket], touched: Set[int], exchange: Exchange) -> Collection[int]:
+        """Numbers of the buckets that are not reduced in this backward, which is over; arguments as for `decide`."""
+        return ()
 
     def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
         """Parameters that got a gradient on some rank since the last reduction. All ranks call it at the same point.
@@ -57,14 +61,29 @@ class Usage:
 
 
 class ChangingUsage(Usage):
-    """find_unused_parameters: any parameter may have no gradient in any backward; ranks tell each other which had."""
+    """find_unused_parameters: any parameter may have no gradient in any backward; ranks tell each other which had.
+
+    Args:
+        count: of parameters.
+        skips: a bucket without any gradient is not reduced; the user vouches that all ranks have the same ones.
+    """
 
     tolerant = True
 
     def __init__(self, count: int, skips: bool) -> None:
         super().__init__(count)
-        self.skips = skips
+        self._skips = skips
         self._absent: Collection[int] | None = None
+
+    def skipped(self, buckets: Sequence[FlatBucket], touched: Set[int], exchange: Exchange) -> Collection[int]:
+        """As for Usage; RankMismatchError if they are others on another rank."""
+        if not self._skips:
+            return ()
+        for bucket in buckets:
+            bucket.close()
+        skipped = [n for n, b in enumerate(buckets) if touched.isdisjoint(b.members) and b.is_empty()]
+        exchange.confirm(f"buckets without any gradient, not reduced: {skipped}")
+        return skipped
 
     def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
         """As for Usage."""
