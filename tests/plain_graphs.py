@@ -7,14 +7,14 @@ from torch._functorch.aot_autograd import make_boxed_func
 KINDS = {"aten", "prims", "inductor", "_c10d_functional"}  # c10d's own operators, and torchshard's, are none
 
 
-def recording(graphs):
+def recording(graphs, **options):
     """A backend that runs what AOTAutograd makes, node by node, and keeps the graphs: forward, then backward."""
 
     def keep(module, _inputs):
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep, **options)
 
 
 def assert_plain(graph):

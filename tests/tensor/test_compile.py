@@ -1,8 +1,12 @@
 """A tensor-parallel block compiles into one graph, forward and backward, with eager's values."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch._inductor.config as inductor
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from tests.older import require
 from tests.plain_graphs import collectives, recording
@@ -103,3 +107,47 @@ def test_values_of_a_region_are_those_of_eager():
     (same, first), (also_same, second) = run_ranks(2, compare_values, timeout=120)
     assert same == also_same == [True] * 8
     assert first == second
+
+
+def spread(x):
+    """What is saved of it for backward is a tensor where a rank has several rows, another where it has one."""
+    x = x * 1
+    columns = x.split(2, 1)[-1]
+    largest = columns.max(1).values
+    left = torch.fmod(largest, 1.5)
+    return x, columns, columns.clamp(min=x), largest, left, left.std()
+
+
+def compare_uneven(rank, world):
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    graphs, values = [], torch.randn(3, 2, generator=torch.Generator().manual_seed(1))
+    backend = recording(graphs, partition_fn=min_cut_rematerialization_partition)
+    found = []
+    for function in (spread, torch.compile(spread, backend=backend, fullgraph=True)):
+        x = distribute_tensor(values, mesh, [Shard(0)]).requires_grad_()
+        made = function(x)
+        sum(y.square().sum() for y in made).full_tensor().backward()
+        found.append([y.full_tensor() for y in (*made, x.grad)])
+    torch.testing.assert_close(found[1], found[0])
+    return [collectives(graph) for graph in graphs]
+
+
+def test_backward_repeats_no_collectives_of_forward():
+    first, second = run_ranks(2, compare_uneven, timeout=120)  # what one sends, the other waits for
+    assert first == second
+    assert first == [["all_reduce"] * 3, []]
+
+
+def test_torch_is_told_once_to_repeat_no_collectives():
+    script = """
+from torch._functorch.partitioners import _extract_graph_with_inputs_outputs as before
+from torchshard import _torch
+told = _torch.run_collectives_once()
+_torch.run_collectives_once.cache_clear()
+from torch._functorch.partitioners import _extract_graph_with_inputs_outputs as after
+print(told, before is not after, _torch.run_collectives_once())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["True", "True", "False"]  # where torch needs it no longer: False, False, False

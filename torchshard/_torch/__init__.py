@@ -107,6 +107,7 @@ from torchshard._torch.operators import (
     refuses_overlap,
     schema,
 )
+from torchshard._torch.partitioning import run_collectives_once
 from torchshard._torch.regions import crosses, example_of, memories, nesting, setting, was_written, writes_arguments
 from torchshard._torch.sharded import (
     group_of_loaded,
@@ -205,6 +206,7 @@ __all__ = [
     "register_after_grad",
     "remove_optimizer_hooks",
     "root_mesh",
+    "run_collectives_once",
     "schema",
     "setting",
     "sharded_tensors",

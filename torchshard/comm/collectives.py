@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from torchshard._torch import functional_collectives
+from torchshard._torch import functional_collectives, run_collectives_once
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import prepare
 
@@ -225,6 +225,8 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
 
 
 def _wait(x: Tensor) -> Tensor:
+    if x.__class__ is not Tensor:
+        run_collectives_once()
     waited: Tensor = _c10d.wait_tensor(x)
     return waited
 

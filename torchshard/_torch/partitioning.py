@@ -1,0 +1,56 @@
+"""AOTAutograd's partitioner: what of a graph runs forward, and what backward."""
+
+import functools
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def run_collectives_once() -> bool:
+    """Have the partitioner leave collectives out of backward that nothing there needs; whether it had to be told.
+
+    With min-cut partitioning, backward repeats each collective that can be computed from what was saved, as waiting
+    counts as a side effect, though nothing uses the result. What is saved depends on sizes, and pieces of several sizes
+    make graphs with other collectives on other ranks, which wait for ever. default_partition drops them.
+    (torch._functorch.partitioners._extract_graph_with_inputs_outputs, 2.11-2.15)
+    """
+    from torch._functorch import partitioners
+
+    extract = partitioners._extract_graph_with_inputs_outputs
+
+    @functools.wraps(extract)
+    def extracted(*args: Any, **kwargs: Any) -> torch.fx.Graph:
+        graph = extract(*args, **kwargs)
+        if any(isinstance(value, str) and value == "backward" for value in (*args, *kwargs.values())):
+            _drop_repeated(graph)
+        return graph
+
+    if not _repeats(extract):
+        return False
+    partitioners._extract_graph_with_inputs_outputs = extracted
+    return True
+
+
+def _repeats(extract: Any) -> bool:
+    """Whether a collective that nothing in backward needs is there, of a graph in which it could be."""
+    graph = torch.fx.Graph()
+    x, gradient = graph.placeholder("x"), graph.placeholder("gradient")
+    functional = torch.ops._c10d_functional
+    graph.call_function(
+        functional.wait_tensor.default, (graph.call_function(functional.all_reduce.default, (x, "sum", "0")),)
+    )
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (x, gradient))
+    graph.output((product,))
+    return any(map(_is_collective, extract(graph, [x, gradient], [product], [None], "backward").nodes))
+
+
+def _is_collective(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "_c10d_functional"
+
+
+def _drop_repeated(graph: torch.fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if _is_collective(node) and not node.users:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
