@@ -3,7 +3,12 @@
     python -m benchmarks.dtensor_overhead
 
 A fake group of 64 ranks as an 8x8 mesh; tensors so small that the time is overhead. One thread.
+
+A second table compares with a floor: a tensor subclass that decides nothing. Its `__torch_dispatch__` calls the local
+operator and wraps the result by the fastest ways that torch has, and looks nothing up.
 """
+
+import functools
 
 import torch
 import torch.distributed as dist
@@ -13,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Comparison, geometric_mean, interleaved, table
+from torchshard._torch import local_callable, no_torch_function, wrapper_constructor
 
 R, S = Replicate(), Shard
 
@@ -82,8 +88,43 @@ def transformer_layer(api, mesh):
     return run
 
 
-def compared() -> list[Comparison]:
-    """All cases."""
+class Floor(torch.Tensor):
+    """Runs the one operator that was set, on local tensors."""
+
+    __slots__ = ("_local_tensor", "_spec")
+    __torch_function__ = no_torch_function()
+    function = layout = None
+
+    @staticmethod
+    def __torch_dispatch__(func, types, args=(), kwargs=None):
+        local = Floor.function(*[x._local_tensor if x.__class__ is Floor else x for x in args])
+        return new(Floor, local, Floor.layout, False)
+
+
+new = wrapper_constructor()
+
+
+def floors(ours, mesh):
+    """The cases of one operator whose arguments are the same for all ranks, beside the floor."""
+    a, b = (ours.distribute_tensor(torch.randn(16, 16), mesh, [S(0), S(1)]) for _ in range(2))
+    x, k = (ours.distribute_tensor(torch.randn(16, 16), mesh, p) for p in ([S(0), R], [R, S(1)]))
+    h = ours.distribute_tensor(torch.randn(8, 4, 16), mesh, [S(0), R])
+    aten = torch.ops.aten
+    for name, operator, function, args in (
+        ("add", aten.add.Tensor, lambda p, q: p + q, (a, b)),
+        ("x + 1.0", aten.add.Tensor, lambda p: p + 1.0, (a,)),
+        ("mm", aten.mm.default, lambda p, q: p @ q, (x, k)),
+        ("relu", aten.relu.default, torch.relu, (a,)),
+        ("transpose", aten.transpose.int, lambda p: p.transpose(1, 2), (h,)),
+        ("softmax", aten._softmax.default, lambda p: torch.softmax(p, -1), (x,)),
+    ):
+        Floor.function, Floor.layout = local_callable(operator), function(*args)._spec
+        bare = [new(Floor, t._local_tensor, t._spec, False) for t in args]
+        yield interleaved(name, functools.partial(function, *args), functools.partial(function, *bare))
+
+
+def compared() -> tuple[list[Comparison], list[Comparison]]:
+    """All cases beside torch's, and some beside the floor."""
     import torch.distributed.tensor as upstream
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -103,15 +144,18 @@ def compared() -> list[Comparison]:
             ("encoder layer, forward and backward", transformer_layer),
         ):
             found.append(interleaved(name, make(ours, mesh), make(upstream, mesh)))
-        return found
+        return found, list(floors(ours, mesh))
     finally:
         dist.destroy_process_group()
 
 
 def main() -> str:
-    """The table, and the geometric mean of the ratios."""
-    found = compared()
-    return f"{table(found)}\n\ngeometric mean of the ratios: {geometric_mean(found):.3f}"
+    """Both tables, with the geometric means of the ratios."""
+    found, floor = compared()
+    return (
+        f"{table(found)}\n\ngeometric mean of the ratios: {geometric_mean(found):.3f}\n\n"
+        f"{table(floor, theirs='floor')}\n\ngeometric mean of the ratios: {geometric_mean(floor):.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -124,9 +124,9 @@ def geometric_mean(comparisons: Iterable[Comparison]) -> float:
     return math.exp(statistics.fmean(math.log(c.ratio) for c in comparisons))
 
 
-def table(comparisons: Sequence[Comparison], unit: str = "us") -> str:
-    """The comparisons as text; unit "us" or "ms"."""
+def table(comparisons: Sequence[Comparison], unit: str = "us", theirs: str = "torch") -> str:
+    """The comparisons as text; unit "us" or "ms"; `theirs` is the name of the other side."""
     scale = {"us": 1e6, "ms": 1e3}[unit]
     rows = [(c.name, c.ours * scale, c.theirs * scale, c.ratio, f"{c.low:.2f} .. {c.high:.2f}") for c in comparisons]
-    headers = ["case", f"torchshard {unit}", f"torch {unit}", "ratio", "95 % of the ratio"]
+    headers = ["case", f"torchshard {unit}", f"{theirs} {unit}", "ratio", "95 % of the ratio"]
     return str(tabulate(rows, headers, tablefmt="github", floatfmt=(None, ".1f", ".1f", ".2f")))

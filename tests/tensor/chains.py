@@ -266,18 +266,24 @@ def play(rank, world, mesh_shape, seeds):
     """On every rank: the complaints about the chains of these seeds."""
     from torchshard import init_device_mesh
 
-    warnings.filterwarnings("ignore")
     mesh = init_device_mesh("cpu", mesh_shape)
-    chains = [_Chain(mesh, seed) for seed in seeds]
+    return played(Chain(mesh, seed) for seed in seeds)
+
+
+def played(chains):
+    """The complaints about some chains, each with its story."""
+    warnings.filterwarnings("ignore")
     return [told + "\n  " + "\n  ".join(chain.story) for chain in chains if (told := chain.run())]
 
 
-class _Over(Exception):
+class Over(Exception):
     """The chain cannot go on: plain tensors have come to an end of their own, or a write was refused."""
 
 
-class _Chain:
+class Chain:
     """Pairs of a plain tensor and a DTensor, of which each step makes another, or to which it writes."""
+
+    operators, in_place = OPERATORS, IN_PLACE
 
     def __init__(self, mesh, seed):
         self.mesh, self.chance = mesh, random.Random(seed)
@@ -290,7 +296,7 @@ class _Chain:
             for _ in range(14):
                 self._step()
             self._backward()
-        except _Over:
+        except Over:
             pass
         except AssertionError as wrong:
             return str(wrong)
@@ -344,7 +350,7 @@ class _Chain:
             return
         dims = max(pairs[at][0].ndim, 1)
         names = {"d": chance.randrange(dims), "e": chance.randrange(dims), "n": chance.randrange(5)}
-        code, text = chance.choice(_compiled(IN_PLACE if kind < 0.37 else OPERATORS))
+        code, text = chance.choice(_compiled(self.in_place if kind < 0.37 else self.operators))
         recorded = kind > 0.37 or chance.random() < 0.5
 
         def call(which):
@@ -358,13 +364,13 @@ class _Chain:
             plain = call(0)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             if versions != [plain._version for plain, _ in pairs]:  # something was written
-                raise _Over from error
+                raise Over from error
             return
         self.story.append(f"#{len(pairs)}: {text} x=#{at} y=#{other} {names}{'' if recorded else ' no_grad'}")
         writes = versions != [plain._version for plain, _ in pairs]
         try:
             split = self._right_or_refused(lambda: call(1))
-        except _Over:
+        except Over:
             if writes:
                 raise
             return
@@ -380,40 +386,73 @@ class _Chain:
             return call()
         except TorchshardError as error:
             self.story.append("    refused")
-            raise _Over from error
+            raise Over from error
         except Exception as error:
             # Some kernels take no notice of elements that lie on one another, others refuse to write to them.
             if "single memory location" in str(error) or "be at one place in memory" in str(error):
-                raise _Over from error
+                raise Over from error
             raise AssertionError(f"{type(error).__name__}: {error}") from error
 
     def _add(self, plain, split):
-        _compare(plain, split)
+        self._compare(plain, split)
         if isinstance(plain, torch.Tensor) and plain.numel() < 3000 and len(self.pairs) < 9 and _tame(plain):
             self.pairs.append((plain, split))
 
     def _compare_all(self):
         for plain, split in self.pairs:
-            _compare(plain, split)
+            self._compare(plain, split)
             if not _tame(plain):
-                raise _Over
+                raise Over
+
+    def _compare(self, plain, split):
+        """Assert that a DTensor is what the plain tensor is."""
+        if not isinstance(plain, torch.Tensor):
+            return
+        try:
+            wanted = {name: getattr(plain, name) for name in ("shape", "dtype", "requires_grad", "is_leaf")}
+        except RuntimeError as error:  # a view that a write has made meaningless
+            raise Over from error
+        got = {name: getattr(split, name) for name in wanted}
+        assert got == wanted, f"{got} for {wanted}"
+        self._compare_strides(plain, split)
+        values = self._whole(split).detach()
+        limit = 5e-2 if plain.dtype is torch.bfloat16 else 1e-4
+        torch.testing.assert_close(values, plain.detach(), rtol=limit, atol=limit, equal_nan=True)
+
+    def _compare_strides(self, plain, split):
+        strides = [pair for *pair, n in zip(split.stride(), plain.stride(), plain.shape, strict=True) if n > 1]
+        assert plain.numel() < 2 or all(a == b for a, b in strides), f"strides {split.stride()} for {plain.stride()}"
+
+    def _whole(self, split):
+        from torchshard import DTensor
+
+        return split.full_tensor() if isinstance(split, DTensor) else split
 
     def _backward(self):
         plains, splits = ([pair[k] for pair in self.pairs if pair[0].requires_grad] for k in (0, 1))
         for name in ("gradients", "gradients of gradients"):
             self.story.append(name)
             try:
-                plains = _gradients(plains, [plain for plain, _ in self.leaves])
+                plains = self._gradients(plains, [plain for plain, _ in self.leaves])
             except RuntimeError as error:  # something that was saved has been written to
-                raise _Over from error
-            splits = self._right_or_refused(lambda of=splits: _gradients(of, [split for _, split in self.leaves]))
+                raise Over from error
+            splits = self._right_or_refused(lambda of=splits: self._gradients(of, [split for _, split in self.leaves]))
             assert [g is None for g in plains] == [g is None for g in splits]
             for plain, split in zip(plains, splits, strict=True):
                 if plain is not None and plain.isfinite().all():
-                    whole = split.full_tensor().double()
+                    whole = self._whole(split).double()
                     size = max(float(plain.detach().abs().max()), 1.0) if plain.numel() else 1.0
                     limit = 5e-2 if any("bfloat16" in line for line in self.story) else 1e-3
                     torch.testing.assert_close(whole.detach(), plain.detach().double(), rtol=0, atol=limit * size)
+
+    @staticmethod
+    def _gradients(outputs, leaves):
+        """Of the leaves, for a sum of squares; None for those that the outputs do not depend on."""
+        outputs = [y for y in outputs if y is not None and y.requires_grad]
+        if not outputs or not leaves:
+            return [None] * len(leaves)
+        loss = sum((y.double() * (k + 1)).square().mean() for k, y in enumerate(outputs))
+        return torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=True)
 
 
 @functools.cache
@@ -421,33 +460,5 @@ def _compiled(table):
     return [(compile(line.strip(), line.strip(), "eval"), line.strip()) for line in table.strip().splitlines()]
 
 
-def _gradients(outputs, leaves):
-    """Of the leaves, for a sum of squares; None for those that the outputs do not depend on."""
-    outputs = [y for y in outputs if y is not None and y.requires_grad]
-    if not outputs or not leaves:
-        return [None] * len(leaves)
-    loss = sum((y.double() * (k + 1)).square().mean() for k, y in enumerate(outputs))
-    return torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=True)
-
-
 def _tame(plain):
     return bool(plain.isfinite().all()) and float(plain.detach().double().abs().sum()) < 1e5
-
-
-def _compare(plain, split):
-    """Assert that a DTensor is what the plain tensor is."""
-    from torchshard import DTensor
-
-    if not isinstance(plain, torch.Tensor):
-        return
-    try:
-        wanted = {name: getattr(plain, name) for name in ("shape", "dtype", "requires_grad", "is_leaf")}
-    except RuntimeError as error:  # a view that a write has made meaningless
-        raise _Over from error
-    got = {name: getattr(split, name) for name in wanted}
-    assert got == wanted, f"{got} for {wanted}"
-    strides = [pair for *pair, n in zip(split.stride(), plain.stride(), plain.shape, strict=True) if n > 1]
-    assert plain.numel() < 2 or all(a == b for a, b in strides), f"strides {split.stride()} for {plain.stride()}"
-    values = (split.full_tensor() if isinstance(split, DTensor) else split).detach()
-    limit = 5e-2 if plain.dtype is torch.bfloat16 else 1e-4
-    torch.testing.assert_close(values, plain.detach(), rtol=limit, atol=limit, equal_nan=True)

@@ -1,16 +1,22 @@
-"""Whatever is done to a DTensor, in whatever order, is what is done to a plain tensor."""
+"""Whatever is done to a DTensor or ShardedTensor, in whatever order, is what is done to a plain tensor."""
 
 import math
 
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tensor.chains import play
+from tests.tensor import chains, sharded_chains
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_some_chains(mesh_shape):
-    for told in run_ranks(math.prod(mesh_shape), play, mesh_shape, range(20), timeout=200):
+    for told in run_ranks(math.prod(mesh_shape), chains.play, mesh_shape, range(20), timeout=200):
+        assert not told, "\n\n".join(told)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_some_chains_of_sharded_tensors(world):
+    for told in run_ranks(world, sharded_chains.play, range(30), timeout=200):
         assert not told, "\n\n".join(told)
 
 
@@ -18,5 +24,13 @@ def test_some_chains(mesh_shape):
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
 def test_many_chains(mesh_shape):
-    for told in run_ranks(math.prod(mesh_shape), play, mesh_shape, range(100, 500), timeout=1500):
+    for told in run_ranks(math.prod(mesh_shape), chains.play, mesh_shape, range(100, 500), timeout=1500):
+        assert not told, "\n\n".join(told)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_many_chains_of_sharded_tensors(world):
+    for told in run_ranks(world, sharded_chains.play, range(100, 600), timeout=1500):
         assert not told, "\n\n".join(told)

@@ -232,6 +232,19 @@ def test_an_exported_function_is_traced_through_where_torch_has_no_way_to_record
     assert torch.equal(exported.module()(PIECE), PIECE + 1)
 
 
+def written_and_returned(x):
+    view = (x * 1).reshape(-1)  # of pieces that are no longer whole rows: a view that had to be moved
+    view.mul_(2)
+    return view
+
+
+def test_a_moved_view_that_was_written_to_is_returned_as_a_copy_only():
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"(?s)moved, after a write.*view.clone\(\)"):
+        one_graph(written_and_returned, UNEVEN)
+    copied = one_graph(lambda x: written_and_returned(x).clone(), UNEVEN)
+    assert described(copied) == described(written_and_returned(UNEVEN).clone())
+
+
 def test_a_sharded_tensor_passes_through_and_its_part_has_a_gradient():
     x = sharded()
     part = x.local_tensor().requires_grad_()

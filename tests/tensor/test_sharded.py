@@ -220,6 +220,29 @@ def _computing(rank, world):
     leaf = x.clone().requires_grad_()
     (leaf * y).relu().backward(_made_from(torch.ones(5, 3), rows, ShardedTensor))
     check(leaf.grad, v * (w * v > 0))
+    # Converted, and told to talk by way of another group: with history.
+    import torch.distributed as dist
+
+    leaf = x.clone().requires_grad_()
+    there = leaf.to(torch.float64, process_group=dist.new_group(list(range(world))))
+    assert there.dtype is torch.float64
+    assert there._process_group is not x._process_group
+    (there * there).backward(there.detach())
+    assert leaf.grad._process_group is x._process_group
+    check(leaf.grad, 2 * w * w)
+    # Lists: results have one dtype on all ranks, also where one holds nothing, and writes are counted.
+    whole = torch.tensor([4, 9])  # on two of four ranks
+    number = _made_from(whole, _chunk(specs), ShardedTensor)
+    (root,) = torch._foreach_sqrt([number])
+    assert root.dtype is torch.float32
+    check(root, whole.sqrt())
+    leaf = x.clone().requires_grad_()
+    saved = leaf * 1
+    squares = saved * saved
+    with torch.no_grad():
+        torch._foreach_mul_([saved], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward(x)
     return True
 
 

@@ -283,7 +283,7 @@ class DTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
         if self._spec.marks & SEVERED:
-            self._window.refresh()
+            self._window.take_apart()
         return ["_local_tensor"], self._spec.sharding
 
     @staticmethod

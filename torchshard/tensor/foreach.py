@@ -55,7 +55,7 @@ def _count(values: Sequence[Any], written: Iterable[int]) -> None:
     """Move on the versions of what was written: autograd does it for single tensors, not for those in lists."""
     for at in written:
         if isinstance(values[at], (list, tuple)):
-            increment_version([x for x in values[at] if not x.is_inference()])
+            increment_version(values[at])  # passes over inference tensors, which have none
 
 
 def _made(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:

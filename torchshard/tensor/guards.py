@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchshard._torch import storage_uses
+from torchshard._torch import is_traced, storage_uses
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import reduction
@@ -64,6 +64,24 @@ class Window:
         if version == _UNKNOWN or version != self.version:
             self.local.copy_(self.fetch(self.held))
             self.version = version
+
+    def take_apart(self) -> None:
+        """Make the copy like the base, before a view is taken apart; there, a trace may be over already.
+
+        Raises:
+            UnsupportedOperatorError: it is, and the copy is not like the base.
+        """
+        try:
+            self.refresh()
+        except RuntimeError as error:
+            if not is_traced(self.local):
+                raise
+            raise UnsupportedOperatorError(
+                "A compiled region returns a view that had to be moved, after a write to it or to its base.",
+                expected="a view of what is not written to any more",
+                got=f"a view of {self.layout}",
+                fix="return view.clone()",
+            ) from error
 
     def refuse_unwritable(self) -> None:
         """Raise where the base cannot be made like the copy, as its elements lie on one another."""

@@ -106,15 +106,23 @@ def to(x: ShardedTensor, *args: Any, **options: Any) -> ShardedTensor:
     group = options.pop("process_group", None) or x._process_group
     if options.get("memory_format", torch.preserve_format) not in (torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("only torch.contiguous_format and torch.preserve_format are supported")
-    # Nothing but the parser of Tensor.to knows all its spellings, so a tensor without elements is sent through it.
-    like = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **{**options, "copy": False})
-    if (
-        like.device == x.device
-        and like.dtype == x.dtype
-        and not options.get("copy", False)
-        and group is x._process_group
-    ):
-        return x
-    tensors = [shard.tensor.detach().to(*args, **options) for shard in x._local_shards]
-    there = cut_as(x, tensors, like, group)
-    return there.requires_grad_(x.requires_grad and like.is_floating_point())  # type: ignore[return-value]
+    moved: ShardedTensor = Tensor.to(x, *args, **options)  # type: ignore[assignment]
+    return moved if group is x._process_group else _InGroup.apply(moved, group)  # type: ignore[no-untyped-call]
+
+
+class _InGroup(torch.autograd.Function):
+    """The same parts, of which another process group can talk."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardedTensor, group: dist.ProcessGroup) -> ShardedTensor:
+        ctx.before = x._process_group
+        return _with_group(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _with_group(grads[0], ctx.before), None
+
+
+def _with_group(x: ShardedTensor, group: dist.ProcessGroup) -> ShardedTensor:
+    like = torch.empty(0, dtype=x.dtype, device=x.device)
+    return cut_as(x, [shard.tensor.detach() for shard in x._local_shards], like, group)

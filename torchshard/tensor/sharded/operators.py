@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from torchshard._torch import operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
@@ -197,16 +198,18 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         pairs = zip(value, counts, strict=True)
         return [part for item, n in pairs for part in (_parts(item, k) for k in range(n))]
 
-    if not any(counts):
-        result: Any = []
-    else:
+    result: Any = None
+    if any(counts):
         result = func(*map(spread, args), **{key: spread(value) for key, value in kwargs.items()})
-    if result is None or not schema(func).returns:
+    if not schema(func).returns:
+        for argument, value in zip(schema(func).arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                increment_version(value)  # which autograd does for single tensors, not for those in lists
         return None
-    parts, items = iter(result), []
-    for item, n in zip(first, counts, strict=True):
+    # What this rank has no part of gets its dtype from the operator on nothing.
+    examples = [None] * len(counts) if all(counts) else func(*_nothing(args), **_nothing(kwargs))
+    parts, items = iter(result or ()), []
+    for item, n, example in zip(first, counts, examples, strict=True):
         mine = [next(parts) for _ in range(n)]
-        items.append(
-            cut_as(item, mine, mine[0] if mine else _nothing(item)) if isinstance(item, ShardedTensor) else mine[0]
-        )
+        items.append(cut_as(item, mine, mine[0] if mine else example) if isinstance(item, ShardedTensor) else mine[0])
     return items
