@@ -314,3 +314,12 @@ def test_a_gradient_that_is_cut_in_another_way():
     result = one_graph(lambda x: x * x, x)
     with pytest.raises(ValueError, match=r"(?s)cut in another way.*gradient.reshard\(x.sharding_spec\(\)\)"):
         result.backward(sharded(1))
+
+
+def test_a_gradient_whose_parts_lie_otherwise_in_memory():
+    x = sharded().requires_grad_()
+    result = one_graph(lambda x: x * 2, x)
+    gradient = torch.ones_like(result.detach())
+    gradient.local_shards()[0].tensor = torch.ones(4, 2).t()
+    result.backward(gradient)
+    assert torch.equal(x.grad.local_tensor(), torch.full((2, 4), 2.0))

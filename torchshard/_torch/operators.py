@@ -11,15 +11,18 @@ from torch import Tensor
 from torchshard._torch.finding import has_fast_paths
 
 
+_SAME_VALUES = {"_unsafe_view": "view"}
+
+
 def local_callable(func: Any) -> Callable[..., Any]:
     """What to call for an ATen operator on local tensors.
 
     torch's own Python binding where there is one: it parses arguments in half the time of an OpOverload (1.1 against
     1.95 us for add; 2.11-2.15). Bindings take the same arguments in the same order, but take the default reduction of
-    a loss for "none".
+    a loss for "none". What differs from another operator for autograd only has that one's.
     """
     if has_fast_paths() and func.namespace == "aten" and not any(a.name == "reduction" for a in func._schema.arguments):
-        name = func._overloadpacket.__name__
+        name = _SAME_VALUES.get(func._overloadpacket.__name__, func._overloadpacket.__name__)
         for home in (torch._C._VariableFunctions, torch._C.TensorBase):
             found = getattr(home, name, None)
             if found is not None:

@@ -143,7 +143,11 @@ def _part(k: int) -> str:
     """The attribute that holds part number k; a class whose __getattr__ finds it would not be traced."""
     name = f"_part_{k}"
     if not hasattr(TracedByParts, name):
-        setattr(TracedByParts, name, property(lambda x: x._local_shards[k].tensor))
+
+        def replace_by(x: Any, tensor: Tensor) -> None:  # a gradient's part by a copy with the strides of the graph
+            x._local_shards[k].tensor = tensor
+
+        setattr(TracedByParts, name, property(lambda x: x._local_shards[k].tensor, replace_by))
     return name
 
 
