@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchshard._torch.finding import has_fast_paths
 
-
 _SAME_VALUES = {"_unsafe_view": "view"}
 
 
