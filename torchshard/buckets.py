@@ -5,7 +5,7 @@ until it holds at least its cap; then the next one is begun. The buckets are num
 """
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 MiB = 1 << 20
 
@@ -18,7 +18,6 @@ class BucketPolicy:
         cap: a bucket is closed once it holds at least this much.
         first: the same for the first bucket of each kind; a small one starts the communication early.
         caps: sizes one by one; bucket k of a kind is closed at caps[k], later ones at the last. Overrides the others.
-        parts: so many buckets are wanted, if that takes none below `first`; see `spread`.
 
     A cap of zero gives every gradient its own bucket. Raises ValueError for a negative size.
     """
@@ -26,7 +25,6 @@ class BucketPolicy:
     cap: int = 25 * MiB
     first: int = 1 * MiB
     caps: tuple[int, ...] = ()
-    parts: int = 1
 
     def __post_init__(self) -> None:
         for size in (self.cap, self.first, *self.caps):
@@ -51,13 +49,6 @@ class BucketPolicy:
         else:
             small = default.first if cap is None else whole
         return cls(whole, small, tuple(int(size * MiB) for size in caps or ()))
-
-    def spread(self, nbytes: int) -> "BucketPolicy":
-        """The same policy for gradients of so many bytes in all, with a cap that makes about `parts` buckets of them.
-
-        In one bucket nothing of the communication is hidden behind the backward.
-        """
-        return replace(self, cap=min(self.cap, max(self.first, nbytes // self.parts)), parts=1)
 
     def limit(self, number: int) -> int:
         """Bytes at which bucket `number` of a kind is closed."""

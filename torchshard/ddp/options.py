@@ -13,10 +13,6 @@ from torchshard import _torch
 from torchshard.buckets import BucketPolicy
 from torchshard.tensor.parts import local_parameters
 
-_PARTS = 6
-"""Buckets that a model is cut into where nothing is said: enough to hide most of the communication behind backward."""
-
-
 def check_delayed(named: Any, trigger: Any) -> None:
     """Raise torch's ValueError unless both of delay_all_reduce_named_params and param_to_hook_all_reduce are given."""
     if (named is None) != (trigger is None):
@@ -123,8 +119,7 @@ def check_devices(parameters: Sequence[torch.nn.Parameter], device_ids: Any, out
 def choose_buckets(bucket_cap_mb: Any, bucket_cap_mb_list: Sequence[float] | None) -> BucketPolicy:
     """Sizes of buckets; ValueError for what is no size.
 
-    With "auto" they serve until the link has been measured. Without any size given, buckets are torch's, but of a small
-    model there are several.
+    With "auto" they serve until the link has been measured. Without any size given, buckets are torch's.
     """
     if isinstance(bucket_cap_mb, str):
         if bucket_cap_mb != "auto" or bucket_cap_mb_list:
@@ -133,8 +128,7 @@ def choose_buckets(bucket_cap_mb: Any, bucket_cap_mb_list: Sequence[float] | Non
                 'for 25, or "auto", which goes without bucket_cap_mb_list'
             )
         return BucketPolicy()
-    parts = 1 if bucket_cap_mb is not None or bucket_cap_mb_list else _PARTS
-    return dataclasses.replace(BucketPolicy.from_mb(bucket_cap_mb, caps=bucket_cap_mb_list), parts=parts)
+    return BucketPolicy.from_mb(bucket_cap_mb, caps=bucket_cap_mb_list)
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

@@ -371,10 +371,8 @@ class Reducer(ReducerCompatibility):
     def _learn(self) -> None:
         """Lay the buckets out by what rank 0 has seen in this backward."""
         assert self.arrived is not None, "there is something to learn from"
-        policy = self.policy
-        if not self.reduction.hooked:  # hooks are promised buckets as large as torch's
-            policy = policy.spread(sum(g.nbytes for g in self._gradients))
-        numbers = encode(lay_out(self.arrived, self._gradients, self.lending.shared, policy, self.lending.joins))
+        laid = lay_out(self.arrived, self._gradients, self.lending.shared, self.policy, self.lending.joins)
+        numbers = encode(laid)
         numbers = self.exchange.of_first_rank(numbers)
         self.lending.know(event for event in self.arrived if isinstance(event, tuple))
         self.arrived = None
