@@ -13,6 +13,7 @@ from torchshard import _torch
 from torchshard.buckets import BucketPolicy
 from torchshard.tensor.parts import local_parameters
 
+
 def check_delayed(named: Any, trigger: Any) -> None:
     """Raise torch's ValueError unless both of delay_all_reduce_named_params and param_to_hook_all_reduce are given."""
     if (named is None) != (trigger is None):
