@@ -1,6 +1,7 @@
 """Ranks on a network of their own: a loopback interface inside a private namespace, slowed down by the kernel.
 
-All ranks share it: of a rate R, each of W ranks of a ring has R / W to itself.
+All ranks share it: of a rate R, each of W ranks of a ring has R / W to itself. They stand for ranks of several
+machines, and so do not read one another's memory.
 
     python -m benchmarks.slow_link 100 4 tests.compiler.slow:steps     # Mbit/s, ranks, what each of them runs
 """
@@ -31,7 +32,7 @@ def why_not() -> str:
 def run_on_slow_link(mbits: int, world: int, body: str, *args: object, timeout: float = 240) -> list:
     """What `body`, "module:function" called with rank, world and args, returns on each rank; all of it JSON."""
     inside = [sys.executable, "-m", "benchmarks.slow_link", mbits, world, body, timeout, json.dumps(args)]
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "TORCHSHARD_READ_NEIGHBOURS": "0"}
     done = subprocess.run(
         ["unshare", "-n", "sh", "-c", f'{SETUP.format(rate=mbits)} && exec "$@"', "sh", *map(str, inside)],
         env=env, capture_output=True, text=True, timeout=timeout + 30, cwd=ROOT,

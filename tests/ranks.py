@@ -28,8 +28,19 @@ class RankFailed(AssertionError):
     """Some rank raised, died or ran past the limit; the message holds every rank's account."""
 
 
+sums_in_memory_from: int | None = None
+"""Bytes from which ranks to come sum in one another's memory; None for what is set in the package."""
+
+
 def _rank_main(
-    pipe: Connection, rank: int, world: int, backend: str, store: str, body: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection,
+    rank: int,
+    world: int,
+    backend: str,
+    store: str,
+    least: int | None,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     try:
         import torch
@@ -42,6 +53,10 @@ def _rank_main(
             dist.init_process_group(
                 backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
             )
+        if least is not None:
+            from torchshard.comm import summing
+
+            summing.LEAST = least
         result = body(rank, world, *args)
         if backend and dist.is_initialized():
             dist.barrier()
@@ -98,7 +113,7 @@ def run_ranks(
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_rank_main,
-                args=(theirs, rank, world, backend, os.path.join(folder, "store"), body, args),
+                args=(theirs, rank, world, backend, os.path.join(folder, "store"), sums_in_memory_from, body, args),
                 daemon=True,
             )
             process.start()

@@ -7,6 +7,8 @@ from torch import nn
 from tests.models import mlp
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def _wrap(module, **settings):
     from torchshard.ddp import DistributedDataParallel

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.models import GPT, GPTConfig, mlp
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 class Mixed(nn.Module):
     """Large, small, empty, non-contiguous, frozen and tied parameters."""

@@ -13,6 +13,8 @@ from torch.distributed.algorithms.join import Join
 from tests.models import mlp
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 class Experts(nn.Module):
     """Uses one of two layers, as the input says."""

@@ -15,6 +15,8 @@ from tests.models import mlp
 from tests.ranks import run_ranks
 from torchshard.errors import RankMismatchError
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 class Stops(torch.autograd.Function):
     """Passes through; in backward, `how` happens."""

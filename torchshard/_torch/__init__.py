@@ -74,6 +74,7 @@ from torchshard._torch.groups import (
     group_store,
     group_timeout,
     is_destroyed,
+    is_gloo,
     stand_in,
 )
 from torchshard._torch.inductor import (
@@ -171,6 +172,7 @@ __all__ = [
     "introduce",
     "is_before_forward",
     "is_destroyed",
+    "is_gloo",
     "is_ignored_by_ddp",
     "is_joining",
     "is_missing_tangent",

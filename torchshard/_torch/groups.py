@@ -54,6 +54,15 @@ def debug_level() -> str:
     return str(cast(Any, dist).get_debug_level().name)
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether what is on a CPU goes by gloo, and not by a wrapper around it (ProcessGroup._get_backend, 2.11-2.15)."""
+    kind: Any = getattr(dist, "ProcessGroupGloo", None)
+    try:
+        return kind is not None and isinstance(group._get_backend(torch.device("cpu")), kind)
+    except RuntimeError:
+        return False
+
+
 def gloo_threads(group: dist.ProcessGroup) -> int:
     """Threads of a gloo group (ProcessGroupGloo.Options._threads, 2.11-2.15); torch's default of 2 if unknown."""
     try:

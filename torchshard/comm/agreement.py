@@ -120,13 +120,20 @@ class Agreement:
         """
         if self._store is None:
             raise error or RuntimeError(f"{what} failed")
-        self._failure = RankMismatchError(
-            f"rank {self.rank} waited in vain for {what}",
-            expected=f"{self.world} ranks that take part",
-            got=self._who_is_silent(self._store),
-            fix="read the last words of that rank; then start all ranks again, from a checkpoint",
+        self.fail(
+            RankMismatchError(
+                f"rank {self.rank} waited in vain for {what}",
+                expected=f"{self.world} ranks that take part",
+                got=self._who_is_silent(self._store),
+                fix="read the last words of that rank; then start all ranks again, from a checkpoint",
+            ),
+            error,
         )
-        raise self._failure from error
+
+    def fail(self, failure: RankMismatchError, cause: Exception | None = None) -> NoReturn:
+        """Raise this, now and by `raise_failure` later."""
+        self._failure = failure
+        raise failure from cause
 
     def raise_failure(self) -> None:
         """Raise again what was raised before: ranks that have come apart do not come together again."""

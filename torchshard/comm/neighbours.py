@@ -24,6 +24,9 @@ from torchshard.comm.circle import Circle
 from torchshard.comm.spans import Addresses, Block, Spans, calls, extent, spans
 from torchshard.comm.transfers import Views, finish, start
 
+SWITCH = "TORCHSHARD_READ_NEIGHBOURS"
+"""Environment variable; 0 on any rank: ranks never read one another's memory."""
+
 _CPU = torch.device("cpu")
 _WHAT = "the memory of another rank"
 
@@ -57,8 +60,36 @@ def neighbours(circle: Circle, device: torch.device) -> Mapping[int, int]:
         RankMismatchError: a rank is lost; names it.
     """
     if circle.near is None:
-        circle.near = _found(circle) if device.type == "cpu" and dist.get_backend(circle.group) != "fake" else {}
+        try:
+            pids = process_ids(circle.group, device)
+        except RuntimeError as error:
+            circle.agreement.blame(_WHAT, error)
+        circle.near = dict(zip(circle.ranks, pids, strict=True)) if pids else {}
     return circle.near
+
+
+def process_ids(group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
+    """Of the ranks of a group, in its order, if each can read the memory of all others; else none, on all ranks.
+
+    A collective of all ranks.
+
+    Args:
+        group: the process group.
+        device: where it is that they would read.
+
+    Raises:
+        RuntimeError: a rank is lost.
+    """
+    if device.type != "cpu" or dist.get_backend(group) == "fake":
+        return ()
+    word = _word(os.getpid())
+    mine = torch.tensor([_machine(), os.getpid(), word.data_ptr(), *word.tolist()], dtype=torch.int64)
+    others = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(others, mine, group=group)
+    told = [other.tolist() for other in others]
+    able = torch.tensor([float(_allowed() and all(map(_readable, told)))])
+    dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
+    return tuple(pid for _, pid, *_ in told) if able else ()
 
 
 def fetch(out: Views, into: Views, circle: Circle, pids: Mapping[int, int]) -> None:
@@ -143,6 +174,15 @@ def _read_with_gaps(pid: int, view: Tensor, there: Block) -> None:
         part.copy_(landing.view(view.dtype).as_strided(part.shape, strides))
 
 
+def read(pid: int, here: int, there: int, nbytes: int) -> None:
+    """Fill memory of this process with what lies at an address of another.
+
+    Raises:
+        OSError: the process is gone, or its memory.
+    """
+    _call(pid, np.array([[here, nbytes]], np.uint64), np.array([[there, nbytes]], np.uint64))
+
+
 def _run(pid: int, copies: Sequence[Spans]) -> None:
     for here, there in calls(copies, _MOST, _LONGEST):
         _call(pid, here, there)
@@ -166,20 +206,9 @@ def _call(pid: int, here: Addresses, there: Addresses) -> None:
         here, there = (side + np.array([[got, -got]]).astype(np.uint64) for side in (here, there))
 
 
-def _found(circle: Circle) -> Mapping[int, int]:
-    """See `neighbours`: all tell where their words lie, and whether they have found those of the others."""
-    word = _word(os.getpid())
-    mine = torch.tensor([_machine(), os.getpid(), word.data_ptr(), *word.tolist()], dtype=torch.int64)
-    others = [torch.empty_like(mine) for _ in circle.ranks]
-    able = torch.ones(1)
-    try:
-        dist.all_gather(others, mine, group=circle.group)
-        told = [other.tolist() for other in others]
-        able.fill_(all(map(_readable, told)))
-        dist.all_reduce(able, dist.ReduceOp.MIN, group=circle.group)
-    except RuntimeError as error:
-        circle.agreement.blame(_WHAT, error)
-    return {rank: pid for rank, (_, pid, *_) in zip(circle.ranks, told, strict=True)} if able else {}
+def _allowed() -> bool:
+    """Whether the user lets ranks read one another's memory."""
+    return os.environ.get(SWITCH, "1") != "0"
 
 
 def _readable(told: Sequence[int]) -> bool:

@@ -1,11 +1,14 @@
 """What connects the ranks of a group: measured once on the live group, the same answer on all ranks."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from torchshard.comm.summing import all_reduce_of
 from torchshard.simulation import LinkSpeed
 
 _FEW, _MANY = 64, 1 << 20  # elements of 4 bytes
@@ -22,8 +25,9 @@ def link_of(group: dist.ProcessGroup, device: torch.device) -> LinkSpeed | None:
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return None
     if group not in _measured:
-        few = _seconds(torch.zeros(_FEW, device=device), group, tries=6)
-        many = _seconds(torch.zeros(_MANY, device=device), group, tries=3)
+        all_reduce = all_reduce_of(group)
+        few = _seconds(torch.zeros(_FEW, device=device), all_reduce, tries=6)
+        many = _seconds(torch.zeros(_MANY, device=device), all_reduce, tries=3)
         found = torch.tensor([few, many], dtype=torch.float64, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         latency, whole = found.tolist()
@@ -31,11 +35,11 @@ def link_of(group: dist.ProcessGroup, device: torch.device) -> LinkSpeed | None:
     return _measured[group]
 
 
-def _seconds(x: torch.Tensor, group: dist.ProcessGroup, tries: int) -> float:
+def _seconds(x: torch.Tensor, all_reduce: Callable[[torch.Tensor], Any], tries: int) -> float:
     times = []
     for _ in range(tries):
         start = time.perf_counter()
-        dist.all_reduce(x, group=group)
+        all_reduce(x).wait()
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         times.append(time.perf_counter() - start)

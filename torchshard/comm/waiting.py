@@ -1,23 +1,52 @@
 """Waiting for collectives, with an eye on the reason when it takes long."""
 
+import threading
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchshard.comm.agreement import Agreement
+from torchshard.errors import RankMismatchError
 
 _GLANCE = timedelta(seconds=1)
 
 
+class Promise:
+    """A future, to be waited for as a collective is.
+
+    Args:
+        future: holds the result when all is done.
+    """
+
+    def __init__(self, future: "torch.futures.Future[Any]") -> None:
+        self._future, self._done = future, threading.Event()
+        future.add_done_callback(lambda _: self._done.set())
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """As of dist.Work."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return at once."""
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when there is a result; raise RuntimeError if the time is over, or what the future was given."""
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("there is no result in time")
+        self._future.wait()
+        return True
+
+
 def wait_for(
-    works: Iterable[dist.Work], agreement: Agreement, position: int, device: torch.device, what: str = "a collective"
+    works: Iterable[Any], agreement: Agreement, position: int, device: torch.device, what: str = "a collective"
 ) -> None:
     """Wait until all are done; raise RankMismatchError if one is not, for other plans or for want of a rank.
 
     Args:
-        works: what has been started.
+        works: what has been started; with the methods of dist.Work.
         agreement: between the ranks concerned.
         position: how many collectives this rank has issued.
         device: of the tensors.
@@ -33,11 +62,13 @@ def wait_for(
             work.wait()
 
 
-def _wait_in_slices(work: dist.Work, agreement: Agreement, position: int, what: str) -> None:
+def _wait_in_slices(work: Any, agreement: Agreement, position: int, what: str) -> None:
     while True:
         ended = work.is_completed()  # if so, what is raised now is not for want of time in this slice
         try:
             work.wait(_GLANCE)
+        except RankMismatchError as error:
+            agreement.fail(error)
         except RuntimeError as error:
             agreement.check(position, what)
             if ended:

@@ -1,6 +1,5 @@
 """How what a bucket holds is reduced over the ranks: summed by one collective, or by a hook of the user's."""
 
-import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -9,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from torchshard.comm.summing import all_reduce_of
+from torchshard.comm.waiting import Promise
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.gradbucket import GradBucket
 
@@ -41,17 +42,18 @@ class Sum:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.scale = group, 1.0 / group.size()
+        self._all_reduce = all_reduce_of(group)
 
     def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
         """Begin to reduce a bucket that is full."""
-        bucket.work = dist.all_reduce(bucket.outgoing(), group=self._group, async_op=True)
+        bucket.work = self._all_reduce(bucket.outgoing())
 
     def accept(self, bucket: FlatBucket) -> None:
         """The bucket's work is done."""
 
     def send(self, given: GradBucket) -> Any:
         """Begin to reduce what is in no bucket of the reducer's; the work."""
-        return dist.all_reduce(given.buffer(), group=self._group, async_op=True)
+        return self._all_reduce(given.buffer())
 
     def received(self, given: GradBucket, work: Any) -> torch.Tensor:
         """What has become of it, once the work is done."""
@@ -59,7 +61,8 @@ class Sum:
 
     def ask(self, bucket: GradBucket) -> "torch.futures.Future[Any]":
         """The same as a future, as communication hooks give one."""
-        future: torch.futures.Future[Any] = self.send(bucket).get_future()
+        work: Any = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        future: torch.futures.Future[Any] = work.get_future()
         return future
 
 
@@ -127,8 +130,8 @@ def _is_future(value: object) -> bool:
     return isinstance(value, _FUTURE)
 
 
-class Answer:
-    """The promise of a communication hook, to be waited for as a collective is.
+class Answer(Promise):
+    """The promise of a communication hook.
 
     Args:
         future: of the result.
@@ -136,22 +139,16 @@ class Answer:
     """
 
     def __init__(self, future: "torch.futures.Future[torch.Tensor]", given: GradBucket) -> None:
-        self._future, self._given, self._done = future, given, threading.Event()
-        future.add_done_callback(lambda _: self._done.set())
-
-    def is_completed(self) -> bool:
-        """Whether waiting would return at once."""
-        return self._done.is_set()
+        super().__init__(future)
+        self._given = given
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when there is a result, or an exception of the hook's own.
 
         Raises RuntimeError if the time is over, or if a collective of the hook's failed.
         """
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("a communication hook has not come to its result in time")
         try:
-            self._future.wait()
+            return super().wait(timeout)
         except RuntimeError as error:
             if _FROM_PYTHON not in str(error):
                 raise

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from torchshard import _torch
 from torchshard.comm.probing import link_of
+from torchshard.comm.summing import look_for_neighbours
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
 from torchshard.ddp.engine import Engine
@@ -98,6 +99,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self._assign_modules_buffers()
         if init_sync:
             self._make_ranks_equal(sync_buffers)
+            look_for_neighbours(self.process_group, self.device)
         self._build_reducer(verified=init_sync)
         self._delay(param_to_hook_all_reduce)
         self._warn_static_graph()

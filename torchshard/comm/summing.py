@@ -1,0 +1,214 @@
+"""Sums over the ranks of one machine, made in one another's memory where a transport would copy through sockets.
+
+A tensor is cut into as many segments as there are ranks, and in three steps becomes the sum of all ranks' tensors:
+
+1. Each rank tells the others where its tensor lies, and adds what they hold in its segment to what it holds there.
+2. When all have, it fetches the other segments from their owners.
+3. When all have, the tensor may change again.
+
+Each segment is summed by one rank, so that all end with the same bits. It takes no memory but a scratch that stays in
+the cache. neighbours.py knows who can read whose memory; what ranks tell one another goes over the lines of lines.py,
+and one that breaks says which rank is lost.
+"""
+
+import struct
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard import _torch
+from torchshard.comm.lines import Lines, connect
+from torchshard.comm.neighbours import process_ids, read
+from torchshard.comm.waiting import Promise
+from torchshard.errors import RankMismatchError
+
+LEAST = 64 * 1024
+"""Bytes from which a tensor is worth it."""
+
+MOST_RANKS = 32
+"""Each tells each."""
+
+_READ = 128 * 1024
+"""Elements that are read at a time: they stay in the cache until they are added."""
+
+_ADDED = 32 * 1024
+"""Elements that are added at a time: torch does not take more threads for so few."""
+
+_WORD = struct.Struct("5q")
+
+_known: "weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None]" = weakref.WeakKeyDictionary()
+"""A fact about each group, asked for by all its ranks in the same order."""
+
+
+def look_for_neighbours(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Find out whether this group's tensors can be summed in memory; the first call for a group is a collective.
+
+    That is so if they lie on the CPU, the group's transport is gloo itself, and all ranks can read and reach one
+    another.
+
+    Raises:
+        RuntimeError: a rank is lost.
+    """
+    if group not in _known and device.type == "cpu":
+        _known[group] = _found(group, device) if 1 < group.size() <= MOST_RANKS and _torch.is_gloo(group) else None
+
+
+def _found(group: dist.ProcessGroup, device: torch.device) -> "Neighbours | None":
+    if not (pids := process_ids(group, device)):
+        return None
+    lines = connect(group, pids, _torch.group_timeout(group, device))
+    return Neighbours(group.rank(), pids, lines) if lines else None
+
+
+def all_reduce_of(group: dist.ProcessGroup) -> Callable[[Tensor], Any]:
+    """What starts to sum a tensor in place over the ranks of a group, and returns its work, as dist.Work."""
+    neighbours = _known.get(group)
+
+    def all_reduce(x: Tensor) -> Any:
+        if neighbours is not None and neighbours.can_sum(x):
+            return neighbours.all_reduce(x)
+        return dist.all_reduce(x, group=group, async_op=True)
+
+    return all_reduce
+
+
+class Neighbours:
+    """The ranks of a group that read one another's memory. Sums are made one after another, on a thread of their own.
+
+    Args:
+        rank: this one.
+        pids: of all ranks.
+        lines: to the others.
+    """
+
+    def __init__(self, rank: int, pids: Sequence[int], lines: Lines) -> None:
+        self._meeting, self._count = partial(_Meeting, rank, pids, lines), 0
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def can_sum(self, x: Tensor) -> bool:
+        """Whether it is one of those that are summed here; the same on all ranks."""
+        return x.layout is torch.strided and x.nbytes >= LEAST and x.device.type == "cpu" and x.is_contiguous()
+
+    def all_reduce(self, x: Tensor) -> Promise:
+        """Start to sum a tensor in place."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="torchshard sums")
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._count += 1
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        promise = Promise(future)
+        self._jobs.put(partial(_play, self._meeting(self._count), x, future))
+        return promise
+
+
+def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and the tensor with it
+
+
+def _play(meeting: "_Meeting", x: Tensor, future: "torch.futures.Future[Any]") -> None:
+    try:
+        _sum(meeting, x.data.view(-1))  # not counted as a change of the tensor, as of any collective
+    except RankMismatchError as error:
+        future.set_exception(error)
+    except Exception as error:
+        future.set_exception(RuntimeError(f"sum {meeting.number} over {len(meeting.pids)} ranks: {error}"))
+    else:
+        future.set_result([x])
+
+
+def _sum(meeting: "_Meeting", x: Tensor) -> None:
+    size, begin = x.element_size(), x.data_ptr()
+    bounds = segments(x.numel(), len(meeting.pids))
+    others = meeting.tell(x)
+    own, end = bounds[meeting.rank]
+    scratch = torch.empty(min(_READ, end - own), dtype=x.dtype)
+    for at in range(own, end, _READ):
+        mine = x[at : min(at + _READ, end)]
+        theirs = scratch[: len(mine)]
+        for rank, there in others.items():
+            read(meeting.pids[rank], theirs.data_ptr(), there + at * size, theirs.nbytes)
+            for part, term in zip(mine.split(_ADDED), theirs.split(_ADDED), strict=True):
+                part.add_(term)
+    meeting.gather()
+    for rank, there in others.items():
+        at, end = (size * bound for bound in bounds[rank])
+        if at < end:
+            read(meeting.pids[rank], begin + at, there + at, end - at)
+    meeting.gather()
+
+
+def segments(numel: int, ranks: int) -> list[tuple[int, int]]:
+    """Where the segment of each rank begins and ends, in elements; the last ones may be shorter, or empty."""
+    step = -(-numel // ranks)
+    return [(min(rank * step, numel), min((rank + 1) * step, numel)) for rank in range(ranks)]
+
+
+class _Meeting:
+    """The ranks that make one sum, and what they tell one another.
+
+    Args:
+        rank: this one.
+        pids: of all.
+        lines: to the others.
+        number: of the sum, in this group.
+    """
+
+    def __init__(self, rank: int, pids: Sequence[int], lines: Lines, number: int) -> None:
+        self.rank, self.pids, self.lines, self.number = rank, pids, lines, number
+        self._step = 0
+
+    def tell(self, x: Tensor) -> dict[int, int]:
+        """Return where the tensors of the others lie, by rank; RankMismatchError if one of them sums something else."""
+        found, dtype = {}, zlib.crc32(str(x.dtype).encode())
+        for rank, (numel, its_dtype, address) in self._exchange(x.numel(), dtype, x.data_ptr()).items():
+            if (numel, its_dtype) != (x.numel(), dtype):
+                raise RankMismatchError(
+                    f"rank {self.rank} and rank {rank} sum different tensors",
+                    expected=f"{x.numel()} elements of {x.dtype}, as on rank {self.rank}",
+                    got=f"{numel} elements of {'the same' if its_dtype == dtype else 'another'} dtype",
+                    where=f"sum {self.number} of this process group",
+                    fix="run the same model, with the same settings, on every rank",
+                )
+            found[rank] = address
+        return found
+
+    def gather(self) -> None:
+        """Return when all ranks have come here."""
+        self._exchange(0, 0, 0)
+
+    def _exchange(self, *words: int) -> dict[int, tuple[int, ...]]:
+        self._step += 1
+        mine = _WORD.pack(self.number, self._step, *words)
+        for rank in self.lines:
+            self._say(rank, mine)
+        return {rank: self._hear(rank) for rank in self.lines}
+
+    def _say(self, rank: int, word: bytes) -> None:
+        try:
+            self.lines[rank].send(word)
+        except OSError as error:
+            raise RuntimeError(f"rank {rank} cannot be told: {error}") from error
+
+    def _hear(self, rank: int) -> tuple[int, ...]:
+        try:
+            word = self.lines[rank].recv(_WORD.size)
+        except OSError as error:
+            raise RuntimeError(f"rank {rank} does not answer: {error}") from error
+        if not word:
+            raise RuntimeError(f"rank {rank} has gone")
+        number, step, *words = _WORD.unpack(word)
+        if (number, step) != (self.number, self._step):
+            raise RuntimeError(f"rank {rank} is at step {step} of sum {number}, and this one at step {self._step}")
+        return tuple(words)
