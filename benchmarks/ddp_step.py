@@ -1,6 +1,6 @@
 """Eager data parallel: a step (zero_grad, forward, backward) of our wrapper beside torch's own.
 
-    python -m benchmarks.ddp_step --rounds 31
+    python -m benchmarks.ddp_step --rounds 31               # --messages: ranks do not sum in one another's memory
 
 Two gloo ranks with one thread each. Both wrappers hold the same weights, take turns in one run, and their gradients
 are compared; what counts is the ratio of each round, in wall time on rank 0.
@@ -9,6 +9,7 @@ are compared; what counts is the ratio of each round, in wall time on rank 0.
 import argparse
 import copy
 import functools
+import os
 
 import torch
 from torch import nn
@@ -88,11 +89,16 @@ def main() -> str:
     """The table, and the geometric mean of each setting."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=31)
-    found = compared(parser.parse_args().rounds)
+    parser.add_argument("--messages", action="store_true", help="as between two machines")
+    options = parser.parse_args()
+    if options.messages:
+        os.environ["TORCHSHARD_READ_NEIGHBOURS"] = "0"  # read where ranks are started
+    found = compared(options.rounds)
     means = [f"{geometric_mean([c for c in found if c.name.endswith(name)]):.2f} ({name})" for name in SETTINGS]
+    way = "by messages" if options.messages else "in memory"
     return (
         f"{table(found, 'ms')}\n\ngeometric mean of the ratios: {', '.join(means)}\n"
-        f"torch {torch.__version__}, 2 gloo ranks, one thread each"
+        f"torch {torch.__version__}, 2 gloo ranks, one thread each, {way}"
     )
 
 

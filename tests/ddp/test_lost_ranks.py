@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.models import mlp
-from tests.ranks import run_ranks
+from tests.ranks import meet, run_ranks
 from torchshard.errors import RankMismatchError
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -129,6 +130,33 @@ def test_a_rank_that_leaves(how):
     for message in found[:2]:
         assert "waited in vain for bucket " in message
         assert "no answer within 3 s from rank 2" in message
+
+
+def _own(group, bucket):
+    """A hook of the user's."""
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] / group.size())
+
+
+def _leave_with_a_hook(rank, world, place, hook):
+    model, _ = _model(5)
+    model.register_comm_hook(model.process_group, hook)
+    for _ in range(2):
+        model(torch.ones(4, 8)).sum().backward()
+    meet(place, rank, world)
+    if rank == 1:
+        _die()
+    with pytest.raises(RankMismatchError) as caught:
+        model(torch.ones(4, 8)).sum().backward()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, _own])
+def test_a_rank_that_is_lost_in_a_hook(tmp_path, hook):
+    message, _ = run_ranks(2, _leave_with_a_hook, str(tmp_path / "met"), hook, expect_dead=(1,), timeout=60)
+    assert f"waited in vain for {'the bucket before' if hook is _own else 'bucket 0'}" in message
+    assert "no answer within 3 s from rank 1" in message
 
 
 def _leave_join(rank, world):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torchshard.ddp.optimizers import SteppingHook
 from torchshard.ddp.passes import Mode
 from torchshard.ddp.recording import Step
 from torchshard.ddp.reducer import Reducer
-from torchshard.ddp.reduction import CommHook, Hooked
+from torchshard.ddp.reduction import CommHook, Hooked, hooked
 from torchshard.ddp.traced import Traced
 from torchshard.ddp.usage import StaticUsage
 from torchshard.simulation import LinkSpeed, best_policy
@@ -43,7 +44,7 @@ class ObservedReducer(Reducer):
         """Have a communication hook reduce the buckets from now on; RuntimeError if there is one."""
         if self.reduction.hooked:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._take_hook(Hooked(hook, state))
+        self._take_hook(hooked(hook, state))
 
     def take_over(self, other: "ObservedReducer") -> None:
         """The settings of another reducer of the same parameters, and what it has heard under no_sync.
@@ -56,10 +57,11 @@ class ObservedReducer(Reducer):
         self._recipe.rows.update(other._recipe.rows)
         self._touched = other._touched
 
-    def _take_hook(self, hooked: Hooked) -> None:
+    def _take_hook(self, reduction: Hooked) -> None:
         on_gloo = self.exchange.device.type == "cpu" or dist.get_backend(self.group) == "gloo"
-        hooked.in_turn = self.exchange.wait if on_gloo and not hooked.is_linear else None
-        self.reduction = hooked
+        wait = partial(self.exchange.wait, what="the bucket before the one that is full")
+        reduction.in_turn = wait if on_gloo and not reduction.is_linear else None
+        self.reduction = reduction
         self._use_scale()
 
     def choose_sizes(self, link: LinkSpeed | None) -> None:

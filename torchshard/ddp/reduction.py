@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ _AVERAGING: Mapping[Any, torch.dtype | None] = {
 _FUTURE: Any = (torch.futures.Future, torch.futures.Future.__base__)
 _FROM_PYTHON = "\n\nAt:\n"
 """What torch puts between the text of a Python exception raised in a callback and where that was."""
+_FROM_GLOO = "gloo/transport/"
+"""What is in the text of an exception of a collective that has failed, in a callback too."""
 
 
 class Sum:
@@ -79,13 +82,13 @@ class Hooked:
             a collective of its own, as PowerSGD's do, holds one of gloo's two threads; two of them would wait for ever.
     """
 
-    scale, hooked = 1.0, True
+    scale, hooked, is_linear = 1.0, True, False
+    dtype: torch.dtype | None = None
     in_turn: Callable[[list[Any]], None] | None = None
 
     def __init__(self, hook: CommHook, state: object) -> None:
         self.hook, self._state = hook, state
         self._before: list[Any] = []  # the answer that comes first
-        self.is_linear, self.dtype = hook in _AVERAGING, _AVERAGING.get(hook)
 
     def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
         """Begin to reduce a bucket that is full."""
@@ -126,6 +129,39 @@ class Hooked:
         return future
 
 
+class Averaging(Hooked):
+    """One of torch's hooks that average; their sums are made as those of buckets without a hook."""
+
+    is_linear = True
+
+    def __init__(self, hook: CommHook, state: object) -> None:
+        super().__init__(hook, state)
+        self.dtype = _AVERAGING[hook]
+
+    def send(self, given: GradBucket) -> Any:
+        """As for Sum."""
+        group: Any = dist.group.WORLD if self._state is None else self._state
+        buffer = given.buffer()
+        sent = (buffer if self.dtype is None else buffer.to(self.dtype)).div_(group.size())
+        work = all_reduce_of(group)(sent)
+        return Answer(work.get_future().then(partial(_received, None if self.dtype is None else buffer)), given, work)
+
+    def ask(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
+        """As for Sum."""
+        future: torch.futures.Future[torch.Tensor] = self.send(bucket).get_future()
+        return future
+
+
+def _received(buffer: torch.Tensor | None, sent: "torch.futures.Future[list[torch.Tensor]]") -> torch.Tensor:
+    (result,) = sent.value()
+    return result if buffer is None else buffer.copy_(result)
+
+
+def hooked(hook: CommHook, state: object) -> Hooked:
+    """How buckets are reduced if this hook is registered."""
+    return Averaging(hook, state) if hook in _AVERAGING else Hooked(hook, state)
+
+
 def _is_future(value: object) -> bool:
     return isinstance(value, _FUTURE)
 
@@ -136,21 +172,24 @@ class Answer(Promise):
     Args:
         future: of the result.
         given: the bucket that the hook was given.
+        collective: whose result the future awaits, if that is known: it says best what has failed.
     """
 
-    def __init__(self, future: "torch.futures.Future[torch.Tensor]", given: GradBucket) -> None:
+    def __init__(self, future: "torch.futures.Future[torch.Tensor]", given: GradBucket, collective: Any = None) -> None:
         super().__init__(future)
-        self._given = given
+        self._given, self._collective = given, collective
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when there is a result, or an exception of the hook's own.
 
         Raises RuntimeError if the time is over, or if a collective of the hook's failed.
         """
+        if self._collective is not None:
+            self._collective.wait(*([] if timeout is None else [timeout]))
         try:
             return super().wait(timeout)
         except RuntimeError as error:
-            if _FROM_PYTHON not in str(error):
+            if _FROM_PYTHON not in str(error) or _FROM_GLOO in str(error):
                 raise
         return True
 
