@@ -85,7 +85,7 @@ def _unused_on_ranks(rank, world):
 
 
 def _changed(rank, world):
-    """A graph that changes is reported, and if that was by exception, the wrapper goes on."""
+    """A graph that changes is reported, in backward and before the next forward; then the wrapper goes on."""
     from torchshard.ddp import DistributedDataParallel
 
     model = DistributedDataParallel(Parts(), static_graph=True)
@@ -95,10 +95,13 @@ def _changed(rank, world):
     with pytest.raises(RuntimeError, match=r"(?s)Your training graph has changed in this iteration.*parts\.3\."):
         model(torch.randn(3, 8)).sum().backward()
     model.module.pick = (0, 1)
+    left_out = r"(?s)Expected to have finished reduction in the prior iteration.*static_graph.*parts\.1\."
+    with pytest.raises(RuntimeError, match=left_out):
+        model(torch.randn(3, 8))
     model(torch.randn(3, 8)).sum().backward()
     model.module.pick = (0,)
     model(torch.randn(3, 8)).sum().backward()
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+    with pytest.raises(RuntimeError, match=left_out):
         model(torch.randn(3, 8))
 
 

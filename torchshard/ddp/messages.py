@@ -21,6 +21,15 @@ NESTED = (
     "static_graph, return the tensors that lead to the loss in tuples, lists, mappings or dataclasses, or use "
     "torch.utils.checkpoint with use_reentrant=False"
 )
+_UNUSED = (
+    "your module has parameters that were not used in producing loss. If they are unused on purpose, say so "
+    "by passing the keyword argument `find_unused_parameters=True` to DistributedDataParallel; if all should be "
+    "used, see that all `forward` function outputs participate in calculating loss."
+)
+_CHANGED = (
+    "your training graph has changed in this iteration, e.g., one parameter is used in first iteration, but then got "
+    "unused in the second iteration. this is not compatible with static_graph set to True."
+)
 NOTHING_TO_FINALIZE = "finalize_backward() has nothing to do: no backward of DistributedDataParallel waits for it"
 
 
@@ -33,15 +42,20 @@ def plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter
     return "\n".join(lines)
 
 
-def unfinished_text(rank: int, missing: Sequence[int], names: Sequence[str]) -> str:
-    """A backward has left gradients out, and the next forward begins; in the sentences known from torch."""
+def unfinished_text(rank: int, missing: Sequence[int], names: Sequence[str], static: bool = False) -> str:
+    """A backward has left gradients out, and the next forward begins; in the sentences known from torch.
+
+    Args:
+        rank: of this process.
+        missing: numbers of the parameters.
+        names: of all.
+        static: a static graph has changed.
+    """
     text = (
         "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
-        "that your module has parameters that were not used in producing loss. If they are unused on purpose, say so "
-        "by passing the keyword argument `find_unused_parameters=True` to DistributedDataParallel; if all should be "
-        "used, see that all `forward` function outputs participate in calculating loss.\n"
-        f"Parameters which did not receive grad for rank {rank}: {', '.join(names[i] for i in missing)}\n"
-        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+        f"that {_CHANGED if static else _UNUSED}\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
+        f"Parameters which did not receive grad for rank {rank}: {', '.join(names[i] for i in missing)}"
     )
     if _torch.debug_level() == "OFF":
         text += (

@@ -104,6 +104,7 @@ class Reducer(ReducerCompatibility):
 
     def before_forward(self, sync: bool) -> None:
         """To be called before a forward that builds a graph; raises if the last backward left gradients out."""
+        left_out = self._missing() if self.usage.broken and not self.in_backward else []
         self._forget_failed()
         if self.in_backward:  # a checkpoint around the wrapper runs it again
             return
@@ -114,8 +115,10 @@ class Reducer(ReducerCompatibility):
                 bucket.heard.clear()  # by a backward that was none of ours
             elif sync and self._armed:
                 self._settle(bucket)  # by one that reached quiet parameters only
-        if sync and (missing := self._missing()) and any(b.has_begun() for b in self.buckets):
-            raise RuntimeError(messages.unfinished_text(self.group.rank(), missing, self.names))
+        if sync and not left_out and any(b.has_begun() for b in self.buckets):
+            left_out = self._missing()
+        if left_out:
+            raise RuntimeError(messages.unfinished_text(self.group.rank(), left_out, self.names, self.usage.is_static))
 
     def after_forward(self, output: object, sync: bool) -> None:
         """To be called after it, with what it returned; sync: whether its gradients are to be reduced."""

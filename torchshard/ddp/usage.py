@@ -19,10 +19,12 @@ class Usage:
         repeated: those that grow more than once, with how often.
         left: of these, in the backward that runs, how often they will still grow.
         never: parameters that are known to get no gradient.
-        static: whether each backward so far had gradients for the same parameters.
+        is_static: each backward has to have gradients for the same parameters.
+        static: whether each backward so far had them.
+        broken: a gradient came that should not, and no forward has been told yet what the backward has left out.
     """
 
-    tolerant = attentive = learning = False
+    tolerant = attentive = learning = broken = is_static = False
     static = True
 
     def __init__(self, count: int) -> None:
@@ -58,6 +60,7 @@ class Usage:
     def reset(self) -> None:
         """Get ready for the next backward."""
         self.left.clear()
+        self.broken = False
 
 
 class ChangingUsage(Usage):
@@ -97,7 +100,7 @@ class ChangingUsage(Usage):
 class StaticUsage(Usage):
     """static_graph: the first backward shows which gradients come and how often; the others are taken to be alike."""
 
-    tolerant = attentive = learning = True
+    tolerant = attentive = learning = is_static = True
 
     def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
         """As for Usage; the ranks talk once, at the end of the first backward."""
@@ -121,6 +124,7 @@ class StaticUsage(Usage):
         """As for Usage; starts as torch's message does."""
         if self.learning:
             return None
+        self.broken = True
         known = f"got {self.uses.get(index, 0)} in the first backward and now more"
         return (
             "Your training graph has changed in this iteration, which static_graph=True rules out: on rank "
