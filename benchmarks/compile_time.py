@@ -3,8 +3,8 @@
     python -m benchmarks.compile_time --rounds 3
 
 What is timed is torch.compile and the first step (forward, backward, all compilation); each has a process of its own,
-with empty caches, and one rank, which cuts and reduces like any other. The sides take turns; what counts is the ratio of
-each round, in CPU time of the process and of the compilers that it starts.
+with empty caches, and one rank, which cuts and reduces like any other. The sides take turns; what counts is the ratio
+of each round, in CPU time of the process and of the compilers that it starts.
 """
 
 import argparse
