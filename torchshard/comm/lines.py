@@ -77,7 +77,7 @@ def _address(words: torch.Tensor) -> bytes:
 
 
 def _reached(rank: int, names: Sequence[torch.Tensor]) -> Iterator[tuple[int, socket.socket]]:
-    """Connect to the ranks below; they need not yet listen for it."""
+    """Connect to the ranks below, which listen and may let this one in later."""
     for other in range(rank):
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line.settimeout(_TO_CONNECT)

@@ -44,8 +44,7 @@ class Sum:
     hooked, is_linear, dtype = False, True, None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.scale = group, 1.0 / group.size()
-        self._all_reduce = all_reduce_of(group)
+        self.scale, self._all_reduce = 1.0 / group.size(), all_reduce_of(group)
 
     def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
         """Begin to reduce a bucket that is full."""
@@ -64,8 +63,7 @@ class Sum:
 
     def ask(self, bucket: GradBucket) -> "torch.futures.Future[Any]":
         """The same as a future, as communication hooks give one."""
-        work: Any = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
-        future: torch.futures.Future[Any] = work.get_future()
+        future: torch.futures.Future[Any] = self.send(bucket).get_future()
         return future
 
 
