@@ -57,6 +57,10 @@ class BucketPolicy:
         return self.cap if number else self.first
 
 
+ONE_BUCKET = BucketPolicy(cap=1 << 62, first=1 << 62)
+"""For each kind; or a graph that is not cut."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """One gradient to be placed: its parameter's index and name, its size, and the kind it can share a bucket with."""

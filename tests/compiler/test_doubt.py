@@ -1,12 +1,10 @@
 """What a graph cannot see: other sources of gradients, hooks, other forwards, other ranks. Right in any case."""
 
-import warnings
-
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from tests.compiler.models import Parts, batch, loss_of
+from tests.compiler.models import batch, loss_of
 from tests.compiler.trial import Trial, run_in_turn
 from tests.ranks import run_ranks
 
@@ -209,35 +207,3 @@ def test_trials():
     answers = run_ranks(2, run_in_turn, [*TRIALS], timeout=250)
     for number, check in enumerate(TRIALS.values()):
         check([answer[number] for answer in answers])
-
-
-def _run_wrapped_later(rank, world):
-    """Compiled and called, then wrapped; and wrapped around a compiled module that was not called before."""
-    from torchshard.ddp import DistributedDataParallel
-
-    x, y = batch("plain", 8)
-    answers = []
-    for called_before in (True, False):
-        torch._dynamo.reset()
-        module = Parts()
-        compiled = torch.compile(module, backend="torchshard")
-        if called_before:
-            loss_of(compiled(x), y).backward()
-            module.zero_grad()
-        ddp = DistributedDataParallel(compiled)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                ddp.zero_grad()
-                loss_of(ddp(x), y).backward()
-        said = [str(w.message) for w in caught if "backend" in str(w.message)]
-        answers.append((ddp.reducer.counters.in_graph, ddp.reducer.counters.by_hook, said))
-    return answers
-
-
-def test_a_module_that_is_compiled_before_it_is_wrapped():
-    (in_graph, by_hook, said), without = run_ranks(2, _run_wrapped_later, timeout=200)[0]
-    assert (in_graph, by_hook) == (0, 18)
-    assert len(said) == 1
-    assert "compiled and called before it was wrapped" in said[0]
-    assert without == (12, 6, [])

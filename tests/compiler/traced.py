@@ -11,7 +11,7 @@ def traced(graph, inputs):
     if reducer is None:
         return graph.forward
     parameters = graph_parameters(inputs, reducer.names_by_id)
-    rewrite = BucketPass(parameters, reducer.lending.policy)
+    rewrite = BucketPass(parameters, reducer.lending.segments)
     return InGraph(_torch.trace_backward(graph, inputs, rewrite), list(parameters))
 
 

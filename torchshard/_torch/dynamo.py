@@ -145,6 +145,22 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     return cast(torch.nn.Module, getattr(module, "_orig_mod", module))
 
 
+def guard_attribute(module: str, attribute: str) -> bool:
+    """Have Dynamo compile anew where an attribute of a module is not equal to what it is now; for use in a backend.
+
+    What torch does for modules that traced code imports (torch._dynamo: InstructionTranslator.import_source,
+    install_guard, 2.11-2.15). Returns whether there is a frame being compiled, which could be told.
+    """
+    translators, guards = find("_dynamo.symbolic_convert.InstructionTranslator"), find("_dynamo.guards")
+    try:
+        frame = translators.current_tx()
+        source = find("_dynamo.source.AttrSource")(frame.import_source(module), attribute)
+        guards.install_guard(source.make_guard(guards.GuardBuilder.EQUALS_MATCH))
+    except AttributeError:
+        return False
+    return True
+
+
 def guard_instances(cls: type, known_by: Callable[[Any], list[Any]]) -> bool:
     """Have Dynamo check what `known_by` says of the instances of a class that enter graphs; whether it had to be told.
 

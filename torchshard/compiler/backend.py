@@ -1,14 +1,18 @@
 """The backend behind the string "torchshard"."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torchshard import _torch
 from torchshard.compiler import ingraph, split
 from torchshard.compiler.objects import support_groups
-from torchshard.compiler.options import parse
+from torchshard.compiler.options import Options, parse
 from torchshard.ddp import active
+
+_log = logging.getLogger(__name__)
 
 
 def torchshard(
@@ -36,11 +40,32 @@ def torchshard(
     """
     support_groups()
     chosen = parse(mode, options)
-    reducer = active.reducer()
+    reducer = active.reducer_to_compile_for()
+    if not _makes_gradients(graph, inputs):
+        return chosen.compiler()(graph, inputs)
     if reducer is None:
-        return ingraph.without_wrapper(chosen.compiler()(graph, inputs), inputs)
+        compiled = chosen.compiler()(graph, inputs)
+        return compiled if _compiled_for("wrapped") else ingraph.without_wrapper(compiled)
     if chosen.in_graph:
+        _compiled_for("wrapped" if chosen.policy else "segments")
         return ingraph.compile_graph(graph, inputs, reducer, chosen)
-    if reducer.group.size() == 1:
-        return chosen.compiler()(graph, inputs)  # there is nobody to wait for
-    return split.SplitBackend(chosen.compiler(), chosen.policy or reducer.policy, reducer.names_by_id)(graph, inputs)
+    again = _compiled_for("wrapped" if chosen.policy else "pieces")
+    policy = chosen.policy or reducer.lending.pieces
+    if policy is None and again:
+        _log.info("a graph runs uncompiled until a backward was timed, by which it will be cut")
+        return Options(inner="eager").compiler()(graph, inputs)
+    return split.SplitBackend(chosen.compiler(), policy or reducer.policy, reducer.names_by_id)(graph, inputs)
+
+
+def _makes_gradients(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether there may be gradients of parameters to reduce."""
+    held = any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes)
+    return held or any(isinstance(p, torch.nn.Parameter) and p.requires_grad for p in inputs)
+
+
+def _compiled_for(attribute: str) -> bool:
+    """Have the graph that is being compiled serve only calls in which this attribute of `active` is what it is now.
+
+    Returns whether that was possible; a graph without a backward serves all.
+    """
+    return torch.is_grad_enabled() and _torch.guard_attribute(active.__name__, attribute)

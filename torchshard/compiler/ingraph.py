@@ -23,15 +23,16 @@ def compile_graph(
     if not parameters:
         return _torch.compile_with_inductor(graph, inputs, patches)
     _refuse_cuda_graphs(patches, reducer.device)
-    rewrite = BucketPass(parameters, chosen.policy or reducer.lending.policy)
+    rewrite = BucketPass(parameters, chosen.policy or reducer.lending.segments)
     patches["reorder_for_peak_memory"] = False  # launches stay where they are
     return InGraph(_torch.compile_with_inductor(graph, inputs, patches, rewrite), list(parameters))
 
 
-def without_wrapper(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What was compiled for a module that is not wrapped; says once if it is wrapped later."""
-    if not any(isinstance(p, torch.nn.Parameter) and p.requires_grad for p in inputs):
-        return compiled
+def without_wrapper(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What was compiled for a module that is not wrapped; says once if it is wrapped later.
+
+    For where Dynamo does not compile again for a wrapper.
+    """
     note = Note(
         'backend "torchshard": a module was compiled and called before it was wrapped in DistributedDataParallel; its '
         "gradients are right, but reduced by hooks after the whole backward. Wrap it before the first call"

@@ -5,7 +5,6 @@ there, before that of the piece in front of it begins.
 """
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from tabulate import tabulate
 from torch.fx.passes.split_module import split_module
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, size_text
+from torchshard.buckets import ONE_BUCKET, BucketPolicy, Gradient, PlannedBucket, names_text, size_text
 from torchshard.compiler.options import Compiler, Options, check_inner, policy_of
 from torchshard.compiler.undivided import inseparable
 
@@ -104,7 +103,7 @@ class SplitBackend:
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **_configuration: Any) -> Callable[..., Any]:
         """Compile what Dynamo has captured."""
         # Without a backward there is nothing to overlap.
-        policy = self._policy if torch.is_grad_enabled() else BucketPolicy(cap=sys.maxsize, first=sys.maxsize)
+        policy = self._policy if torch.is_grad_enabled() else ONE_BUCKET
         plan = self.last_plan = cut(graph.graph, self._parameters(graph, inputs), policy)
         _log.debug("pieces of the graph:\n%s", plan)
         _torch.trace_artifact("torchshard_pieces", lambda: str(plan))

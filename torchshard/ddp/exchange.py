@@ -49,9 +49,9 @@ class Exchange:
 
     def of_first_rank(self, numbers: Sequence[int]) -> list[int]:
         """The numbers that rank 0 has; others may have another count of them."""
-        size = torch.tensor([len(numbers)], dtype=torch.int32, device=self.device)
+        size = torch.tensor([len(numbers)], dtype=torch.int64, device=self.device)
         self._broadcast(size)
-        sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        sent = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         if self.group.rank():
             sent = sent.new_empty(int(size))
         self._broadcast(sent)

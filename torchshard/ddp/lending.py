@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy, MiB
+from torchshard.buckets import ONE_BUCKET, BucketPolicy, MiB
 from torchshard.ddp import messages
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
@@ -25,6 +25,9 @@ class Lending:
         late: gradients that came after a graph had filled their place, in the backward that runs.
         refused: every gradient has to come through its hook.
         joins: sizes of buckets are chosen after graphs have been compiled, with small segments.
+        segments: sizes of what graphs are compiled to fill at once.
+        pieces: sizes by which graphs are cut, where hooks reduce between the pieces; None if they are yet to be chosen.
+        sizes: both as text; a graph is compiled anew where they are different.
     """
 
     def __init__(self, reducer: "Reducer") -> None:
@@ -32,16 +35,23 @@ class Lending:
         self.shared: set[int] = set()
         self.late: dict[int, torch.Tensor] = {}
         self.refused = self.joins = False
+        self.use_sizes(reducer.policy, reducer.policy)
         self._bucket_of: dict[tuple[int, ...], GraphBucket] = {}  # by segment
         self._known: set[tuple[int, ...]] = set()  # the layout knew of them, or they have been asked for since
         self._wish = False  # for another layout
         self._checks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooks: dict[int, tuple[object, tuple[Mapping[int, object], ...]]] = {}  # by parameter: leaf, its hooks
 
-    @property
-    def policy(self) -> BucketPolicy:
-        """Sizes of the segments of gradients that graphs are compiled to fill at once."""
-        return _SEGMENTS if self.joins else self._reducer.policy
+    def use_sizes(self, segments: BucketPolicy, pieces: BucketPolicy | None) -> None:
+        """Have graphs compiled for these sizes."""
+        self.segments = segments
+        self.pieces = pieces if self._reducer.group.size() > 1 else ONE_BUCKET  # there is nobody to wait for
+        self.sizes = str(self.segments), str(self.pieces)
+
+    def await_sizes(self) -> None:
+        """The sizes of buckets are going to be chosen by what is seen."""
+        self.joins = True
+        self.use_sizes(_SEGMENTS, None)
 
     def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
         """See Reducer.lend."""

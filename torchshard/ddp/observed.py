@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
+from torchshard.buckets import BucketPolicy
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
+from torchshard.ddp.layouts import Events
 from torchshard.ddp.optimizers import SteppingHook
 from torchshard.ddp.passes import Mode
 from torchshard.ddp.recording import Step
@@ -66,7 +68,9 @@ class ObservedReducer(Reducer):
 
     def choose_sizes(self, link: LinkSpeed | None) -> None:
         """Find out which sizes of buckets suit this link between the ranks; None if there is none."""
-        self.link, self.lending.joins = link, link is not None
+        self.link = link
+        if link is not None:
+            self.lending.await_sizes()
 
     def use_static_graph(self) -> None:
         """Take all backwards for alike; RuntimeError if one has been reduced already."""
@@ -146,12 +150,23 @@ class ObservedReducer(Reducer):
         assert events is not None, "there is something to learn from"
         first, self.has_learned = not self.has_learned, True
         compiled = first and events.has_graphs()  # while it ran
-        if self.link is not None and events and not compiled:
-            ready = events.as_gradients(self._gradients)
-            self.policy = best_policy(ready, events.times(ready), self.link)
+        if self.link is not None:
+            self._choose_policy(events if events and not compiled else None, self.link)
         super()._learn()
         if self.link is not None and first and any(isinstance(b, GraphBucket) for b in self.buckets):
             self._learn_again()  # decided by the layout, which all ranks have in common
+
+    def _choose_policy(self, seen: Events | None, link: LinkSpeed) -> None:
+        """Use the sizes that suit what rank 0 has seen of a backward, if it has seen one."""
+        best = BucketPolicy(0, 0)
+        if seen:
+            ready = seen.as_gradients(self._gradients)
+            best = best_policy(ready, seen.times(ready), link)
+        cap, first = self.exchange.of_first_rank([best.cap, best.first])
+        if cap:
+            self.policy = BucketPolicy(cap, first)
+            if self.lending.pieces is None:  # once, as each change costs a compilation
+                self.lending.use_sizes(self.lending.segments, self.policy)
 
     # ---------------------------------------------------------------------------------------------- forward
 

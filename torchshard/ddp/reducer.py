@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy, PlannedBucket, names_text, plan_table
-from torchshard.ddp import messages
+from torchshard.buckets import ONE_BUCKET, BucketPolicy, PlannedBucket, names_text, plan_table
+from torchshard.ddp import active, messages
 from torchshard.ddp.arrivals import Hooks
 from torchshard.ddp.backwards import Ending, Leaves
 from torchshard.ddp.counters import Counters
@@ -35,8 +35,6 @@ from torchshard.ddp.reducer_compat import ReducerCompatibility
 from torchshard.ddp.reduction import Hooked, Sum
 from torchshard.ddp.traced import Traced
 from torchshard.ddp.usage import Usage
-
-_ONE_BUCKET = BucketPolicy(cap=1 << 62, first=1 << 62)
 
 
 class Reducer(ReducerCompatibility):
@@ -98,7 +96,7 @@ class Reducer(ReducerCompatibility):
         numbers = frozenset(i for i, n in enumerate(self.names) if n in chosen)
         self._recipe = Recipe(self.params, views_stay, numbers, reduce_dtype)
         self._gradients = [self._recipe.gradient(i, n) for i, n in enumerate(self.names)]
-        self._adopt(lay_out((), self._gradients, (), _ONE_BUCKET))
+        self._adopt(lay_out((), self._gradients, (), ONE_BUCKET))
 
     # ---------------------------------------------------------------------------------------------- forward
 
@@ -143,6 +141,7 @@ class Reducer(ReducerCompatibility):
         if self.mode is not Mode.SYNC and self.leaves.some_will_run():
             self._enter(Mode.SYNC)
         elif self.mode is Mode.IDLE and _torch.may_nest():
+            active.show(self)
             self._ending.ask()  # gradients may come in backwards inside of this one, as re-entrant checkpoints run them
         elif self.mode is not Mode.SYNC:
             return
@@ -171,6 +170,7 @@ class Reducer(ReducerCompatibility):
         if self.is_unfinished:
             raise RuntimeError(messages.UNFINALIZED)
         self.mode = mode
+        active.show(self)
         if self.arrived is not None:
             self.arrived.begin = time.perf_counter()
         self._ending.ask()
@@ -244,6 +244,7 @@ class Reducer(ReducerCompatibility):
                 bucket.heard.clear()
                 bucket.heard.extend(before)
         self.mode = Mode.IDLE
+        active.show(active.reducer())
         self._ending.come()
         while self.post_backward:
             self.post_backward.pop().wait()
@@ -327,6 +328,7 @@ class Reducer(ReducerCompatibility):
         if self.mode is Mode.IDLE or self.in_backward:
             return
         self.mode, self.is_unfinished = Mode.IDLE, False
+        active.show(active.reducer())
         self._wait()
         self._reset()
         self.lending.late.clear()
