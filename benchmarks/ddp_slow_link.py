@@ -23,7 +23,7 @@ from benchmarks.slow_link import run_on_slow_link, why_not
 from tests.models import GPT, GPTConfig
 
 CAPS = (1, 2, 5, 25)  # MiB; 25 are torch's default
-AUTO, COMPILED, OPTIMIZER = '"auto"', 'compiled, "auto"', "DDPOptimizer"
+AUTO, COMPILED, PIECES, OPTIMIZER = '"auto"', 'compiled, "auto"', 'in pieces, "auto"', "DDPOptimizer"
 ALONE, FORWARD, BOUND = "no communication", "its forward", "bound"
 
 
@@ -35,12 +35,13 @@ def steps(rank, world, rounds):
     module = GPT(GPTConfig(layers=4, width=256, heads=4, context=128))
     x = torch.randint(0, 256, (4, 128))
     theirs = {cap: _torchs(module, cap) for cap in CAPS}
-    ours = [DistributedDataParallel(copy.deepcopy(module), bucket_cap_mb="auto") for _ in range(2)]
+    ours = [DistributedDataParallel(copy.deepcopy(module), bucket_cap_mb="auto") for _ in range(3)]
     models = {
         **{f"torch, {cap} MiB": model for cap, model in theirs.items()},
         AUTO: ours[0],
         OPTIMIZER: torch.compile(_torchs(module, 25)),
         COMPILED: torch.compile(ours[1], backend="torchshard"),
+        PIECES: torch.compile(ours[2], backend="torchshard", options={"reduction": "split"}),
         ALONE: torch.compile(module),
     }
 
@@ -90,7 +91,7 @@ def main() -> int:
     )
     wire = 2 * nbytes * 8 / (options.mbits * 1e6)  # a ring of two sends each byte twice, through one loopback
     times[BOUND] = [f + max(a - f, wire) for f, a in zip(times[FORWARD], times[ALONE], strict=True)]
-    print(table(beside(COMPILED, [OPTIMIZER, best, AUTO, BOUND, ALONE]), "ms"))
+    print(table(beside(COMPILED, [OPTIMIZER, best, AUTO, BOUND, ALONE]) + beside(PIECES, [OPTIMIZER, best]), "ms"))
     print(f"\nGPT of 4 x 256, 2 gloo ranks, {options.mbits} Mbit/s, torch {torch.__version__}")
     return int(ratio >= 1)
 

@@ -1,5 +1,6 @@
 """Settings of the wrapper under compiled graphs: hooks, precision, uneven inputs, buffers. One start of ranks for all."""
 
+import copy
 from unittest import mock
 
 import torch
@@ -7,10 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._higher_order_ops.map import map as map_rows
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from tests.compiler.models import BatchNormed, Parts, batch, loss_of
+from tests.compiler.models import BatchNormed, Parts, batch, error, loss_of
 from tests.compiler.trial import Trial, check_on_each_rank
 from tests.models import mlp
 from torchshard.ddp.layouts import Events
@@ -105,31 +105,49 @@ def _mixed_precision_in_the_graph(found):
         assert in_graph == 18
 
 
+class Odd(Parts):
+    """Sizes that leave room between the slots of a bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.b, self.c = torch.nn.Linear(64, 51), torch.nn.Linear(51, 32)
+
+
 def _uneven(rank, world):
-    """Rank r has 3 + r batches."""
-    trial = Trial(rank, world)
-    for _ in range(3):
-        trial.step(_plain)
-    errors = []
-    with Join([trial.ddp]):
-        for number in range(3 + rank):
-            running = [other for other in range(world) if 3 + other > number]
-            trial.ddp.zero_grad()
-            trial.reference.zero_grad()
-            _plain(trial.model, None, rank, 8).backward()
-            for other in running:
-                (_plain(trial.reference, None, other, 8) / world).backward()
-            pairs = zip(trial.ddp.module.parameters(), trial.reference.parameters(), strict=True)
-            errors.append(max((p.grad - q.grad).abs().max().item() for p, q in pairs))
-    return errors, trial.ddp.reducer.counters.by_hook, trial.step(_plain)
+    """Rank r has 3 + r batches; the third one, and those after it, have gradients from outside of the graph too."""
+    found = []
+    for divide in (True, False):
+        torch._dynamo.reset()
+        trial = Trial(rank, world, make=Odd)
+        for _ in range(3):
+            trial.step(_plain)
+        errors, counts = [], []
+        with trial.ddp.join(divide_by_initial_world_size=divide):
+            for number in range(3 + rank):
+                objective = _plain if number < 2 else _regularised
+                running = [other for other in range(world) if 3 + other > number]
+                before = copy.copy(trial.ddp.reducer.counters)
+                trial.ddp.zero_grad()
+                trial.reference.zero_grad()
+                objective(trial.model, trial.ddp.module, rank, 8).backward()
+                for other in running:
+                    loss = objective(trial.reference, trial.reference, other, 8)
+                    (loss / (world if divide else len(running))).backward()
+                after = trial.ddp.reducer.counters
+                counts.append(
+                    (after.in_graph - before.in_graph, after.by_hook - before.by_hook, after.late - before.late)
+                )
+                errors.append(error(trial.ddp, trial.reference))
+        found.append((errors, counts, trial.step(_plain)))
+    return found
 
 
-def _uneven_inputs_go_through_hooks(found):
-    errors, by_hook, after = found
-    assert max(errors) < 1e-6
-    assert by_hook == 6 * (1 + len(errors))
-    assert after[0] < 1e-5
-    assert after[1:] == (0, 6, 0)  # torch leaves its joinables joined when the context is left
+def _uneven_inputs_are_reduced_in_the_graph(found):
+    for errors, counts, after in found:
+        assert max(errors) < 1e-5
+        assert counts == [(6, 0, 0)] * 2 + [(6, 0, 2)] * (len(counts) - 2)
+        assert after[0] < 1e-5
+        assert after[1:] == (6, 0, 0)
 
 
 def _buffers(rank, world):
@@ -209,7 +227,7 @@ TRIALS = {
     _hooks: _hooks_reduce_in_the_graph,
     _not_linear: _late_gradients_under_a_hook_that_is_not_linear,
     _low: _mixed_precision_in_the_graph,
-    _uneven: _uneven_inputs_go_through_hooks,
+    _uneven: _uneven_inputs_are_reduced_in_the_graph,
     _buffers: _buffers_are_rank_0s_before_each_forward,
     _chosen: _sizes_are_chosen_for_what_a_graph_was_seen_to_do,
     _rows: _mapped_rows_in_pieces,

@@ -187,6 +187,10 @@ class FlatBucket:
         places = self._places()
         return [places[i] for i in self.order]
 
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The members' parts of another tensor of this form."""
+        return [self._piece(flat, i) for i in self.order]
+
     def receive(self, result: torch.Tensor) -> None:
         """Take another tensor for the result, of the same length; or the same, and nothing is to be done."""
         flat = self._open()

@@ -24,6 +24,7 @@ class Lending:
         shared: parameters with gradients from a graph and from elsewhere.
         late: gradients that came after a graph had filled their place, in the backward that runs.
         refused: every gradient has to come through its hook.
+        shadowed: some ranks may only play along, and have to be told what comes late.
         joins: sizes of buckets are chosen after graphs have been compiled, with small segments.
         segments: sizes of what graphs are compiled to fill at once.
         pieces: sizes by which graphs are cut, where hooks reduce between the pieces; None if they are yet to be chosen.
@@ -34,7 +35,7 @@ class Lending:
         self._reducer = reducer
         self.shared: set[int] = set()
         self.late: dict[int, torch.Tensor] = {}
-        self.refused = self.joins = False
+        self.refused = self.shadowed = self.joins = False
         self.use_sizes(reducer.policy, reducer.policy)
         self._bucket_of: dict[tuple[int, ...], GraphBucket] = {}  # by segment
         self._known: set[tuple[int, ...]] = set()  # the layout knew of them, or they have been asked for since
@@ -115,19 +116,20 @@ class Lending:
 
     def reduce_late(self) -> None:
         """Reduce contributions that came after their parameters' buckets had left, and add them to `.grad`."""
-        if not self.late:
+        late = self._late_anywhere()
+        if not late:
             return
         reducer, kinds = self._reducer, dict[tuple[torch.dtype, torch.device], list[int]]()
-        late = ", ".join(reducer.names[i] for i in sorted(self.late))
-        reducer.exchange.confirm("late: " + late)
+        names = ", ".join(reducer.names[i] for i in late)
+        reducer.exchange.confirm("late: " + names)
         if not reducer.reduction.is_linear:
-            raise RuntimeError(messages.late_text(late))
-        for i in sorted(self.late):
-            kinds.setdefault((self.late[i].dtype, self.late[i].device), []).append(i)
+            raise RuntimeError(messages.late_text(names))
+        for i, grad in late.items():
+            kinds.setdefault((grad.dtype, grad.device), []).append(i)
         for number, members in enumerate(kinds.values(), len(reducer.buckets)):
-            stand_ins = {i: self.late[i].detach() for i in members}
+            stand_ins = {i: late[i].detach() for i in members}
             for i, stand_in in stand_ins.items():
-                stand_in.grad = self.late[i]
+                stand_in.grad = late[i]
             bucket = FlatBucket(stand_ins, reducer.reduction.scale, views_stay=False)
             bucket.pending.clear()
             bucket.take_large()
@@ -141,6 +143,15 @@ class Lending:
                 reducer.params[i].grad.add_(stand_in.grad)  # type: ignore[union-attr]
         reducer.exchange.issued += 1
         self.late.clear()
+
+    def _late_anywhere(self) -> dict[int, torch.Tensor]:
+        """What is late; here alone, unless some ranks have nothing of their own and give zeros."""
+        numbers: Iterable[int] = self.late
+        if self.shadowed and self._bucket_of:
+            counts = self._reducer.exchange.totals([int(i in self.late) for i in range(len(self._reducer.params))])
+            numbers = (i for i, count in enumerate(counts) if count)
+        late = {i: self.late.get(i) for i in sorted(numbers)}
+        return {i: torch.zeros_like(self._reducer.params[i]) if grad is None else grad for i, grad in late.items()}
 
     def somebody_wishes(self) -> bool:
         """Whether the buckets do not fit the graphs of some rank; all ranks ask at the same point."""

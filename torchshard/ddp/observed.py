@@ -38,7 +38,6 @@ class ObservedReducer(Reducer):
     has_learned = False
     link: LinkSpeed | None = None
     unused_bytes = 0
-    _uneven = False
 
     # ---------------------------------------------------------------------------------------------- settings
 
@@ -195,7 +194,7 @@ class ObservedReducer(Reducer):
             "a sparse gradient": bool(self._recipe.sparse),
             "mixed_precision": self._recipe.reduce_dtype is not None,
             "require_manual_backward_finalization": self.waits_for_user,
-            "join()": self._uneven,
+            "join()": self.lending.shadowed,
         }
         return next((setting for setting, applies in reasons.items() if applies), None)
 
@@ -203,7 +202,7 @@ class ObservedReducer(Reducer):
 
     def rescale(self, ranks: int, uneven: bool) -> None:
         """Divide by this number of ranks from now on, unless a hook does; uneven: others may only shadow backward."""
-        self._uneven, scale = uneven, 1.0 / ranks
+        self.lending.shadowed, scale = uneven, 1.0 / ranks
         if self.traced is not None:
             self.traced.excluded = self._excluded()
         if not self.reduction.hooked and scale != self.reduction.scale:
@@ -211,8 +210,8 @@ class ObservedReducer(Reducer):
             self._use_scale()
 
     def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
-        """As for Reducer; with uneven inputs all gradients go through hooks, so that shadows know what comes."""
-        return None if self._uneven else super().lend(slots)
+        """As for Reducer; where a shadow could not tell in what precision late gradients come, hooks have them all."""
+        return None if self.lending.shadowed and self._recipe.reduce_dtype else super().lend(slots)
 
     def shadow_backward(self) -> None:
         """Play the collectives of a backward that other ranks run, with nothing to give; take over their average."""
@@ -226,5 +225,6 @@ class ObservedReducer(Reducer):
         self.exchange.wait(works, "the buckets of ranks that still have inputs")
         for bucket, zeros, work in zip(self.buckets, given, works, strict=True):
             bucket.adopt(self.reduction.received(zeros, work), used)
+        self.lending.reduce_late()
         self.counters.backwards += 1
         self._rearrange()

@@ -1,6 +1,7 @@
 """What torch's algorithms, pipelining and tests read of torch's own reducer: thin, for their sake only."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,11 +80,8 @@ class ReducerCompatibility:
         """The buckets as they are laid out now, holding zeros."""
         found = []
         for index, bucket in enumerate(self.buckets):
-            params, flat = bucket.parameters, bucket.zeros()
-            pieces = [*flat.split([p.numel() for p in params])] if flat.dim() == 1 else [flat]
-            if flat.dim() == 1:
-                pieces = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
-            found.append(GradBucket.make(index, flat, pieces.copy, params, index == len(self.buckets) - 1))
+            flat, last = bucket.zeros(), index == len(self.buckets) - 1
+            found.append(GradBucket.make(index, flat, partial(bucket.parts, flat), bucket.parameters, last))
         return found
 
     def _get_local_used_map(self) -> torch.Tensor:

@@ -97,6 +97,10 @@ class SparseBucket(FlatBucket):
         """The one gradient."""
         return [self.outgoing()]
 
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """As for any bucket."""
+        return [flat]
+
     def receive(self, result: torch.Tensor) -> None:
         """Take another tensor for the result."""
         self._held = result
