@@ -190,20 +190,22 @@ def finish_time(plan: Iterable[PlannedBucket], times: StepTimes, link: LinkSpeed
     return max([times.backward, *[end for _, end in _under_way(list(plan), times, link)]])
 
 
-def best_policy(ready: Iterable[Gradient], times: StepTimes, link: LinkSpeed) -> BucketPolicy:
+def best_policy(ready: Iterable[Gradient], times: StepTimes, link: LinkSpeed, each: float = 0.0) -> BucketPolicy:
     """The sizes of buckets, all alike, with which a backward is over soonest; of equally good ones the largest.
 
     Args:
         ready: gradients in the order in which they become ready.
         times: of the backward without communication, and of what is ready when.
         link: between the ranks.
+        each: seconds that the step takes longer for each bucket, besides its communication.
     """
     gradients = list(ready)
     cap = max(1, sum(g.nbytes for g in gradients))
     best, soonest = BucketPolicy(cap, cap), float("inf")
     while cap >= 1 << 14:
         policy = BucketPolicy(cap, cap)
-        end = finish_time(plan_buckets(gradients, policy), times, link)
+        plan = plan_buckets(gradients, policy)
+        end = finish_time(plan, times, link) + each * len(plan)
         if end < 0.99 * soonest:
             best, soonest = policy, end
         cap //= 2
