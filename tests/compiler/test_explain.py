@@ -34,13 +34,13 @@ def test_the_table_of_a_gpt(fake_group):
     assert_expected_inline(
         table,
         """\
-graph    bucket    parameters                                     bytes     in place    launched aft
--------  --------  ---------------------------------------------  --------  ----------  ------------
-0        0         head.weight                                    32.0 KiB  1 of 1      mm_1
-0        1         norm.weight .. blocks.1.up.weight (5)          32.4 KiB  2 of 5      mm_6
-0        2         blocks.1.up.bias .. blocks.0.down.weight (10)  33.5 KiB  3 of 10     mm_12
-0        3         blocks.0.down.bias .. blocks.0.qkv.weight (8)  33.0 KiB  3 of 8      mm_18
-0        4         blocks.0.qkv.bias .. tokens.weight (5)         34.6 KiB  2 of 5      _unsafe_mask
+graph    bucket    parameters                                      bytes     in place    launched af
+-------  --------  ----------------------------------------------  --------  ----------  -----------
+0        0         head.weight                                     32.0 KiB  1 of 1      mm_1
+0        1         blocks.1.down.weight .. blocks.1.up.weight (5)  32.4 KiB  2 of 5      mm_6
+0        2         blocks.1.up.bias .. blocks.0.down.weight (10)   33.5 KiB  3 of 10     mm_12
+0        3         blocks.0.down.bias .. blocks.0.qkv.weight (8)   33.0 KiB  3 of 8      mm_18
+0        4         blocks.0.qkv.bias .. tokens.weight (5)          34.6 KiB  2 of 5      _unsafe_mas
 165.5 KiB of gradients in graphs, 97 % of them computed in place""",
     )
 
@@ -51,16 +51,16 @@ def test_the_trace_of_an_mlp(fake_group):
         _inserted(explain(ddp, batch("mlp", 8)[0])),
         """\
 graph
-  aten.mm args = (%tangents_1, %permute_4)
   torchshard.open_bucket args = (0, 2080, torch.float32, cpu, [7, 8, 5])
-  torchshard.product_into args = (%permute_5, %relu_2, True, 0, 0, %slot)
-  aten.mm args = (%where, %permute_8)
-  torchshard.product_into args = (%permute_9, %relu_1, True, 0, 2, %slot_2)
+  torchshard.product_into args = (%permute_17, %relu_2, True, 0, 0, %slot)
+  aten.mm args = (%tangents_1, %permute_4)
+  torchshard.product_into args = (%permute_18, %relu_1, True, 0, 2, %slot_2)
   torchshard.launch_bucket args = (%flat, %token, [%slot, %slot_1, %slot_2], [%view], [1], 0)
+  aten.mm args = (%where, %permute_8)
   torchshard.open_bucket args = (1, 2112, torch.float32, cpu, [6, 3, 4, 0])
+  torchshard.product_into args = (%permute_19, %relu, True, 1, 1, %slot_4)
   aten.mm args = (%where_1, %permute_12)
-  torchshard.product_into args = (%permute_13, %relu, True, 1, 1, %slot_4)
-  torchshard.product_into args = (%permute_16, %primals_3, True, 1, 3, %slot_6)
+  torchshard.product_into args = (%permute_20, %primals_3, True, 1, 3, %slot_6)
   torchshard.launch_bucket args = (%flat_1, %token, [%slot_3, %slot_4, %slot_5, %slot_6], [%view_1, %view_2], [0, 2], 1)
   torchshard.open_bucket args = (2, 32, torch.float32, cpu, [1])
   torchshard.launch_bucket args = (%flat_2, %token, [%slot_7], [%view_3], [0], 2)""",
@@ -87,16 +87,16 @@ def test_gradients_that_are_sums_are_written_term_by_term(fake_group):
         """\
 graph
   torchshard.open_bucket args = (0, 2304, torch.float32, cpu, [5, 4, 3, 2, 1])
-  torchshard.product_into args = (%permute_10, %mm_2, True, 0, 4, %slot_4)
+  torchshard.product_into args = (%permute_35, %mm_2, True, 0, 4, %slot_4)
   aten.mm args = (%view_17, %permute_12)
-  torchshard.product_into args = (%permute_14, %view_13, True, 0, 0, %slot)
+  torchshard.product_into args = (%permute_31, %view_34, True, 0, 0, %slot)
   aten.mm args = (%mm_5, %permute_16)
-  torchshard.product_into args = (%permute_18, %mm, False, 0, 0, %slot)
+  torchshard.product_into args = (%permute_32, %mm, False, 0, 0, %slot)
   aten.mm args = (%view_21, %permute_16)
-  torchshard.product_into args = (%permute_22, %mm_9, True, 0, 1, %slot_1)
+  torchshard.product_into args = (%permute_33, %mm_9, True, 0, 1, %slot_1)
   aten.mm args = (%mm_9, %permute_23)
-  torchshard.product_into args = (%permute_25, %view_26, True, 0, 2, %slot_2)
-  torchshard.product_into args = (%permute_29, %view_31, True, 0, 3, %view_default_7)
+  torchshard.product_into args = (%permute_25, %view_37, True, 0, 2, %slot_2)
+  torchshard.product_into args = (%permute_29, %view_41, True, 0, 3, %view_default_7)
   torchshard.rows_into args = (%where_self, %where_self_1, False, 0, 4, %slot_4)
   torchshard.launch_bucket args = (%flat, %token, [%slot, %slot_1, %slot_2, %slot_3, %slot_4], [], [], 0)""",
     )

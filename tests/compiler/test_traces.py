@@ -59,7 +59,7 @@ def test_gpt(monkeypatch):
         _everywhere("gpt", monkeypatch, 0.03),
         """\
 in the graph: head.weight
-in the graph: norm.weight .. blocks.1.up.weight (5)
+in the graph: blocks.1.down.weight .. blocks.1.up.weight (5)
 in the graph: blocks.1.up.bias .. blocks.0.down.weight (10)
 in the graph: blocks.0.down.bias .. blocks.0.qkv.weight (8)
 in the graph: blocks.0.qkv.bias .. tokens.weight (5)""",
@@ -70,7 +70,7 @@ def test_tied_and_checkpointed_gpt(monkeypatch):
     assert_expected_inline(
         _everywhere("tied gpt", monkeypatch, 0.03),
         """\
-in the graph: norm.weight .. blocks.1.up.weight (5)
+in the graph: blocks.1.down.weight .. blocks.1.up.weight (5)
 in the graph: blocks.1.up.bias .. blocks.0.down.weight (10)
 in the graph: blocks.0.down.bias .. blocks.0.qkv.weight (8)
 in the graph: blocks.0.qkv.bias .. tokens.weight (5)""",
@@ -90,8 +90,8 @@ def test_tied(monkeypatch):
     assert_expected_inline(
         _everywhere("tied", monkeypatch),
         """\
-in the graph: c.bias, b.weight
-in the graph: b.bias, a.weight, a.bias
+in the graph: b.weight
+in the graph: c.bias .. a.bias (4)
 at the end: c.weight
 at the end: 24 B of flags""",
     )

@@ -123,14 +123,30 @@ _Parts = tuple[list[Term], Sequence[Any]]
 
 
 def _product(node: Any, order: _Order) -> _Parts:
-    return [Term(node, ops.PRODUCT_INTO, lambda graph: node.args)], ()
+    return [_early_product(node.args, order)], ()
 
 
 def _product_and_sum(node: Any, order: _Order) -> _Parts | None:
     other, *factors = node.args
-    # Inductor puts such a product where the sum is; here it need not wait for the other term.
-    after = max(factors, key=order.__getitem__)
-    return None if node.kwargs else ([Term(after, ops.PRODUCT_INTO, lambda graph: factors)], [other])
+    return None if node.kwargs else ([_early_product(factors, order)], [other])
+
+
+def _early_product(factors: Sequence[Any], order: _Order) -> Term:
+    """As soon as both factors are there: before the gradient of a layer's input, which autograd makes first."""
+    after = max(map(_viewed, factors), key=order.__getitem__)
+    return Term(after, ops.PRODUCT_INTO, lambda graph: [_viewed_again(graph, factor) for factor in factors])
+
+
+def _viewed(node: Any) -> Any:
+    """What a node is a view of."""
+    while node.target in _VIEWS and len(node.all_input_nodes) == 1:
+        node = node.args[0]
+    return node
+
+
+def _viewed_again(graph: torch.fx.Graph, node: Any) -> Any:
+    """The same view, made here."""
+    return node if node is _viewed(node) else graph.node_copy(node, lambda below: _viewed_again(graph, below))
 
 
 def _sum(node: Any, order: _Order) -> _Parts | None:
