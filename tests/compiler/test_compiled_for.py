@@ -4,6 +4,7 @@ import warnings
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -129,6 +130,23 @@ def _sizes_of_the_compiler_come_first(compiled):
     assert compiled == 2
 
 
+def _alone(rank, world):
+    """A group of one rank has nobody to wait for; one of two has, with the same sizes."""
+    inner, compiled = Recorder(), []
+    options = inner.options(bucket_cap_mb=0.01)
+    for members in ([[0], [1]], [[0, 1]]):
+        groups = [dist.new_group(ranks) for ranks in members]
+        group = groups[rank] if len(groups) > 1 else groups[0]
+        trial = Trial(rank, world, how="inductor", compile=options, process_group=group)
+        trial.step(_plain)
+        compiled.append(len(inner.calls))
+    return compiled
+
+
+def _graphs_of_one_rank_are_not_cut(compiled):
+    assert compiled == [1, 3]
+
+
 # ---------------------------------------------------------------------------------------------- before wrapping, beside
 
 
@@ -207,6 +225,7 @@ TRIALS = {
     _same_sizes: _pieces_are_shared_by_wrappers_of_the_same_sizes,
     _two_sizes: _each_wrapper_has_buckets_of_its_size,
     _given_sizes: _sizes_of_the_compiler_come_first,
+    _alone: _graphs_of_one_rank_are_not_cut,
     _wrapped_later: _what_was_compiled_before_is_made_anew,
     _checkpointed: _what_a_checkpoint_runs_again_is_not_compiled_again,
 }

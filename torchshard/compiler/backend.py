@@ -49,8 +49,9 @@ def torchshard(
     if chosen.in_graph:
         _compiled_for("wrapped" if chosen.policy else "segments")
         return ingraph.compile_graph(graph, inputs, reducer, chosen)
-    again = _compiled_for("wrapped" if chosen.policy else "pieces")
-    policy = chosen.policy or reducer.lending.pieces
+    policy = chosen.policy if reducer.group.size() > 1 else None  # of one rank, the wrapper's: nobody is waited for
+    again = _compiled_for("wrapped" if policy else "pieces")
+    policy = policy or reducer.lending.pieces
     if policy is None and again:
         _log.info("a graph runs uncompiled until a backward was timed, by which it will be cut")
         return Options(inner="eager").compiler()(graph, inputs)

@@ -46,7 +46,7 @@ class Lending:
     def use_sizes(self, segments: BucketPolicy, pieces: BucketPolicy | None) -> None:
         """Have graphs compiled for these sizes."""
         self.segments = segments
-        self.pieces = pieces if self._reducer.group.size() > 1 else ONE_BUCKET  # there is nobody to wait for
+        self.pieces = pieces if self._reducer.group.size() > 1 else ONE_BUCKET
         self.sizes = str(self.segments), str(self.pieces)
 
     def await_sizes(self) -> None:
