@@ -2,6 +2,7 @@
 
 import gc
 import os
+import struct
 import threading
 import time
 import weakref
@@ -128,6 +129,9 @@ def _unable(rank, world, why):
         if rank == 0:
             os_pids = summing.process_ids
             summing.process_ids = lambda *a: (os_pids(*a)[0], 1)  # who connects is another process
+    elif why == "no name":
+        lines._TO_CONNECT = 0.5
+        lines._RANK = struct.Struct("b") if rank == 1 else lines._RANK  # too short to be one
     summing.LEAST = 0
     summing.look_for_neighbours(group, CPU)
     assert summing._known[group] is None
@@ -136,7 +140,7 @@ def _unable(rank, world, why):
     assert float(x[0]) == world
 
 
-@pytest.mark.parametrize("why", ["memory", "the user", "sockets", "a stranger"])
+@pytest.mark.parametrize("why", ["memory", "the user", "sockets", "a stranger", "no name"])
 def test_where_one_rank_cannot_all_use_the_group(why):
     run_ranks(2, _unable, why, timeout=60)
 

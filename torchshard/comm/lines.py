@@ -93,7 +93,8 @@ def _let_in(rank: int, door: socket.socket, pids: Sequence[int]) -> Iterator[tup
         line, _ = door.accept()
         pid, *_ = _PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         line.settimeout(_TO_CONNECT)
-        (other,) = _RANK.unpack(line.recv(_RANK.size)) if pid in pids else (None,)
+        word = line.recv(_RANK.size) if pid in pids else b""
+        (other,) = _RANK.unpack(word) if len(word) == _RANK.size else (None,)
         if other in missing and pids[other] == pid:
             missing.remove(other)
             yield other, line
