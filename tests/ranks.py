@@ -28,8 +28,8 @@ class RankFailed(AssertionError):
     """Some rank raised, died or ran past the limit; the message holds every rank's account."""
 
 
-sums_in_memory_from: int | None = None
-"""Bytes from which ranks to come sum in one another's memory; None for what is set in the package."""
+told_up_to: int | None = None
+"""Bytes that ranks to come tell one another rather than read; None for what is set in the package."""
 
 
 def _rank_main(
@@ -38,7 +38,7 @@ def _rank_main(
     world: int,
     backend: str,
     store: str,
-    least: int | None,
+    told: int | None,
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -53,10 +53,10 @@ def _rank_main(
             dist.init_process_group(
                 backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
             )
-        if least is not None:
+        if told is not None:
             from torchshard.comm import summing
 
-            summing.LEAST = least
+            summing.SMALL = told
         result = body(rank, world, *args)
         if backend and dist.is_initialized():
             dist.barrier()
@@ -113,7 +113,7 @@ def run_ranks(
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_rank_main,
-                args=(theirs, rank, world, backend, os.path.join(folder, "store"), sums_in_memory_from, body, args),
+                args=(theirs, rank, world, backend, os.path.join(folder, "store"), told_up_to, body, args),
                 daemon=True,
             )
             process.start()

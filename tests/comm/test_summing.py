@@ -21,11 +21,11 @@ from torchshard.errors import RankMismatchError
 CPU = torch.device("cpu")
 
 
-def all_reduce_of(group=None, least=0):
-    """What sums in memory, of whatever size."""
+def all_reduce_of(group=None, told=0):
+    """What sums without the group's transport: in memory, of whatever size, what is larger than may be told."""
     from torchshard.comm import summing
 
-    summing.LEAST = least
+    summing.SMALL = told
     group = group or dist.group.WORLD
     summing.look_for_neighbours(group, CPU)
     assert summing._known[group] is not None
@@ -49,8 +49,8 @@ def _terms(shape, dtype, world):
     return [torch.randint(-9, 9, shape, dtype=dtype, generator=generator) for _ in range(world)]
 
 
-def _values(rank, world):
-    all_reduce = all_reduce_of()
+def _values(rank, world, told):
+    all_reduce = all_reduce_of(told=told)
     found = []
     shapes = [(1,), (2,), (7,), (1000,), (3, 5), (32 * 1024 * world + 1,), (400_001,)]
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64]
@@ -71,26 +71,27 @@ def _values(rank, world):
     return [x.view(-1).view(torch.uint8).numpy().tobytes() for x in found]
 
 
+@pytest.mark.parametrize("told", [0, 64 * 1024])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_values_are_right_and_the_same_bits_on_all_ranks(world):
-    first, *others = run_ranks(world, _values, timeout=60)
+def test_values_are_right_and_the_same_bits_on_all_ranks(world, told):
+    first, *others = run_ranks(world, _values, told, timeout=60)
     assert all(other == first for other in others)
 
 
 def _what_others_sum(rank, world):
-    """Small, sparse and strided tensors go by the group's own all-reduce."""
-    all_reduce = all_reduce_of(least=4096)
-    found = [torch.ones(10), torch.ones(100, 100).to_sparse(), torch.ones(2000)]
+    """Empty, sparse and strided tensors go by the group's own all-reduce."""
+    all_reduce = all_reduce_of()
+    found = [torch.ones(0), torch.ones(100, 100).to_sparse(), torch.ones(2000)]
     works = [all_reduce(x) for x in found]
     for work in works:
         work.wait()
-    return [type(work).__name__ for work in works], [float(x.sum()) for x in (found[0], found[2])]
+    return [type(work).__name__ for work in works], float(found[2].sum())
 
 
-def test_small_and_sparse_tensors_go_by_the_group():
-    kinds, sums = run_ranks(2, _what_others_sum, timeout=60)[0]
+def test_empty_and_sparse_tensors_go_by_the_group():
+    kinds, total = run_ranks(2, _what_others_sum, timeout=60)[0]
     assert kinds == ["Work", "Work", "Promise"]
-    assert sums == [20, 4000]
+    assert total == 4000
 
 
 def _subgroups(rank, world):
@@ -132,7 +133,6 @@ def _unable(rank, world, why):
     elif why == "no name":
         lines._TO_CONNECT = 0.5
         lines._RANK = struct.Struct("b") if rank == 1 else lines._RANK  # too short to be one
-    summing.LEAST = 0
     summing.look_for_neighbours(group, CPU)
     assert summing._known[group] is None
     x = torch.ones(10)
@@ -145,15 +145,16 @@ def test_where_one_rank_cannot_all_use_the_group(why):
     run_ranks(2, _unable, why, timeout=60)
 
 
-def _different(rank, world):
-    all_reduce = all_reduce_of()
+def _different(rank, world, told):
+    all_reduce = all_reduce_of(told=told)
     with pytest.raises(RankMismatchError) as caught:
         all_reduce(torch.ones(10 + rank)).wait()
     return str(caught.value)
 
 
-def test_other_tensors_are_named():
-    first, second = run_ranks(2, _different, timeout=60)
+@pytest.mark.parametrize("told", [0, 42, 64 * 1024])
+def test_other_tensors_are_named(told):
+    first, second = run_ranks(2, _different, told, timeout=60)
     assert "rank 0 and rank 1 sum different tensors" in first
     assert "10 elements of torch.float32, as on rank 0" in first
     assert "got:      11 elements of the same dtype" in first
@@ -198,6 +199,19 @@ def _dies(rank, world):
 
 def test_a_rank_that_dies_is_named_at_once():
     run_ranks(2, _dies, timeout=60, expect_dead=(1,))
+
+
+def _profiled(rank, world):
+    """A profiler sees a sum as one of the group, until it is done."""
+    all_reduce, x = all_reduce_of(told=100), [torch.ones(10), torch.ones(10_000)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        for work in [all_reduce(t) for t in x]:
+            work.wait()
+    return [event.is_async for event in seen.events() if event.name == "gloo:all_reduce"]
+
+
+def test_a_profiler_sees_sums():
+    assert run_ranks(2, _profiled, timeout=60) == [[True, True]] * 2
 
 
 def _threads():

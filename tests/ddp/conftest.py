@@ -1,16 +1,18 @@
-import sys
-
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import ranks
+from torchshard.comm.neighbours import SWITCH
 
 
 @pytest.fixture(params=["by messages", "in memory"])
 def both_ways(request, monkeypatch):
-    """Ranks sum everything by their group's all-reduce; everything in one another's memory."""
-    monkeypatch.setattr(ranks, "sums_in_memory_from", 0 if request.param == "in memory" else sys.maxsize)
+    """Ranks sum everything by their group's all-reduce; everything in one another's memory, also what is small."""
+    if request.param == "in memory":
+        monkeypatch.setattr(ranks, "told_up_to", 0)
+    else:
+        monkeypatch.setenv(SWITCH, "0")
 
 
 @pytest.fixture

@@ -27,6 +27,19 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def profiled(name: str, future: "torch.futures.Future[Any]") -> None:
+    """Have a profiler that runs see something of this name, from now until the future is done.
+
+    torch.autograd._profiler_enabled, record_function._call_end_callbacks_on_future (2.11-2.15); else it sees nothing.
+    """
+    enabled = find("autograd._profiler_enabled")
+    if enabled is None or not enabled():
+        return
+    with torch.autograd.profiler.record_function(name) as event:
+        if hasattr(event, "_call_end_callbacks_on_future"):
+            event._call_end_callbacks_on_future(future)
+
+
 def in_compiled_autograd() -> bool:
     """Whether backward is traced or run by compiled autograd (torch._dynamo.compiled_autograd, 2.11-2.15).
 

@@ -7,7 +7,7 @@ A tensor is cut into as many segments as there are ranks, and in three steps bec
 3. When all have, the tensor may change again.
 
 Each segment is summed by one rank, so that all end with the same bits. It takes no memory but a scratch that stays in
-the cache. neighbours.py knows who can read whose memory; what ranks tell one another goes over the lines of lines.py,
+the cache. What is small goes with the word itself, to all, and each rank adds it up in the same order. neighbours.py knows who can read whose memory; what ranks tell one another goes over the lines of lines.py,
 and one that breaks says which rank is lost.
 """
 
@@ -30,8 +30,8 @@ from torchshard.comm.neighbours import process_ids, read
 from torchshard.comm.waiting import Promise
 from torchshard.errors import RankMismatchError
 
-LEAST = 64 * 1024
-"""Bytes from which a tensor is worth it."""
+SMALL = 64 * 1024
+"""Bytes that a rank tells at most, to all others together: a tensor up to that goes without anybody's memory."""
 
 MOST_RANKS = 32
 """Each tells each."""
@@ -96,7 +96,7 @@ class Neighbours:
 
     def can_sum(self, x: Tensor) -> bool:
         """Whether it is one of those that are summed here; the same on all ranks."""
-        return x.layout is torch.strided and x.nbytes >= LEAST and x.device.type == "cpu" and x.is_contiguous()
+        return x.layout is torch.strided and x.numel() > 0 and x.device.type == "cpu" and x.is_contiguous()
 
     def all_reduce(self, x: Tensor) -> Promise:
         """Start to sum a tensor in place."""
@@ -107,6 +107,7 @@ class Neighbours:
         self._count += 1
         future: torch.futures.Future[Any] = torch.futures.Future()
         promise = Promise(future)
+        _torch.profiled("gloo:all_reduce", future)  # as the group's own
         self._jobs.put(partial(_play, self._meeting(self._count), x, future))
         return promise
 
@@ -119,7 +120,8 @@ def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
 
 def _play(meeting: "_Meeting", x: Tensor, future: "torch.futures.Future[Any]") -> None:
     try:
-        _sum(meeting, x.data.view(-1))  # not counted as a change of the tensor, as of any collective
+        flat = x.data.view(-1)  # not counted as a change of the tensor, as of any collective
+        (_sum_told if flat.nbytes * len(meeting.lines) <= SMALL else _sum)(meeting, flat)
     except RankMismatchError as error:
         future.set_exception(error)
     except Exception as error:
@@ -128,10 +130,19 @@ def _play(meeting: "_Meeting", x: Tensor, future: "torch.futures.Future[Any]") -
         future.set_result([x])
 
 
+def _sum_told(meeting: "_Meeting", x: Tensor) -> None:
+    told = meeting.tell(x, x.view(torch.uint8).numpy().tobytes())
+    terms = {rank: torch.frombuffer(bytearray(its), dtype=x.dtype) for rank, (_, its) in told.items()}
+    terms[meeting.rank] = x.clone()
+    x.copy_(terms[0])
+    for rank in range(1, len(terms)):
+        x.add_(terms[rank])
+
+
 def _sum(meeting: "_Meeting", x: Tensor) -> None:
     size, begin = x.element_size(), x.data_ptr()
     bounds = segments(x.numel(), len(meeting.pids))
-    others = meeting.tell(x)
+    others = {rank: there for rank, (there, _) in meeting.tell(x).items()}
     own, end = bounds[meeting.rank]
     scratch = torch.empty(min(_READ, end - own), dtype=x.dtype)
     for at in range(own, end, _READ):
@@ -169,10 +180,15 @@ class _Meeting:
         self.rank, self.pids, self.lines, self.number = rank, pids, lines, number
         self._step = 0
 
-    def tell(self, x: Tensor) -> dict[int, int]:
-        """Return where the tensors of the others lie, by rank; RankMismatchError if one of them sums something else."""
+    def tell(self, x: Tensor, said: bytes = b"") -> dict[int, tuple[int, bytes]]:
+        """Return where the tensors of the others lie, and what they say, by rank.
+
+        RankMismatchError if one of them sums something else.
+        """
         found, dtype = {}, zlib.crc32(str(x.dtype).encode())
-        for rank, (numel, its_dtype, address) in self._exchange(x.numel(), dtype, x.data_ptr()).items():
+        for rank, ((numel, its_dtype, address), its) in self._exchange(
+            x.numel(), dtype, x.data_ptr(), said=said
+        ).items():
             if (numel, its_dtype) != (x.numel(), dtype):
                 raise RankMismatchError(
                     f"rank {self.rank} and rank {rank} sum different tensors",
@@ -181,16 +197,16 @@ class _Meeting:
                     where=f"sum {self.number} of this process group",
                     fix="run the same model, with the same settings, on every rank",
                 )
-            found[rank] = address
+            found[rank] = address, its
         return found
 
     def gather(self) -> None:
         """Return when all ranks have come here."""
         self._exchange(0, 0, 0)
 
-    def _exchange(self, *words: int) -> dict[int, tuple[int, ...]]:
+    def _exchange(self, *numbers: int, said: bytes = b"") -> "dict[int, tuple[tuple[int, ...], bytes]]":
         self._step += 1
-        mine = _WORD.pack(self.number, self._step, *words)
+        mine = _WORD.pack(self.number, self._step, *numbers) + said
         for rank in self.lines:
             self._say(rank, mine)
         return {rank: self._hear(rank) for rank in self.lines}
@@ -201,14 +217,14 @@ class _Meeting:
         except OSError as error:
             raise RuntimeError(f"rank {rank} cannot be told: {error}") from error
 
-    def _hear(self, rank: int) -> tuple[int, ...]:
+    def _hear(self, rank: int) -> tuple[tuple[int, ...], bytes]:
         try:
-            word = self.lines[rank].recv(_WORD.size)
+            word = self.lines[rank].recv(_WORD.size + SMALL)
         except OSError as error:
             raise RuntimeError(f"rank {rank} does not answer: {error}") from error
         if not word:
             raise RuntimeError(f"rank {rank} has gone")
-        number, step, *words = _WORD.unpack(word)
+        number, step, *numbers = _WORD.unpack_from(word)
         if (number, step) != (self.number, self._step):
             raise RuntimeError(f"rank {rank} is at step {step} of sum {number}, and this one at step {self._step}")
-        return tuple(words)
+        return tuple(numbers), word[_WORD.size :]

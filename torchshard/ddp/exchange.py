@@ -1,12 +1,12 @@
 """What the ranks of a wrapper say to one another beside gradients, in a common order of collectives."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchshard.comm.agreement import Agreement
+from torchshard.comm.summing import all_reduce_of
 from torchshard.comm.waiting import wait_for
 
 
@@ -22,6 +22,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device, self.issued = group, device, 0
         self.agreement = Agreement(group, device)
+        self._all_reduce = all_reduce_of(group)
 
     def confirm(self, text: str) -> None:
         """Make sure that all ranks are about to do what `text` says."""
@@ -33,19 +34,17 @@ class Exchange:
 
     def of_each_rank(self, number: int) -> list[int]:
         """What each rank says, in their order."""
-        sent = torch.tensor([number], dtype=torch.int32).to(self.device)
-        said = sent.new_empty(self.group.size())
-        return self._answer(said, dist.all_gather([*said.split(1)], sent, self.group, async_op=True))
+        said = [0] * self.group.size()
+        said[self.group.rank()] = number
+        return self.totals(said)
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
         """Place by place the sum over the ranks."""
         sent = torch.tensor(numbers, dtype=torch.int32).to(self.device)
-        return self._answer(sent, dist.all_reduce(sent, group=self.group, async_op=True))
-
-    def _answer(self, numbers: torch.Tensor, work: Any) -> list[int]:
+        work = self._all_reduce(sent)
         self.issued += 1
         self.wait([work])
-        return [int(n) for n in numbers.tolist()]
+        return [int(n) for n in sent.tolist()]
 
     def of_first_rank(self, numbers: Sequence[int]) -> list[int]:
         """The numbers that rank 0 has; others may have another count of them."""
