@@ -7,8 +7,10 @@ A tensor is cut into as many segments as there are ranks, and in three steps bec
 3. When all have, the tensor may change again.
 
 Each segment is summed by one rank, so that all end with the same bits. It takes no memory but a scratch that stays in
-the cache. What is small goes with the word itself, to all, and each rank adds it up in the same order. neighbours.py knows who can read whose memory; what ranks tell one another goes over the lines of lines.py,
-and one that breaks says which rank is lost.
+the cache. What is small is told to all in one step, and each rank adds it up in the same order.
+
+neighbours.py knows who can read whose memory; what ranks tell one another goes over the lines of lines.py, and one that
+breaks says which rank is lost.
 """
 
 import struct
@@ -186,9 +188,8 @@ class _Meeting:
         RankMismatchError if one of them sums something else.
         """
         found, dtype = {}, zlib.crc32(str(x.dtype).encode())
-        for rank, ((numel, its_dtype, address), its) in self._exchange(
-            x.numel(), dtype, x.data_ptr(), said=said
-        ).items():
+        answers = self._exchange(x.numel(), dtype, x.data_ptr(), said=said)
+        for rank, ((numel, its_dtype, address), its) in answers.items():
             if (numel, its_dtype) != (x.numel(), dtype):
                 raise RankMismatchError(
                     f"rank {self.rank} and rank {rank} sum different tensors",
