@@ -1,6 +1,7 @@
 """What the ranks of a wrapper say to one another beside gradients, in a common order of collectives."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,17 +35,19 @@ class Exchange:
 
     def of_each_rank(self, number: int) -> list[int]:
         """What each rank says, in their order."""
-        said = [0] * self.group.size()
-        said[self.group.rank()] = number
-        return self.totals(said)
+        sent = torch.tensor([number], dtype=torch.int32).to(self.device)
+        said = sent.new_empty(self.group.size())
+        return self._answer(said, dist.all_gather([*said.split(1)], sent, self.group, async_op=True))
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
         """Place by place the sum over the ranks."""
         sent = torch.tensor(numbers, dtype=torch.int32).to(self.device)
-        work = self._all_reduce(sent)
+        return self._answer(sent, self._all_reduce(sent))
+
+    def _answer(self, numbers: torch.Tensor, work: Any) -> list[int]:
         self.issued += 1
         self.wait([work])
-        return [int(n) for n in sent.tolist()]
+        return [int(n) for n in numbers.tolist()]
 
     def of_first_rank(self, numbers: Sequence[int]) -> list[int]:
         """The numbers that rank 0 has; others may have another count of them."""
