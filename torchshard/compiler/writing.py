@@ -122,19 +122,12 @@ _VIEWS: dict[Any, Callable[[Any], _View]] = {
 _Parts = tuple[list[Term], Sequence[Any]]
 
 
-def _product(node: Any, order: _Order) -> _Parts:
-    return [_early_product(node.args, order)], ()
-
-
-def _product_and_sum(node: Any, order: _Order) -> _Parts | None:
-    other, *factors = node.args
-    return None if node.kwargs else ([_early_product(factors, order)], [other])
-
-
-def _early_product(factors: Sequence[Any], order: _Order) -> Term:
+def _product(node: Any, order: _Order) -> _Parts | None:
     """As soon as both factors are there: before the gradient of a layer's input, which autograd makes first."""
-    after = max(map(_viewed, factors), key=order.__getitem__)
-    return Term(after, ops.PRODUCT_INTO, lambda graph: [_viewed_again(graph, factor) for factor in factors])
+    *added, left, right = node.args
+    after = max(map(_viewed, (left, right)), key=order.__getitem__)
+    term = Term(after, ops.PRODUCT_INTO, lambda graph: [_viewed_again(graph, factor) for factor in (left, right)])
+    return None if node.kwargs else ([term], added)
 
 
 def _viewed(node: Any) -> Any:
@@ -203,8 +196,8 @@ def _where(graph: torch.fx.Graph, mask: Any, node: Any) -> Any:
 _TERMS: dict[Any, Callable[[Any, _Order], _Parts | None]] = {
     _aten.mm.default: _product,
     _aten.bmm.default: _product,
-    _aten.addmm.default: _product_and_sum,
-    _aten.baddbmm.default: _product_and_sum,
+    _aten.addmm.default: _product,
+    _aten.baddbmm.default: _product,
     _aten.add.Tensor: _sum,
     _aten.index_put.default: _rows_at,
     _torch.masked_index_put(): _rows,
