@@ -210,7 +210,7 @@ class _Meeting:
         mine = _WORD.pack(self.number, self._step, *numbers) + said
         for rank in self.lines:
             self._say(rank, mine)
-        return {rank: self._hear(rank) for rank in self.lines}
+        return {rank: self._hear(rank, len(mine)) for rank in self.lines}
 
     def _say(self, rank: int, word: bytes) -> None:
         try:
@@ -218,9 +218,9 @@ class _Meeting:
         except OSError as error:
             raise RuntimeError(f"rank {rank} cannot be told: {error}") from error
 
-    def _hear(self, rank: int) -> tuple[tuple[int, ...], bytes]:
+    def _hear(self, rank: int, size: int) -> tuple[tuple[int, ...], bytes]:
         try:
-            word = self.lines[rank].recv(_WORD.size + SMALL)
+            word = self.lines[rank].recv(size)  # the rest of a longer one, of another tensor, is dropped
         except OSError as error:
             raise RuntimeError(f"rank {rank} does not answer: {error}") from error
         if not word:
