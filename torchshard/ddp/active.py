@@ -35,7 +35,7 @@ def enter(reducer: "Reducer") -> "Token[Reducer | None]":
 def leave(outer: "Token[Reducer | None]") -> None:
     """It is over; give what `enter` has returned."""
     _running.reset(outer)
-    show(reducer())
+    show_running()
 
 
 def reducer() -> "Reducer | None":
@@ -46,6 +46,11 @@ def reducer() -> "Reducer | None":
 def reducer_to_compile_for() -> "Reducer | None":
     """The same; or that of the wrapper whose backward runs, in which a part of its forward may be computed again."""
     return reducer() or _shown()
+
+
+def show_running() -> None:
+    """Have guards see the wrapper whose forward is running; to be called when a backward is over."""
+    show(reducer())
 
 
 def show(reducer: "Reducer | None") -> None:

@@ -244,7 +244,7 @@ class Reducer(ReducerCompatibility):
                 bucket.heard.clear()
                 bucket.heard.extend(before)
         self.mode = Mode.IDLE
-        active.show(active.reducer())
+        active.show_running()
         self._ending.come()
         while self.post_backward:
             self.post_backward.pop().wait()
@@ -328,7 +328,7 @@ class Reducer(ReducerCompatibility):
         if self.mode is Mode.IDLE or self.in_backward:
             return
         self.mode, self.is_unfinished = Mode.IDLE, False
-        active.show(active.reducer())
+        active.show_running()
         self._wait()
         self._reset()
         self.lending.late.clear()
