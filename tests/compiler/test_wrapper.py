@@ -42,7 +42,6 @@ HOOKS = {  # state and hook, size of buckets, worst error
 def _hooks(rank, world):
     found = {}
     for name, (make, cap, _) in HOOKS.items():
-        torch._dynamo.reset()  # else the buckets are those of the wrapper for which the graph was compiled
         trial = Trial(rank, world, bucket_cap_mb=cap)
         trial.ddp.register_comm_hook(*make())
         steps = [trial.step(_plain) for _ in range(4)]
