@@ -1,5 +1,6 @@
 """Graphs serve the wrapper for which they were compiled; for one with other sizes, or with none, they are made anew."""
 
+import contextlib
 import warnings
 from unittest import mock
 
@@ -12,7 +13,7 @@ from tests.compiler.models import Parts, batch, loss_of
 from tests.compiler.trial import Trial, check_on_each_rank
 from tests.models import mlp
 from torchshard import _torch
-from torchshard.ddp import DistributedDataParallel
+from torchshard.ddp import DistributedDataParallel, active
 from torchshard.ddp.layouts import Events
 from torchshard.simulation import LinkSpeed, StepTimes
 
@@ -183,6 +184,33 @@ def _what_was_compiled_before_is_made_anew(answers):
     assert "compiled and called before it was wrapped" in said[0]
 
 
+def _after_a_failure(rank, world):
+    """A backward fails; then a module is compiled and called without a wrapper, and wrapped with the same sizes."""
+    x, y = batch("plain", 8)
+    failing = DistributedDataParallel(Parts())
+    loss = loss_of(failing(x), y)
+    failing.module.a.weight.register_post_accumulate_grad_hook(_fail)
+    with contextlib.suppress(ArithmeticError):
+        loss.backward()
+    shown = active.wrapped
+    module = Parts()
+    compiled = torch.compile(module, backend="torchshard")
+    loss_of(compiled(x), y).backward()
+    ddp = DistributedDataParallel(compiled)
+    for _ in range(3):
+        ddp.zero_grad()
+        loss_of(ddp(x), y).backward()
+    return shown, ddp.reducer.counters.in_graph, ddp.reducer.counters.by_hook
+
+
+def _fail(param):
+    raise ArithmeticError
+
+
+def _guards_see_no_wrapper_then(found):
+    assert found == (False, 12, 6)
+
+
 class Blocks(nn.Module):
     """Compiled blocks, which a checkpoint outside of them runs again in backward."""
 
@@ -227,6 +255,7 @@ TRIALS = {
     _given_sizes: _sizes_of_the_compiler_come_first,
     _alone: _graphs_of_one_rank_are_not_cut,
     _wrapped_later: _what_was_compiled_before_is_made_anew,
+    _after_a_failure: _guards_see_no_wrapper_then,
     _checkpointed: _what_a_checkpoint_runs_again_is_not_compiled_again,
 }
 

@@ -31,14 +31,21 @@ class Trial:
         self.ddp = DistributedDataParallel(module, **{"bucket_cap_mb": 0.01, **settings})
         self.model = torch.compile(self.ddp, **BACKENDS[how](), **(compile or {}))
 
-    def step(self, objective, size=8):
-        """Gradients of an objective, averaged over ranks; their error, and what was counted."""
+    def step(self, objective, size=8, ranks=None, divisor=None):
+        """Gradients of an objective, averaged over ranks; their error, and what was counted.
+
+        Args:
+            objective: function of (model, module, rank, size) -> loss.
+            size: of a rank's batch.
+            ranks: those that have a batch; all, unless given.
+            divisor: of the sum; the world's size, unless given.
+        """
         before = copy.copy(self.ddp.reducer.counters)
         for model in (self.ddp, self.reference):
             model.zero_grad()
         objective(self.model, self.ddp.module, self.rank, size).backward()
-        for rank in self.ranks:
-            (objective(self.reference, self.reference, rank, size) / self.world).backward()
+        for rank in self.ranks if ranks is None else ranks:
+            (objective(self.reference, self.reference, rank, size) / (divisor or self.world)).backward()
         after = self.ddp.reducer.counters
         counts = after.in_graph - before.in_graph, after.by_hook - before.by_hook, after.late - before.late
         return error(self.ddp, self.reference), *counts

@@ -49,7 +49,7 @@ def reducer_to_compile_for() -> "Reducer | None":
 
 
 def show_running() -> None:
-    """Have guards see the wrapper whose forward is running; to be called when a backward is over."""
+    """Have guards see the wrapper whose forward is running; to be called when a backward is over, or has failed."""
     show(reducer())
 
 

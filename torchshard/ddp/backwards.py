@@ -45,10 +45,11 @@ class Ending:
 
     Args:
         act: called at the end; it calls `come`.
+        give_up: called instead when a backward has failed, or `act` has.
     """
 
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
+    def __init__(self, act: Callable[[], None], give_up: Callable[[], None]) -> None:
+        self._act, self._give_up = act, give_up
         self._awaited: Callable[[], object] = _nothing
 
     @property
@@ -60,7 +61,7 @@ class Ending:
         """To be called in a backward."""
         if not self.is_awaited:
             call = functools.partial(self._act)  # the engine drops it if the backward fails
-            self._awaited = weakref.ref(call)
+            self._awaited = weakref.ref(call, lambda _: self._give_up())
             _torch.queue_callback(call)
 
     def come(self) -> None:

@@ -84,7 +84,7 @@ class Reducer(ReducerCompatibility):
         self.is_unfinished = False  # a backward is over whose results are not yet handed out
         self._verified = verified
         self.leaves = Leaves(self.params)
-        self._ending = Ending(self._end)
+        self._ending = Ending(self._end, active.show_running)
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
         self._reached: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # by backward, since the last reduction
         self._armed = self._listening = False  # armed by a forward to be reduced, until the next reduction
@@ -328,7 +328,6 @@ class Reducer(ReducerCompatibility):
         if self.mode is Mode.IDLE or self.in_backward:
             return
         self.mode, self.is_unfinished = Mode.IDLE, False
-        active.show_running()
         self._wait()
         self._reset()
         self.lending.late.clear()
