@@ -1,12 +1,12 @@
 """Parameters whose gradients are all reduced at once, when the gradient of a parameter of the user's choice comes."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from torchshard import _torch
+from torchshard.comm.summing import all_reduce_of
 from torchshard.ddp import messages
 from torchshard.ddp.passes import Mode
 
@@ -30,7 +30,7 @@ class Delayed:
         self._buffers: list[torch.Tensor] = []
         self._views: dict[int, torch.Tensor] = {}
         self._sync = False  # a forward that is to be reduced has run since the last reduction
-        self._works: list[dist.Work] = []
+        self._works: list[Any] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for p in params:
             kinds.setdefault((p.dtype, p.device), []).append(p)
@@ -61,9 +61,7 @@ class Delayed:
         with torch.no_grad():
             for buffer in self._buffers:
                 buffer.div_(exchange.group.size())
-                work = dist.all_reduce(buffer, group=exchange.group, async_op=True)
-                assert work is not None, "asynchronous collectives return their work"
-                self._works.append(work)
+                self._works.append(all_reduce_of(exchange.group)(buffer))
         exchange.issued += 1
         _torch.queue_callback(self._wait)
 
