@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.compiler.models import Parts, batch, loss_of
+from tests.compiler.traced import BACKENDS
 from tests.compiler.trial import Trial, check_on_each_rank
 from tests.models import mlp
 from torchshard import _torch
@@ -214,13 +215,11 @@ def _guards_see_no_wrapper_then(found):
 class Blocks(nn.Module):
     """Compiled blocks, which a checkpoint outside of them runs again in backward."""
 
-    def __init__(self, options, reentrant):
+    def __init__(self, reentrant, **options):
         super().__init__()
         self.blocks = nn.ModuleList([mlp(32, 2) for _ in range(3)])
-        self.compiled, self.reentrant = (
-            [torch.compile(block, backend="torchshard", **options) for block in self.blocks],
-            reentrant,
-        )
+        self.compiled = [torch.compile(block, **options) for block in self.blocks]
+        self.reentrant = reentrant
 
     def forward(self, x):
         for block in self.compiled:
@@ -233,7 +232,7 @@ def _checkpointed(rank, world):
     for reentrant in (False, True):
         torch._dynamo.reset()
         inner = Recorder()
-        module = Blocks(inner.options(), reentrant)
+        module = Blocks(reentrant, backend="torchshard", **inner.options())
         ddp = DistributedDataParallel(module)
         for _ in range(3):
             ddp.zero_grad()
@@ -248,6 +247,26 @@ def _what_a_checkpoint_runs_again_is_not_compiled_again(found):
     assert inside == (2, 18)  # forward without gradients, backward with them
 
 
+def _reduced_inside(rank, world):
+    found = []
+    for reentrant in (False, True):
+        trial = Trial(rank, world, make=lambda reentrant=reentrant: Blocks(reentrant, **BACKENDS["traced"]()))
+        trial.model = trial.ddp
+        found.append([trial.step(_narrow) for _ in range(4)])
+    return found
+
+
+def _narrow(model, module, rank, size):
+    x = torch.randn(size, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    return model(x).square().mean()
+
+
+def _what_a_checkpoint_runs_again_is_reduced_in_the_graph(found):
+    for steps in found:
+        assert all(worst < 1e-5 for worst, *_ in steps), found
+        assert [tuple(counts) for _, *counts in steps[2:]] == [(12, 0, 0)] * 2, found
+
+
 TRIALS = {
     _chosen: _pieces_are_cut_by_what_rank_0_has_seen,
     _same_sizes: _pieces_are_shared_by_wrappers_of_the_same_sizes,
@@ -257,6 +276,7 @@ TRIALS = {
     _wrapped_later: _what_was_compiled_before_is_made_anew,
     _after_a_failure: _guards_see_no_wrapper_then,
     _checkpointed: _what_a_checkpoint_runs_again_is_not_compiled_again,
+    _reduced_inside: _what_a_checkpoint_runs_again_is_reduced_in_the_graph,
 }
 
 

@@ -7,7 +7,7 @@ from torchshard.ddp import active
 
 
 def traced(graph, inputs):
-    reducer = active.reducer()
+    reducer = active.reducer_to_compile_for()
     if reducer is None:
         return graph.forward
     parameters = graph_parameters(inputs, reducer.names_by_id)

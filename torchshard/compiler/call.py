@@ -31,14 +31,14 @@ class Call:
         node.metadata[_KEY] = self
         node.register_hook(self._hand_over)
 
-    def open(self, bucket: int, params: Sequence[int]) -> torch.Tensor | None:
-        """Memory for the gradients of these graph inputs; None if it need not be the reducer's."""
+    def open(self, bucket: int, params: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for the gradients of these graph inputs, of this dtype; None if it need not be the reducer's."""
         if any(i not in self._numbers for i in params):
             return None
         slots = tuple(self._numbers[i] for i in params)
-        lent = self._reducer.lend(slots)
+        lent = self._reducer.lend(slots, dtype)
         self._open[bucket] = params, slots, lent
-        return lent.lend(slots) if lent else None
+        return lent.lend(slots, dtype) if lent else None
 
     def factors(self, bucket: int, slot: int) -> tuple[float, float]:
         """Alpha and beta: how a gradient is written to its slot."""

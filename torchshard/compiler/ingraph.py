@@ -65,7 +65,7 @@ class InGraph:
     def __call__(self, *args: Any) -> Any:
         """Run the forward."""
         outputs = self._compiled(*args)
-        reducer = active.reducer()
+        reducer = active.reducer_to_compile_for()
         if reducer is not None and torch.is_grad_enabled():
             self._attach(reducer, args, outputs)
         return outputs

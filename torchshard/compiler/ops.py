@@ -37,7 +37,7 @@ OPEN, PRODUCT_INTO, ROWS_INTO, LAUNCH = (
 
 def _open(bucket: int, numel: int, dtype: torch.dtype, device: torch.device, params: Sequence[int]) -> torch.Tensor:
     call = current_call()
-    flat = call.open(bucket, params) if call else None
+    flat = call.open(bucket, params, dtype) if call else None
     if flat is None:
         return torch.empty(numel, dtype=dtype, device=device)
     assert flat.numel() == numel, "graph and reducer place gradients by the same arithmetic"

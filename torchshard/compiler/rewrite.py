@@ -37,14 +37,17 @@ class GraphParameter:
 def graph_parameters(inputs: Sequence[Any], names: Mapping[int, str]) -> dict[int, GraphParameter]:
     """Those inputs of a graph that are trained and have a name, by position.
 
+    If none has one, all that are trained: the graph may be used for others again, that have.
+
     Args:
         inputs: as Dynamo gives them to a backend.
         names: of the parameters, by their ids.
     """
+    trained = {i: p for i, p in enumerate(inputs) if isinstance(p, torch.nn.Parameter) and p.requires_grad}
+    chosen = {i: p for i, p in trained.items() if id(p) in names} or trained
     return {
-        i: GraphParameter(names[id(p)], tuple(p.shape), tuple(gradient_strides(p)))
-        for i, p in enumerate(inputs)
-        if isinstance(p, torch.nn.Parameter) and p.requires_grad and id(p) in names
+        i: GraphParameter(names.get(id(p), f"input {i}"), tuple(p.shape), tuple(gradient_strides(p)))
+        for i, p in chosen.items()
     }
 
 

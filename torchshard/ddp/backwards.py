@@ -14,27 +14,35 @@ class Leaves:
     """Where the gradients of parameters end in autograd's graph.
 
     Args:
-        params: parameters; other data in one moves its end.
+        params: parameters; data of another dtype or device in one moves its end.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params
-        self.renew()
+        self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in params]
 
     def renew(self) -> None:
         """Look all of them up anew."""
-        self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in self._params]
+        for index in range(len(self._params)):
+            self._has_moved(index)
 
     def __getitem__(self, index: int) -> Any:
         return self._nodes[index]
 
     def will_run(self, index: int) -> bool:
         """Whether the backward that runs will accumulate the gradient of this parameter."""
-        return _torch.will_run(self._nodes[index])
+        return _torch.will_run(self._nodes[index]) or (self._has_moved(index) and _torch.will_run(self._nodes[index]))
 
     def some_will_run(self) -> bool:
         """Whether it will do so for any."""
-        return any(map(_torch.will_run, self._nodes))
+        return any(map(_torch.will_run, self._nodes)) or any(map(self.will_run, range(len(self._params))))
+
+    def _has_moved(self, index: int) -> bool:
+        param = self._params[index]
+        if not param.requires_grad:
+            return False
+        old, self._nodes[index] = self._nodes[index], torch.autograd.graph.get_gradient_edge(param).node
+        return self._nodes[index] is not old
 
 
 class Ending:

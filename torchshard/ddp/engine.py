@@ -4,6 +4,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,8 +116,9 @@ class Engine:
         return MixedPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
 
     def _connect_precision(self) -> None:
-        """Full precision comes back when a backward is over."""
+        """Full precision comes back when a backward is over; another backward of the same forward lowers it again."""
         if self._precision:
+            self.reducer.at_begin.append(partial(self._precision.lower, gradients=True))
             self.reducer.at_end.append(self._precision.restore)
 
     def _lower_precision(self, *inputs: Any) -> Any:

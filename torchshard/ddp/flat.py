@@ -55,6 +55,7 @@ class FlatBucket:
         self._never = members.keys() & set(never)
         self._small, self._views_stay = apart, views_stay
         self._are_flat = all(p.dim() == 1 for p in apart.values())  # the small ones
+        self._addresses: list[int] = []  # of views that stay
         self._existing: Collection[int] = ()  # large gradients that were there when the running backward began
         self._number = {id(p): i for i, p in members.items()}
         self._offsets: dict[int, int] = {}
@@ -77,6 +78,9 @@ class FlatBucket:
         """A backward begins whose gradients will be reduced."""
         if not self._views_stay:
             self._existing = [i for i in self.large if self.members[i].grad is not None]
+        elif [view.data_ptr() for view in self._places().values()] != self._addresses:
+            self._views, self._small_views = {}, ()  # a module that was converted has moved its gradients elsewhere
+            self._places()
 
     @_torch.untraced
     def take(self, param: torch.Tensor, index: int) -> None:
@@ -249,6 +253,8 @@ class FlatBucket:
             self._views = dict(zip(self._small, self._places_of_small(), strict=True))
             with _torch.aliasing():
                 self._views.update(self._split(flat))
+            if self._views_stay:
+                self._addresses = [view.data_ptr() for view in self._views.values()]
         return self._views
 
     def _places_of_small(self) -> Sequence[torch.Tensor]:

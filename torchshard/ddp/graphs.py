@@ -49,23 +49,30 @@ class GraphBucket(FlatBucket):
         self._accumulated: set[int] = set()  # gradients that lie in their slots already
         self._before: dict[int, torch.Tensor] = {}  # gradients that were there and take part
         self._filled: dict[int, torch.Tensor] = {}
+        self._quiet: set[int] = set()  # filled in the backward that runs: autograd brings nothing for them
 
     @property
     def segments(self) -> Iterable[tuple[int, ...]]:
         """What graphs may fill at once."""
         return self._segments
 
-    def ready_for_graph(self, slots: tuple[int, ...]) -> bool:
-        """Whether nothing of a segment has come, and autograd would give it to each `.grad` and nobody else."""
+    def ready_for_graph(self, slots: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Whether nothing of a segment has come, and autograd would give it to each `.grad` and nobody else.
+
+        Args:
+            slots: the segment.
+            dtype: that the graph writes.
+        """
         members = [i for i in slots if i in self.members]
         return (
             self.work is None
+            and self._fits(dtype)
             and self.pending.issuperset(members)
             and not any(_torch.has_other_hooks(self.members[i]) for i in members)
         )
 
-    def lend(self, slots: tuple[int, ...]) -> torch.Tensor:
-        """The flat memory of a segment, for a graph to write; beforehand, see what lies there."""
+    def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The flat memory of a segment, for a graph to write; beforehand, see what lies there. Args as above."""
         flat = self._open()
         start, size = flat.data_ptr(), flat.element_size()
         for i in slots:
@@ -91,26 +98,28 @@ class GraphBucket(FlatBucket):
                     view.add_(grad, alpha=self.scale)
                 self._before[i] = grad
                 p.grad = None
+        if self._views and any(self._views[i].stride() != view.stride() for i, view in views.items()):
+            self._views = {}  # the parameters are stored otherwise than before
         self._filled.update(views)
+        self._quiet.update(views)
         self.graph_filled += len(views)
         self.pending.difference_update(views)
 
     def is_filled(self, index: int) -> bool:
         """Whether a graph has given this parameter's gradient in the backward that runs."""
-        return index in self._filled
+        return index in self._quiet
 
     def install(self) -> None:
-        """The backward is over: make what the graph has written the members' gradients."""
+        """A backward is over, though maybe not the last one for this bucket: give out what graphs have written."""
         for i, view in self._filled.items():
             p, before = self.members[i], self._before.get(i)
-            if before is None:
+            if before is None or (self._views_stay and i not in self._accumulated):
                 p.grad = self._places()[i] if self._views_stay else view
             else:
                 if i not in self._accumulated:
                     before.copy_(view)
                 p.grad = before
-        self._filled = {}
-        self._before.clear()
+        self._quiet.clear()
 
     def finish(self, used: Collection[int]) -> None:
         """As for any bucket."""
@@ -121,11 +130,15 @@ class GraphBucket(FlatBucket):
     def reset(self) -> None:
         """Get ready for the next backward."""
         super().reset()
+        for i in self._quiet & self._before.keys():  # the backward failed after they were put aside
+            self.members[i].grad = self._before[i]
         self._filled, self.graph_filled = {}, 0
         self._accumulated.clear()
-        for i, grad in self._before.items():  # the backward failed after they were put aside
-            self.members[i].grad = grad
+        self._quiet.clear()
         self._before.clear()
+
+    def _fits(self, dtype: torch.dtype) -> bool:
+        return dtype is next(iter(self.members.values())).dtype
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(

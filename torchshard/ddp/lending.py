@@ -54,15 +54,20 @@ class Lending:
         self.joins = True
         self.use_sizes(_SEGMENTS, None)
 
-    def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
+    def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> GraphBucket | None:
         """See Reducer.lend."""
         reducer = self._reducer
         bucket = self._bucket_of.get(slots)
-        if self.refused or bucket is None or not bucket.ready_for_graph(slots) or any(map(self._is_hooked, slots)):
+        is_ready = bucket is not None and bucket.ready_for_graph(slots, dtype)
+        if self.refused or bucket is None or not is_ready or any(map(self._is_hooked, slots)):
             self._wish = self._wish or (reducer.arrived is None and slots not in self._known and not self.refused)
             self._known.add(slots)
             return None
         return bucket if all(reducer.leaves.will_run(i) for i in slots if i in bucket.members) else None
+
+    def learns(self, slots: tuple[int, ...]) -> bool:
+        """Whether what a graph has made, for these parameters, tells how it could be reduced in the graph."""
+        return not self.refused and all(map(self._reducer.leaves.will_run, slots))
 
     def _is_hooked(self, index: int) -> bool:
         """Whether somebody has put a hook where this parameter's gradient ends, to see what autograd brings there."""

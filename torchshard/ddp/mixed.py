@@ -107,24 +107,24 @@ class MixedBucket(FlatBucket):
 class MixedGraphBucket(MixedBucket, GraphBucket):
     """Filled by a compiled graph, whose gradients are of the parameters' low precision."""
 
-    def lend(self, slots: tuple[int, ...]) -> torch.Tensor:
+    def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """As of GraphBucket; other memory if the graph's dtype is another."""
-        flat, low = super().lend(slots), next(iter(self.members.values())).dtype
-        return flat if flat.dtype is low else torch.empty_like(flat, dtype=low)
+        flat = super().lend(slots, dtype)
+        return flat if flat.dtype is dtype else torch.empty_like(flat, dtype=dtype)
 
     def fill(self, views: Mapping[int, torch.Tensor]) -> None:
         """As of GraphBucket; what was written elsewhere moves to the dtype of the reduction."""
-        super().fill(views)
-        for i, view in views.items():
-            if view.dtype is not self._dtype:
-                self._places()[i].copy_(view)
+        places = self._places()
+        super().fill({i: v if v.dtype is self._dtype else places[i].copy_(v) for i, v in views.items()})
 
     def install(self) -> None:
-        """The backward is over: gradients that were there are back; `finish` gives them, or new ones, the result."""
-        for i in self._filled:
+        """A backward is over: gradients that were there are back; `finish` gives them, or new ones, the result."""
+        for i in self._quiet:
             self.members[i].grad = self._before.get(i)
-        self._filled = {}
-        self._before.clear()
+        self._quiet.clear()
+
+    def _fits(self, dtype: torch.dtype) -> bool:
+        return True
 
 
 def raise_precision(param: torch.Tensor) -> None:

@@ -213,9 +213,9 @@ class ObservedReducer(Reducer):
             self.reduction.scale = scale
             self._use_scale()
 
-    def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
+    def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> GraphBucket | None:
         """As for Reducer; where a shadow could not tell in what precision late gradients come, hooks have them all."""
-        return None if self.lending.shadowed and self._recipe.reduce_dtype else super().lend(slots)
+        return None if self.lending.shadowed and self._recipe.reduce_dtype else super().lend(slots, dtype)
 
     def shadow_backward(self) -> None:
         """Play the collectives of a backward that other ranks run, with nothing to give; take over their average."""

@@ -77,6 +77,7 @@ class Reducer(ReducerCompatibility):
         self.arrived: Events | None = Events()  # in a backward whose order is to be learned
         self.numbers = {id(p): i for i, p in enumerate(self.params)}
         self.names_by_id = {id(p): n for n, p in named}
+        self.at_begin: list[Callable[[], None]] = []  # to be called when one begins
         self.at_end: list[Callable[[], None]] = []  # to be called when a backward is over, reduced or not
         self.post_backward: list[Any] = []  # futures to wait for at the end of the next backward
         self.traced: Traced | None = None  # what hooks do under compiled autograd, once that is in use
@@ -171,6 +172,8 @@ class Reducer(ReducerCompatibility):
             raise RuntimeError(messages.UNFINALIZED)
         self.mode = mode
         active.show(self)
+        for act in self.at_begin:
+            act()
         if self.arrived is not None:
             self.arrived.begin = time.perf_counter()
         self._ending.ask()
@@ -339,23 +342,24 @@ class Reducer(ReducerCompatibility):
 
     # ---------------------------------------------------------------------------------------------- graphs
 
-    def lend(self, slots: tuple[int, ...]) -> GraphBucket | None:
+    def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> GraphBucket | None:
         """The bucket a segment of which a compiled graph may fill now; None if these gradients go through hooks.
 
-        The graph writes into `bucket.lend(slots)`, calls `bucket.fill` and then `graph_filled`.
+        The graph writes into `bucket.lend(slots, dtype)`, calls `bucket.fill` and then `graph_filled`.
 
         Args:
             slots: numbers of the parameters, in the graph's order.
+            dtype: that the graph writes.
         """
         if not self._hooks or torch.is_grad_enabled() or len(self._forwards) > 1:
             return None
-        if self.mode is Mode.IDLE and (self._armed or self._forwards):
+        if self.mode is Mode.IDLE and (self._armed or self._forwards) and self.leaves.some_will_run():
             self._enter(Mode.SYNC)
-        return self.lending.lend(slots) if self.mode is Mode.SYNC else None
+        return self.lending.lend(slots, dtype) if self.mode is Mode.SYNC else None
 
     def graph_filled(self, slots: tuple[int, ...], bucket: GraphBucket | None, views: Sequence[torch.Tensor]) -> None:
         """The gradients of these parameters are there; in the bucket that was lent, or else on their way to hooks."""
-        if self.arrived is not None and self.mode is Mode.SYNC and not self.lending.refused:
+        if self.arrived is not None and self.mode is Mode.SYNC and self.lending.learns(slots):
             self.arrived.append(slots)
             if bucket is None and len(self._forwards) <= 1:
                 self.lending.check(slots, views)
@@ -376,8 +380,7 @@ class Reducer(ReducerCompatibility):
         """Lay the buckets out by what rank 0 has seen in this backward."""
         assert self.arrived is not None, "there is something to learn from"
         laid = lay_out(self.arrived, self._gradients, self.lending.shared, self.policy, self.lending.joins)
-        numbers = encode(laid)
-        numbers = self.exchange.of_first_rank(numbers)
+        numbers = self.exchange.of_first_rank(encode(laid))
         self.lending.know(event for event in self.arrived if isinstance(event, tuple))
         self.arrived = None
         self._adopt(decode(numbers))
