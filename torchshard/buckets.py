@@ -50,6 +50,10 @@ class BucketPolicy:
             small = default.first if cap is None else whole
         return cls(whole, small, tuple(int(size * MiB) for size in caps or ()))
 
+    def with_first(self, first: int) -> "BucketPolicy":
+        """The same, but for the first bucket of each kind."""
+        return BucketPolicy(self.cap, first, (first, *self.caps[1:]) if self.caps else ())
+
     def limit(self, number: int) -> int:
         """Bytes at which bucket `number` of a kind is closed."""
         if self.caps:

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tests.compiler.models import batch, loss_of, make
 from tests.compiler.traced import traced
@@ -70,13 +71,15 @@ def test_settings_go_where_they_belong():
     options = {"reduction": "split", "bucket_cap_mb": 2, "first_bucket_mb": 0.5, "max_autotune": True}
     chosen = parse(None, options)
     assert (chosen.reduction, chosen.inner, chosen.in_graph) == ("split", "inductor", False)
-    assert chosen.policy == BucketPolicy(2 * MiB, MiB // 2)
+    assert chosen.sizes(BucketPolicy(1, 1)) == BucketPolicy(2 * MiB, MiB // 2)
     assert chosen.inductor == {"max_autotune": True}
     assert options["reduction"] == "split"
     assert parse("max-autotune", None).mode == "max-autotune"
     assert parse(None, None).in_graph
     assert not parse(None, {"inner": "aot_eager"}).in_graph
-    assert parse(None, None).policy is None
+    assert parse(None, None).sizes(BucketPolicy(3, 2)) == BucketPolicy(3, 2)
+    assert parse(None, {"first_bucket_mb": 1}).sizes(BucketPolicy(3, 2)) == BucketPolicy(3, MiB)
+    assert parse(None, {"first_bucket_mb": 1}).sizes(BucketPolicy(caps=(3, 2))).caps == (MiB, 2)
 
 
 MISTAKES = {
@@ -189,3 +192,47 @@ def test_sizes_come_from_options_or_else_from_the_wrapper(fake_group):
     assert pieces({"bucket_cap_mb": 1}, bucket_cap_mb=0.003) == 1
     assert pieces({}, bucket_cap_mb=0.003) == 4
     assert pieces({}, bucket_cap_mb_list=[0.003, 1]) == 2
+
+
+@pytest.mark.parametrize("reduction", ["split", "ingraph"])
+@pytest.mark.parametrize(
+    ("options", "settings", "buckets"),
+    [
+        ({"bucket_cap_mb": 0.004}, {}, [2, 2, 2, 2]),
+        ({"first_bucket_mb": 0.001}, {"bucket_cap_mb": 0.004}, [1, 2, 2, 2, 1]),
+        ({}, {"bucket_cap_mb": 0.008}, [4, 4]),
+    ],
+)
+def test_what_is_reduced_together_has_these_sizes_too(fake_group, reduction, options, settings, buckets):
+    """Four layers of a weight of 4,096 bytes and a bias of 128."""
+    wrapper = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)]), **settings)
+    inner = {"inner": "aot_eager"} if reduction == "split" else {}
+    model = torch.compile(wrapper, backend="torchshard", options={"reduction": reduction, **inner, **options})
+    for _ in range(3):
+        model(torch.ones(2, 32)).sum().backward()
+    assert [len(bucket.params) for bucket in wrapper.reducer.plan] == buckets
+
+
+class Seen(CustomGraphPass):
+    """Counts the graphs that it is given."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph):
+        self.graphs += 1
+
+    def uuid(self):
+        return None  # never cached
+
+
+def test_passes_of_the_user_run(fake_group):
+    """Those that are given as an option, and those of the process; a forward and a backward each."""
+    given, configured = Seen(), Seen()
+    options = {"post_grad_custom_post_pass": given}
+    for option, key in ((options, {}), (None, {"post_grad_custom_post_pass": configured})):
+        model = torch.compile(DistributedDataParallel(make("plain")), backend="torchshard", options=option)
+        x, y = batch("plain", 8)
+        with torch._inductor.config.patch(key):
+            loss_of(model(x), y).backward()
+    assert (given.graphs, configured.graphs) == (2, 2)

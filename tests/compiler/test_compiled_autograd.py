@@ -307,6 +307,29 @@ def test_collectives_are_joined_where_nothing_waits_for_them(fake_group, build, 
     torch.testing.assert_close(torch.fx.GraphModule({}, graph)(torch.arange(10.0), torch.ones(10)), expected)
 
 
+def test_collectives_of_others_are_left_alone():
+    script = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchshard.compiler.options import parse
+from torchshard.ddp import DistributedDataParallel, traced
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+said = []
+def wrapped(make):
+    model = make(torch.nn.Linear(8, 8))
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda x: model(x).sum().backward(), backend=backend)(torch.ones(2, 8))
+def backend(graph, inputs):
+    said.append(traced.in_use())
+    return graph.forward
+wrapped(lambda module: module)
+assert said and not any(said), said
+wrapped(DistributedDataParallel)
+assert any(said), said
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
+
+
 def test_each_bucket_has_its_own_collective(fake_group):
     graph = _graph(_independent)
     rewrite = JoinReductions(BucketPolicy(cap=80, first=80))

@@ -68,6 +68,15 @@ class Packed(Layers):
         return [self.c(y.t().contiguous().t()), x, (y[:, ::2], None)]
 
 
+class Known(Layers):
+    """A size that a layer makes known after it was taken."""
+
+    def forward(self, x):
+        k = x.shape[1]
+        y = self.a(x).reshape(x.shape[0] * k)
+        return self.c(self.b(y.view(x.shape[0], k)) / k)
+
+
 def _run(model, module):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     output = model(x)
@@ -88,6 +97,15 @@ def test_the_pieces_make_the_whole(make, inner):
             module.zero_grad()
             reference.zero_grad()
             torch.testing.assert_close(_run(compiled, module), _run(reference, reference))
+    assert len(backend.last_plan.pieces) == 3
+
+
+def test_sizes_that_become_known():
+    module = Known()
+    reference = copy.deepcopy(module)
+    backend = split_backend(0, 0, inner="aot_eager")
+    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=True)
+    torch.testing.assert_close(_run(compiled, module), _run(reference, reference))
     assert len(backend.last_plan.pieces) == 3
 
 

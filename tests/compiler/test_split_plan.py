@@ -88,6 +88,27 @@ def test_weights_count_wherever_they_enter():
     assert sum(theirs, ()) == ("d",)  # torch looks at positional arguments of functions only
 
 
+class Measured(nn.Module):
+    """Weights that are looked at before they are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        size = sum(layer.weight.detach().abs().mean() for layer in self.layers)
+        with torch.no_grad():
+            size = size + sum(layer.weight.sum() for layer in self.layers)
+        for layer in self.layers:
+            x = layer(x)
+        return x / size, torch.stack([(layer.weight > 0).any() for layer in self.layers])
+
+
+def test_uses_without_a_gradient_do_not_count():
+    _, ours = _both(Measured(), torch.randn(16, 16))[CAPS[0]]
+    assert ours == [(f"layers.{k}.weight",) for k in (3, 2, 1, 0)]
+
+
 def test_parameters_that_torch_ignores_do_not_count():
     model = SHAPES["mlp"][0]()
     for name in ("10.weight", "2.weight"):

@@ -202,7 +202,7 @@ def _check(make, inner):
 INNER = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 PIECES = {
     Vmap: 3, NestedVmap: 3, Grad: 3, GradTwice: 2, Jvp: 3, Hessian: 3, Dual: 3, HooksDisabled: 3, Attention: 3,
-    Inference: 3, Versions: 4, Number: 4, View: 3, Base: 3, Detached: 3, ViewOfView: 2, BecomesDifferentiable: 2,
+    Inference: 4, Versions: 4, Number: 4, View: 3, Base: 3, Detached: 3, ViewOfView: 2, BecomesDifferentiable: 2,
     Resident: 4,
 }  # fmt: skip
 

@@ -111,7 +111,17 @@ from torchshard._torch.operators import (
     schema,
 )
 from torchshard._torch.partitioning import run_collectives_once
-from torchshard._torch.regions import crosses, example_of, memories, nesting, setting, was_written, writes_arguments
+from torchshard._torch.regions import (
+    crosses,
+    example_of,
+    memories,
+    nesting,
+    passes_no_gradient,
+    setting,
+    was_written,
+    write_known_sizes,
+    writes_arguments,
+)
 from torchshard._torch.sharded import (
     group_of_loaded,
     group_of_theirs,
@@ -204,6 +214,7 @@ __all__ = [
     "operator_names",
     "outside_of_traces",
     "overload_of",
+    "passes_no_gradient",
     "preserve_versions",
     "profiled",
     "queue_callback",
@@ -237,5 +248,6 @@ __all__ = [
     "will_run",
     "without_fast_paths",
     "wrapper_constructor",
+    "write_known_sizes",
     "writes_arguments",
 ]

@@ -55,7 +55,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     if rewrite is not None:
-        patches = {**patches, "post_grad_custom_post_pass": _inductor_pass(rewrite)}
+        patches = {**patches, _LAST_PASS: _inductor_pass(rewrite, patches)}
     return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches))
 
 
@@ -67,12 +67,20 @@ class GraphPass(Protocol):
     def __call__(self, graph: torch.fx.Graph) -> None: ...
 
 
-def _inductor_pass(rewrite: GraphPass) -> Any:
-    """A CustomGraphPass (2.11-2.15), after those that the user has configured; its uuid is part of the cache's key."""
+_LAST_PASS = "post_grad_custom_post_pass"
+
+
+def _inductor_pass(rewrite: GraphPass, patches: Mapping[str, Any]) -> Any:
+    """A CustomGraphPass (2.11-2.15), after those that the user has configured; its uuid is part of the cache's key.
+
+    Args:
+        rewrite: what it does.
+        patches: options for this graph, which override those of the process.
+    """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    configured = config.post_grad_custom_post_pass
+    configured = patches.get(_LAST_PASS, getattr(config, _LAST_PASS))
     several = configured if isinstance(configured, list | tuple) else [configured]
     before = [given for given in several if given is not None]
 
@@ -207,7 +215,7 @@ def trace_backward(graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: 
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def backward(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
-        passes = {"post_grad_custom_post_pass": _inductor_pass(rewrite)}
+        passes = {_LAST_PASS: _inductor_pass(rewrite, {})}
         with in_fake_mode(module), torch._inductor.config.patch(passes):
             post_grad_passes(module, is_inference=False)
         module.recompile()

@@ -57,11 +57,38 @@ def example_of(node: torch.fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
+def passes_no_gradient(node: torch.fx.Node) -> bool:
+    """Whether it is known that no gradient goes back through a node: none of the tensors that it returns needs one."""
+    from torch.utils import _pytree
+
+    tensors = [leaf for leaf in _pytree.tree_leaves(example_of(node)) if isinstance(leaf, torch.Tensor)]
+    return bool(tensors) and not any(leaf.requires_grad for leaf in tensors)
+
+
 def crosses(node: torch.fx.Node) -> bool:
     """Whether one piece of a graph can return a node's value and another can take it."""
     if _name(node) in RENEWED + CONSTANTS:
         return _name(node) in RENEWED
     return isinstance(example_of(node), torch.Tensor | torch.SymInt)
+
+
+def write_known_sizes(graph: torch.fx.Graph) -> None:
+    """Put the number in place of each size that was symbolic when it was captured and has become known since.
+
+    No piece could return it: such a size has no node of its own any more where a piece is traced
+    (torch.fx.experimental.symbolic_shapes.is_concrete_int, 2.11-2.15).
+    """
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+    for node in graph.nodes:
+        value = example_of(node)
+        if isinstance(value, torch.SymInt) and is_concrete_int(value):
+            for user in [*node.users]:
+                given = torch.fx.node.map_arg(
+                    (user.args, user.kwargs),
+                    lambda arg, node=node, value=value: int(value) if arg is node else arg,  # type: ignore[misc]
+                )
+                user.args, user.kwargs = given
 
 
 def memories(value: Any) -> Iterator[tuple[int, torch.Tensor]]:

@@ -46,16 +46,19 @@ def torchshard(
     if reducer is None:
         compiled = chosen.compiler()(graph, inputs)
         return compiled if _compiled_for("wrapped") else ingraph.without_wrapper(compiled)
+    if chosen.says_sizes:
+        reducer.lending.prefer(chosen.sizes)
+    own = chosen.cap_mb is not None  # whether the wrapper's sizes do not matter
     if chosen.in_graph:
-        _compiled_for("wrapped" if chosen.policy else "segments")
+        _compiled_for("wrapped" if own else "segments")
         return ingraph.compile_graph(graph, inputs, reducer, chosen)
-    policy = chosen.policy if reducer.group.size() > 1 else None  # of one rank, the wrapper's: nobody is waited for
-    again = _compiled_for("wrapped" if policy else "pieces")
-    policy = policy or reducer.lending.pieces
-    if policy is None and again:
+    own = own and reducer.group.size() > 1  # of one rank, the wrapper's: nobody is waited for
+    again, policy = _compiled_for("wrapped" if own else "pieces"), reducer.lending.pieces
+    if policy is None and again and not own:
         _log.info("a graph runs uncompiled until a backward was timed, by which it will be cut")
         return Options(inner="eager").compiler()(graph, inputs)
-    return split.SplitBackend(chosen.compiler(), policy or reducer.policy, reducer.names_by_id)(graph, inputs)
+    policy = chosen.sizes(policy or reducer.policy) if reducer.group.size() > 1 else policy or reducer.policy
+    return split.SplitBackend(chosen.compiler(), policy, reducer.names_by_id)(graph, inputs)
 
 
 def _makes_gradients(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:

@@ -133,7 +133,7 @@ def explain(
     module, policy, ignored = model, BucketPolicy(), set[str]()
     if isinstance(model, DistributedDataParallel):
         module, policy, ignored = model.module, model.reducer.policy, model.parameters_to_ignore
-    policy = policy_of(bucket_cap_mb, first_bucket_mb) or policy
+    policy = policy_of(bucket_cap_mb, first_bucket_mb, policy)
     names = {id(p): n for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
     found: list[GraphPlan] = []
     breaks: list[GraphBreak] = []

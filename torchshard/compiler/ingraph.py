@@ -23,7 +23,7 @@ def compile_graph(
     if not parameters:
         return _torch.compile_with_inductor(graph, inputs, patches)
     _refuse_cuda_graphs(patches, reducer.device)
-    rewrite = BucketPass(parameters, chosen.policy or reducer.lending.segments)
+    rewrite = BucketPass(parameters, chosen.sizes(reducer.lending.segments))
     patches["reorder_for_peak_memory"] = False  # launches stay where they are
     return InGraph(_torch.compile_with_inductor(graph, inputs, patches, rewrite), list(parameters))
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy
+from torchshard.buckets import BucketPolicy, MiB
 from torchshard.compiler.joined import JoinReductions
+from torchshard.ddp import traced
 
 Compiler = Callable[..., Callable[..., Any]]
 
@@ -23,13 +24,14 @@ class Options:
         reduction: "ingraph" reduces gradients inside of the backward graph (inner compiler inductor only); "split"
             cuts the graph where buckets are full and lets hooks reduce in between; "auto" takes the first that can be.
         inner: the compiler, by its name or as a callable.
-        policy: sizes of buckets; None for the wrapper's.
+        cap_mb, first_mb: sizes of buckets in MiB; None for the wrapper's.
         mode, inductor: what else was given; inductor's.
     """
 
     reduction: str = "auto"
     inner: str | Compiler = "inductor"
-    policy: BucketPolicy | None = None
+    cap_mb: float | None = None
+    first_mb: float | None = None
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -38,11 +40,20 @@ class Options:
         """Whether gradients are to be reduced in the graph."""
         return self.reduction == "ingraph" or (self.reduction == "auto" and self.inner == "inductor")
 
+    @property
+    def says_sizes(self) -> bool:
+        """Whether something was said about sizes of buckets."""
+        return self.cap_mb is not None or self.first_mb is not None
+
+    def sizes(self, otherwise: BucketPolicy) -> BucketPolicy:
+        """Sizes of buckets, where they would be `otherwise` if nothing was said."""
+        return policy_of(self.cap_mb, self.first_mb, otherwise)
+
     def compiler(self) -> Compiler:
         """The inner compiler, with its settings."""
         if self.inner == "inductor":
             patches = _torch.inductor_patches(self.mode, dict(self.inductor))
-            rewrite = JoinReductions(self.policy or BucketPolicy()) if _torch.in_compiled_autograd() else None
+            rewrite = JoinReductions(self.sizes(BucketPolicy())) if traced.in_use() else None
             return lambda graph, inputs: _torch.compile_with_inductor(graph, inputs, patches, rewrite)
         found = _torch.backend_by_name(self.inner) if isinstance(self.inner, str) else self.inner
         given: dict[str, Any] = {"mode": self.mode, "options": dict(self.inductor)}
@@ -57,7 +68,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """
     rest = dict(options or {})
     reduction, inner = rest.pop("reduction", "auto"), rest.pop("inner", "inductor")
-    sizes = {name: rest.pop(name, None) for name in ("bucket_cap_mb", "first_bucket_mb")}
+    cap_mb, first_mb = rest.pop("bucket_cap_mb", None), rest.pop("first_bucket_mb", None)
+    policy_of(cap_mb, first_mb)
     if reduction not in REDUCTIONS:
         raise ValueError(
             f'backend "torchshard": option reduction={reduction!r} is not known; give one of {", ".join(REDUCTIONS)}'
@@ -70,18 +82,21 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         )
     if inner == "inductor":
         _check_names(rest)
-    return Options(reduction, inner, policy_of(**sizes), mode, rest)
+    return Options(reduction, inner, cap_mb, first_mb, mode, rest)
 
 
-def policy_of(bucket_cap_mb: float | None, first_bucket_mb: float | None) -> BucketPolicy | None:
-    """The policy for sizes in MiB; None if none is given. ValueError for a negative or senseless one."""
+def policy_of(
+    bucket_cap_mb: float | None, first_bucket_mb: float | None, otherwise: BucketPolicy | None = None
+) -> BucketPolicy:
+    """The policy for sizes in MiB; what is not given is as `otherwise`. ValueError for a negative or senseless one."""
     for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         if size is not None and not (is_number and 0 <= size < math.inf):
             raise ValueError(f'backend "torchshard": {name}={size!r} is no size; give a number of MiB, 0 or more')
-    if bucket_cap_mb is None and first_bucket_mb is None:
-        return None
-    return BucketPolicy.from_mb(bucket_cap_mb, first_bucket_mb)
+    if bucket_cap_mb is not None:
+        return BucketPolicy.from_mb(bucket_cap_mb, first_bucket_mb)
+    policy = otherwise or BucketPolicy()
+    return policy if first_bucket_mb is None else policy.with_first(int(first_bucket_mb * MiB))
 
 
 def check_inner(inner: Any) -> None:

@@ -102,6 +102,7 @@ class SplitBackend:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **_configuration: Any) -> Callable[..., Any]:
         """Compile what Dynamo has captured."""
+        _torch.write_known_sizes(graph.graph)
         # Without a backward there is nothing to overlap.
         policy = self._policy if torch.is_grad_enabled() else ONE_BUCKET
         plan = self.last_plan = cut(graph.graph, self._parameters(graph, inputs), policy)
@@ -139,7 +140,8 @@ def cut(graph: torch.fx.Graph, parameters: dict[torch.fx.Node, Gradient], policy
     """Group a graph's nodes, from its end, into pieces that hold at least their bucket's size of gradients.
 
     A gradient belongs to the piece with its parameter's first use in the forward: it is complete only after that has
-    run backward. Nodes in front of all parameters join the piece behind them. What cannot be divided is not.
+    run backward. Uses that pass no gradient on count only if there are no others. Nodes in front of all parameters join
+    the piece behind them. What cannot be divided is not.
 
     Args:
         graph: the forward, as Dynamo captured it.
@@ -174,14 +176,16 @@ def _first_uses(
     graph: torch.fx.Graph, parameters: dict[torch.fx.Node, Gradient]
 ) -> dict[torch.fx.Node, list[Gradient]]:
     """Node -> the gradients whose parameters it is the first to use, anywhere in its arguments."""
-    seen: set[int] = set()
-    found: dict[torch.fx.Node, list[Gradient]] = {}
-    for node in graph.nodes:
+    uses = [node for node in graph.nodes if node.op != "output"]
+    uses.sort(key=_torch.passes_no_gradient)  # in their order, those that do first
+    first: dict[int, tuple[torch.fx.Node, Gradient]] = {}
+    for node in uses:
         for given in node.all_input_nodes:
-            gradient = parameters.get(given)
-            if gradient is not None and node.op != "output" and gradient.index not in seen:
-                seen.add(gradient.index)
-                found.setdefault(node, []).append(gradient)
+            if (gradient := parameters.get(given)) is not None:
+                first.setdefault(gradient.index, (node, gradient))
+    found: dict[torch.fx.Node, list[Gradient]] = {}
+    for node, gradient in first.values():
+        found.setdefault(node, []).append(gradient)
     return found
 
 
@@ -211,6 +215,4 @@ def split_backend(
         >>> print(backend.last_plan)                                   # doctest: +SKIP
     """
     check_inner(inner)
-    policy = policy_of(bucket_cap_mb, first_bucket_mb)
-    assert policy is not None, "sizes are given"
-    return SplitBackend(Options(inner=inner).compiler(), policy)
+    return SplitBackend(Options(inner=inner).compiler(), policy_of(bucket_cap_mb, first_bucket_mb))

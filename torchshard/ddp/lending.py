@@ -29,6 +29,7 @@ class Lending:
         segments: sizes of what graphs are compiled to fill at once.
         pieces: sizes by which graphs are cut, where hooks reduce between the pieces; None if they are yet to be chosen.
         sizes: both as text; a graph is compiled anew where they are different.
+        adjust: what the compiler was told makes of sizes of buckets that are as the wrapper wants them.
     """
 
     def __init__(self, reducer: "Reducer") -> None:
@@ -36,6 +37,7 @@ class Lending:
         self.shared: set[int] = set()
         self.late: dict[int, torch.Tensor] = {}
         self.refused = self.shadowed = self.joins = False
+        self.adjust: Callable[[BucketPolicy], BucketPolicy] = lambda policy: policy
         self.use_sizes(reducer.policy, reducer.policy)
         self._bucket_of: dict[tuple[int, ...], GraphBucket] = {}  # by segment
         self._known: set[tuple[int, ...]] = set()  # the layout knew of them, or they have been asked for since
@@ -53,6 +55,14 @@ class Lending:
         """The sizes of buckets are going to be chosen by what is seen."""
         self.joins = True
         self.use_sizes(_SEGMENTS, None)
+
+    def prefer(self, adjust: Callable[[BucketPolicy], BucketPolicy]) -> None:
+        """Have buckets that hooks fill laid out by what the compiler was told, too; see `adjust`."""
+        self.adjust, reducer = adjust, self._reducer
+        policy = adjust(reducer.policy)
+        if policy != reducer.policy:
+            reducer.policy = policy
+            self._wish = self._wish or reducer.arrived is None
 
     def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> GraphBucket | None:
         """See Reducer.lend."""

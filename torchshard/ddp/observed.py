@@ -167,7 +167,7 @@ class ObservedReducer(Reducer):
             caps = best_policy(ready, times, link).cap, best_policy(ready, times, link, _EACH_PIECE).cap
         bucket, piece = self.exchange.of_first_rank(caps)
         if bucket:
-            self.policy = BucketPolicy(bucket, bucket)
+            self.policy = self.lending.adjust(BucketPolicy(bucket, bucket))
             if self.lending.pieces is None:  # once, as each change costs a compilation
                 self.lending.use_sizes(self.lending.segments, BucketPolicy(piece, piece))
 

@@ -5,6 +5,7 @@ these hooks touch plain values only, and each gradient is averaged where it is c
 the compiler places. What can only be known while a backward runs is checked at the next forward.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,14 @@ from torchshard.ddp import messages
 
 if TYPE_CHECKING:
     from torchshard.ddp.reducer import Reducer
+
+
+_all: "weakref.WeakSet[Traced]" = weakref.WeakSet()
+
+
+def in_use() -> bool:
+    """Whether the backward that is being compiled may be one of a wrapper's."""
+    return bool(_all) and _torch.in_compiled_autograd()
 
 
 class Traced:
@@ -33,6 +42,7 @@ class Traced:
         self.sync: bool | None = None
         self.averaged: list[int] = []
         self.excluded: str | None = None
+        _all.add(self)
 
     def before_forward(self, reducer: "Reducer", excluded: str | None) -> None:
         """Check what the last backward has done; raises if it was not the same on all ranks, or left gradients out.
