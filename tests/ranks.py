@@ -39,6 +39,7 @@ def _rank_main(
     backend: str,
     store: str,
     told: int | None,
+    environment: dict[str, str],
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -48,7 +49,8 @@ def _rank_main(
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        os.environ.clear()  # that of the server's start
+        os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         if backend:
             dist.init_process_group(
                 backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
@@ -108,14 +110,11 @@ def run_ranks(
         expect_dead: ranks that may die without an answer (fault tests); their result is None.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        pipes, processes, store = [], [], os.path.join(folder, "store")
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(
-                target=_rank_main,
-                args=(theirs, rank, world, backend, os.path.join(folder, "store"), told_up_to, body, args),
-                daemon=True,
-            )
+            given = theirs, rank, world, backend, store, told_up_to, {**os.environ}, body, args
+            process = _context.Process(target=_rank_main, args=given, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
