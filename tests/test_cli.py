@@ -15,6 +15,7 @@ import torch
 
 from tests.checkpoint import sources
 from torchshard import __version__, checkpoint
+from torchshard.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -207,6 +208,18 @@ def gpt():
     from torchshard.demo.model import GPT, Config
     return GPT(Config()), (torch.zeros(1, 8, dtype=torch.int64),)
 
+def needy(width):
+    return mlp()
+
+def boom():
+    raise RuntimeError("at last")
+
+def largest():
+    class Largest(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+    return Largest(256, 8)
+
 number = 3
 """
 
@@ -233,38 +246,92 @@ def test_plan_with_inputs_of_its_own_and_measured_times(tmp_path):
     assert "96,000 ranks in nodes of 8, ring over 12.5 GB/s: a step of" in done.stdout
 
 
+PLANNED = ("mine.py:mlp", "--input", "4,256")
+
+MISTAKES = {
+    # how a model is named, and what its file and its function do
+    "'mlp' does not name a model; give package.module:function or file.py:function": ("mlp",),
+    "'..mine:mlp' does not name a model": ("..mine:mlp",),
+    "FileNotFoundError: no file nothing.py": ("nothing.py:mlp",),
+    "'mine.py:none' must name what can be imported, but got AttributeError": ("mine.py:none",),
+    "'no.such:x' must name what can be imported, but got ModuleNotFoundError: No module named 'no'": ("no.such:x",),
+    "'syntax.py:x' must name what can be imported, but got SyntaxError: invalid syntax (syntax.py, line 1)": (
+        "syntax.py:x",
+    ),
+    "but got ModuleNotFoundError: No module named 'not_there' (imports.py, line 1)": ("imports.py:x",),
+    "but got SystemExit: 3 (exits.py, line 2)": ("exits:x",),
+    "'torch.nn:Linear' must make a model without arguments, but got TypeError": ("torch.nn:Linear",),
+    "but got TypeError: needy() missing 1": ("mine.py:needy",),
+    "but got RuntimeError: at last (mine.py, line 15)": ("mine.py:boom",),
+    "made int": ("mine.py:number",),
+    # inputs
+    "comes without inputs": ("mine.py:mlp",),
+    "input 'x' is not known": ("mine.py:mlp", "--input", "x"),
+    "input 'float8_e4m3fn:4' must be one that torch.randn makes": ("mine.py:mlp", "--input", "float8_e4m3fn:4"),
+    "input 'quint8:4' must be one that torch.zeros makes": ("mine.py:mlp", "--input", "quint8:4"),
+    "Sequential must run on float32[4, 255], but got RuntimeError: mat1": ("mine.py:mlp", "--input", "4,255"),
+    "Sequential must run on int64[4, 256], but got RuntimeError": ("mine.py:mlp", "--input", "int64:4,256"),
+    "Sequential must run on float32[4, 256], float32[1], but got TypeError": (*PLANNED, "--input", "1"),
+    # nothing to reduce
+    "an output of ReLU with requires_grad, got float32[2, 2]": ("torch.nn:ReLU", "--input", "2,2"),
+    "an output of Largest with requires_grad, got int64[4]": ("mine.py:largest", "--input", "4,256"),
+    "the plan is empty": ("torch.nn:ReLU", "--input", "2,2", "--forward", "1"),
+    # numbers
+    "'--forward': expected a finite time, 0 or more; got -5.0": (*PLANNED, "--forward", "-5"),
+    "'--backward': expected a finite time, 0 or more; got -5.0": (*PLANNED, "--backward", "-5"),
+    "'--forward': expected a finite time, 0 or more; got nan": (*PLANNED, "--forward", "nan"),
+    "'--forward': expected a finite time, 0 or more; got inf": (*PLANNED, "--forward", "inf"),
+    "'--latency': expected a finite time, 0 or more; got inf": (*PLANNED, "--latency", "inf"),
+    "'--gbits': expected more than 0; got 0.0": (*PLANNED, "--gbits", "0"),
+    "world_size=0: expected a whole number of ranks, 1 or more": (*PLANNED, "--world-size", "0"),
+    "bucket_cap_mb=-1.0 is no size": (*PLANNED, "--bucket-cap-mb", "-1"),
+    # files to write: said before there is any work
+    "'--trace': expected a file in a folder that can be written to, got none/x.json": ("mlp", "--trace", "none/x.json"),
+    "'--picture': expected a file in a folder that": ("mlp", "--picture", "none/x.png"),
+    "'.' is a directory": ("mlp", "--trace", "."),
+    ".png, .ps, .raw, .rgba, .svg": ("mlp", "--picture", "x.foo"),
+}
+
+
 def test_mistakes_in_plan(tmp_path):
-    (tmp_path / "mine.py").write_text(MODEL)
-    cases = {
-        "does not name a model": ("mlp",),
-        "no file": ("nothing.py:mlp",),
-        "cannot be found": ("mine.py:none",),
-        "made int": ("mine.py:number",),
-        "comes without inputs": ("mine.py:mlp",),
-        "input 'x' is not known": ("mine.py:mlp", "--input", "x"),
-        "bucket_cap_mb=-1.0 is no size": ("mine.py:mlp", "--input", "1,256", "--bucket-cap-mb", "-1"),
-    }
+    files = {"mine": MODEL, "syntax": "def x(:", "imports": "import not_there", "exits": "import sys\nsys.exit(3)"}
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
     code = """
 import contextlib, io, json, sys
 from torchshard.cli import main
 said = {}
 for message, command in json.loads(sys.argv[1]).items():  # in one interpreter: each imports torch
     sys.argv[1:] = ["plan", *command]
-    with contextlib.redirect_stderr(io.StringIO()) as err:
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             main()
             code = 0
         except SystemExit as end:
             code = end.code
-    said[message] = code, err.getvalue()
+        except BaseException as error:
+            code = repr(error)
+    said[message] = code, out.getvalue(), err.getvalue()
 print(json.dumps(said))
 """
-    done = sources.python(code, json.dumps(cases), cwd=tmp_path)
+    done = sources.python(code, json.dumps(MISTAKES), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for message, (code, err) in json.loads(done.stdout).items():
-        assert (code, done.stderr) == (2, ""), (message, err)
-        assert message in err.replace("\n", " ")
+    for message, (code, out, err) in json.loads(done.stdout).items():
+        assert (code, out) == (2, ""), (message, err)
+        sentence = " ".join(err.replace("│", " ").split())
+        assert message in sentence, err
         assert "Traceback" not in err
+    assert not list(tmp_path.glob("x.*"))
+
+
+def test_a_bug_in_plan_has_its_traceback(tmp_path, monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise AssertionError("a bug")
+
+    (tmp_path / "mine.py").write_text(MODEL)
+    monkeypatch.setattr("torchshard.compiler.explain", broken)
+    with pytest.raises(AssertionError, match="a bug"):
+        app(["plan", str(tmp_path / "mine.py:mlp"), "--input", "4,256"])
 
 
 def test_a_bar_on_a_terminal(folder, tmp_path):

@@ -1,5 +1,8 @@
 import json
+import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given
@@ -113,21 +116,44 @@ def test_it_exports_what_a_timeline_exports(tmp_path):
     assert (tmp_path / "step.png").read_bytes()[1:4] == b"PNG"
 
 
+NAN, INF = float("nan"), float("inf")
+
 MISTAKES = [
-    (lambda: Link(0), "a link moves more than 0 bytes a second"),
-    (lambda: Link(1, -1), "a message takes 0 seconds or more"),
-    (lambda: Network(0, Link(1)), "at least one rank"),
+    (lambda: Link(0), "bandwidth=0: expected more than 0 bytes a second"),
+    (lambda: Link("1"), "bandwidth='1': expected more than 0 bytes a second"),
+    (lambda: Link(1, -1), "latency=-1: expected a finite number of seconds, 0 or more"),
+    (lambda: Link(1, INF), "latency=inf: expected a finite number of seconds, 0 or more"),
+    (lambda: LinkSpeed(NAN, 1), "latency=nan: expected a finite number of seconds, 0 or more"),
+    (lambda: LinkSpeed(0, -1), "bandwidth=-1: expected more than 0 bytes a second"),
+    (lambda: StepTimes(-1), "forward=-1: expected a finite number of seconds, 0 or more"),
+    (lambda: StepTimes(NAN), "forward=nan: expected a finite number of seconds, 0 or more"),
+    (lambda: StepTimes(1, INF), "backward=inf: expected a finite number of seconds, 0 or more"),
+    (lambda: StepTimes(ready={"a.b": -1}), "ready['a.b']=-1: expected a finite number of seconds, 0 or more"),
+    (lambda: StepTimes(slowest=-1), "slowest=-1: expected a finite factor, 1 or more"),
+    (lambda: StepTimes(slowest=0.5), "slowest=0.5: expected a finite factor, 1 or more"),
+    (lambda: best_policy([], StepTimes(), LinkSpeed(0, 1), each=-1), "each=-1: expected a finite number of seconds"),
+    (lambda: Network(0, Link(1)), "world_size=0: expected a whole number of ranks, 1 or more"),
+    (lambda: Network(2.5, Link(1)), "world_size=2.5: expected a whole number of ranks, 1 or more"),
+    (lambda: Network(True, Link(1)), "world_size=True: expected a whole number of ranks, 1 or more"),
+    (lambda: Network(8, Link(1), ranks_per_node=0), "ranks_per_node=0: expected a whole number of ranks, 1 or more"),
     (lambda: Network(2, Link(1), "star"), "algorithm='star' is not known; give one of ring, tree"),
     (lambda: Network(10, Link(1), ranks_per_node=4), "10 ranks are no whole number of nodes of 4"),
     (lambda: Network(8, Link(1), ranks_per_node=4), "need a link inside of the node"),
     (lambda: simulate_step([], Network(2, Link(1))), "the plan is empty"),
+    (lambda: simulate_step(buckets([10]), Network(2, Link(1e-320))), "no earlier, finite end; got 0.0 to inf"),
 ]
 
 
 @pytest.mark.parametrize(("mistake", "said"), MISTAKES)
 def test_mistakes(mistake, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=re.escape(said)):
         mistake()
+
+
+def test_numbers_of_any_real_type_make_sense():
+    link = Link(np.float32(4), Fraction(1, 2))
+    assert Network(np.int64(2), link).all_reduce(8) == StepTimes(np.float64(3)).forward == 3.0
+    assert Network(2, Link(INF)).all_reduce(MiB) == 0  # as if there were no network
 
 
 EVEN = [Gradient(i, str(i), 1 << 20) for i in range(16)]

@@ -49,8 +49,18 @@ def test_a_picture_is_written(tmp_path):
 def test_nonsense_is_refused():
     with pytest.raises(ValueError, match="at least one span"):
         Timeline([])
-    with pytest.raises(ValueError, match="ends before it starts"):
-        Timeline([Span("a", "a", 1.0, 0.5)])
+    for start, end in [(1.0, 0.5), (0.0, float("inf")), (float("nan"), 1.0)]:
+        with pytest.raises(ValueError, match=f"no earlier, finite end; got {start} to {end}"):
+            Timeline([Span("a", "a", start, end)])
+
+
+@pytest.mark.parametrize("name", ["step.foo", "step"])
+def test_a_format_that_cannot_be_drawn_is_named(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    suffix = (tmp_path / name).suffix
+    with pytest.raises(ValueError, match=rf"expected one of .*\.png.*, got '{suffix}'"):
+        Timeline(STEP).picture(tmp_path / name)
+    assert not list(tmp_path.iterdir())
 
 
 times = st.floats(0, 1e3)

@@ -6,6 +6,8 @@ A command is a function below; what it needs is imported when it runs, so that a
 """
 
 import gc
+import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -192,6 +194,37 @@ def demo(
         raise typer.Exit(code)
 
 
+def _time(value: float | None) -> float | None:
+    """A time in whatever unit the option has."""
+    if value is not None and not 0 <= value < math.inf:
+        raise typer.BadParameter(f"expected a finite time, 0 or more; got {value}")
+    return value
+
+
+def _speed(value: float) -> float:
+    """A bandwidth in whatever unit; it may be infinite."""
+    if not value > 0:
+        raise typer.BadParameter(f"expected more than 0; got {value}")
+    return value
+
+
+def _written(path: Path | None) -> Path | None:
+    """A file to be written later has a folder."""
+    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise typer.BadParameter(f"expected a file in a folder that can be written to, got {path}")
+    return path
+
+
+def _drawn(path: Path | None) -> Path | None:
+    """A picture can be drawn, too."""
+    from torchshard.timeline import check_picture
+
+    if path is not None:
+        with _mistakes_on_stderr(ImportError):
+            check_picture(path)
+    return _written(path)
+
+
 @app.command()
 def plan(
     model: Annotated[
@@ -204,37 +237,55 @@ def plan(
     bucket_cap_mb: Annotated[float | None, typer.Option(metavar="MIB", help="Size of buckets.")] = None,
     first_bucket_mb: Annotated[float | None, typer.Option(metavar="MIB", help="Size of the first one.")] = None,
     world_size: Annotated[int, typer.Option(metavar="N", help="Ranks of the simulated step.")] = 8,
-    gbits: Annotated[float, typer.Option(metavar="GBIT/S", help="Bandwidth of each rank's link.")] = 100.0,
-    latency: Annotated[float, typer.Option(metavar="US", help="Of a message, in microseconds.")] = 10.0,
+    gbits: Annotated[
+        float, typer.Option(metavar="GBIT/S", callback=_speed, help="Bandwidth of each rank's link.")
+    ] = 100.0,
+    latency: Annotated[float, typer.Option(metavar="US", callback=_time, help="Of a message, in microseconds.")] = 10.0,
     algorithm: Annotated[str, typer.Option(metavar="NAME", help="ring or tree.")] = "ring",
     ranks_per_node: Annotated[int, typer.Option(metavar="N", help="Ranks of a node.")] = 1,
-    inside_gbits: Annotated[float, typer.Option(metavar="GBIT/S", help="Bandwidth inside of a node.")] = 1000.0,
-    forward: Annotated[float | None, typer.Option(metavar="MS", help="Time of forward; default: measured.")] = None,
-    backward: Annotated[float | None, typer.Option(metavar="MS", help="Time of backward.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace of the step.")] = None,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step (.png, .svg, ...).")] = None,
+    inside_gbits: Annotated[
+        float, typer.Option(metavar="GBIT/S", callback=_speed, help="Bandwidth inside of a node.")
+    ] = 1000.0,
+    forward: Annotated[
+        float | None, typer.Option(metavar="MS", callback=_time, help="Time of forward; default: measured.")
+    ] = None,
+    backward: Annotated[float | None, typer.Option(metavar="MS", callback=_time, help="Time of backward.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            readable=False,
+            writable=True,
+            callback=_written,
+            help="Write a Chrome trace of the step.",
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            readable=False,
+            writable=True,
+            callback=_drawn,
+            help="Draw the step (.png, .svg, ...).",
+        ),
+    ] = None,
 ) -> None:
     """Show the bucket plan of a model, and a step with it on any number of ranks, simulated."""
-    from torchshard.compiler import explain, measure, named, simulate
-    from torchshard.simulation import Link, StepTimes
+    from torchshard.compiler import explain, measure, named
+    from torchshard.simulation import Link, Network, StepTimes, simulate_step
 
     with _mistakes_on_stderr():
+        given = forward is not None or backward is not None
+        times = StepTimes((forward or 0.0) / 1e3, (backward or 0.0) / 1e3) if given else None
+        inside = Link(inside_gbits * 1e9 / 8, latency / 1e6) if ranks_per_node > 1 else None
+        link = Link(gbits * 1e9 / 8, latency / 1e6)
+        network = Network(world_size, link, algorithm, ranks_per_node, inside)
         module, args = named.load(model, inputs or ())
         found = explain(module, *args, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
-        if forward is None and backward is None:
-            times = measure(module, *args)
-        else:
-            times = StepTimes((forward or 0.0) / 1e3, (backward or 0.0) / 1e3)
-        step = simulate(
-            found,
-            world_size=world_size,
-            bandwidth=gbits * 1e9 / 8,
-            latency=latency / 1e6,
-            algorithm=algorithm,
-            ranks_per_node=ranks_per_node,
-            inside=Link(inside_gbits * 1e9 / 8, latency / 1e6) if ranks_per_node > 1 else None,
-            times=times,
-        )
+        step = simulate_step(found.buckets, network, times or measure(module, *args))
     typer.echo(f"{found}\n\n{step}")
     if trace:
         trace.write_text(step.chrome_trace())
@@ -243,11 +294,12 @@ def plan(
 
 
 @contextmanager
-def _mistakes_on_stderr() -> Iterator[None]:
-    """A value that makes no sense becomes a sentence on stderr and exit code 2."""
+def _mistakes_on_stderr(*more: type[Exception]) -> Iterator[None]:
+    """A value that makes no sense becomes a sentence on stderr and exit code 2; so do these other exceptions."""
+    kinds: tuple[type[Exception], ...] = (ValueError, *more)
     try:
         yield
-    except ValueError as error:
+    except kinds as error:
         raise typer.BadParameter(str(error)) from error
 
 

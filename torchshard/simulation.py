@@ -7,14 +7,39 @@ All ranks do the same, so one of them is drawn. Collectives run one after anothe
 its gradients are there on every rank.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from numbers import Integral, Real
+from typing import Any
 
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_buckets, size_text
 from torchshard.timeline import Span, Timeline
 
 ALGORITHMS = ("ring", "tree")
 _LANES = 12  # beyond, all buckets share one
+
+
+@dataclass(frozen=True, slots=True)
+class _Amount:
+    """A number that makes sense: its words, what Python calls it, and which ones do."""
+
+    words: str
+    kind: type
+    fits: Callable[[float], bool]
+
+    def check(self, **fields: Any) -> None:
+        """Raises ValueError for the first of these fields that is none."""
+        for name, number in fields.items():
+            is_number = isinstance(number, self.kind) and not isinstance(number, bool)
+            if not (is_number and self.fits(number)):
+                raise ValueError(f"{name}={number!r}: expected {self.words}")
+
+
+_SECONDS = _Amount("a finite number of seconds, 0 or more", Real, lambda x: 0 <= x < inf)
+_SPEED = _Amount("more than 0 bytes a second", Real, lambda x: x > 0)
+_FACTOR = _Amount("a finite factor, 1 or more", Real, lambda x: 1 <= x < inf)
+_RANKS = _Amount("a whole number of ranks, 1 or more", Integral, lambda x: x >= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +50,15 @@ class Link:
         bandwidth: bytes a second that one rank sends while it receives as many.
         latency: seconds until a message of no length has arrived.
 
-    Raises ValueError for a bandwidth that is not above zero or a latency below it.
+    Raises ValueError for a bandwidth that is not above zero, and a latency that is below it or not finite.
     """
 
     bandwidth: float
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
-            raise ValueError(f"bandwidth={self.bandwidth!r}: a link moves more than 0 bytes a second")
-        if not self.latency >= 0:
-            raise ValueError(f"latency={self.latency!r}: a message takes 0 seconds or more")
+        _SPEED.check(bandwidth=self.bandwidth)
+        _SECONDS.check(latency=self.latency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +76,7 @@ class Network:
         ranks_per_node: of which each has a `link` of its own.
         inside: between ranks of a node.
 
-    Raises ValueError for numbers that do not fit together.
+    Raises ValueError for numbers of ranks below 1, and what does not fit together.
     """
 
     world_size: int
@@ -63,11 +86,10 @@ class Network:
     inside: Link | None = None
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size={self.world_size}: there is at least one rank")
+        _RANKS.check(world_size=self.world_size, ranks_per_node=self.ranks_per_node)
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm={self.algorithm!r} is not known; give one of {', '.join(ALGORITHMS)}")
-        if self.ranks_per_node < 1 or self.world_size % self.ranks_per_node:
+        if self.world_size % self.ranks_per_node:
             raise ValueError(f"{self.world_size} ranks are no whole number of nodes of {self.ranks_per_node}")
         if self.ranks_per_node > 1 and self.inside is None:
             raise ValueError(f"{self.ranks_per_node} ranks a node need a link inside of the node")
@@ -99,10 +121,17 @@ def _rounds(count: int, nbytes: float, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """What summing over the ranks of a live group costs: seconds for each collective, and bytes a second beyond."""
+    """What summing over the ranks of a live group costs: seconds for each collective, and bytes a second beyond.
+
+    Raises ValueError as Link does.
+    """
 
     latency: float
     bandwidth: float
+
+    def __post_init__(self) -> None:
+        _SECONDS.check(latency=self.latency)
+        _SPEED.check(bandwidth=self.bandwidth)
 
     def all_reduce(self, nbytes: float) -> float:
         """As of Network."""
@@ -118,12 +147,19 @@ class StepTimes:
         ready: name of a parameter -> when its gradient is there, from the beginning of backward. Parameters that are
             not named are taken to come evenly, by their bytes.
         slowest: how many times longer the slowest rank takes for everything; the others wait for it.
+
+    Raises ValueError for times that are below zero or not finite, and a slowest rank that is faster than others.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     ready: Mapping[str, float] = field(default_factory=dict)
     slowest: float = 1.0
+
+    def __post_init__(self) -> None:
+        came = {f"ready[{name!r}]": moment for name, moment in self.ready.items()}
+        _SECONDS.check(forward=self.forward, backward=self.backward, **came)
+        _FACTOR.check(slowest=self.slowest)
 
     def bucket_times(self, plan: Sequence[PlannedBucket]) -> list[float]:
         """When each bucket is complete on every rank, from the beginning of the step."""
@@ -169,7 +205,7 @@ def simulate_step(plan: Iterable[PlannedBucket], network: Network, times: StepTi
         times: what is computed, and when gradients come. None: nothing; all gradients are there at once.
 
     Raises:
-        ValueError: no buckets.
+        ValueError: no buckets, or a step that never ends.
     """
     buckets, times = list(plan), times or StepTimes()
     if not buckets:
@@ -198,7 +234,11 @@ def best_policy(ready: Iterable[Gradient], times: StepTimes, link: LinkSpeed, ea
         times: of the backward without communication, and of what is ready when.
         link: between the ranks.
         each: seconds that the step takes longer for each bucket, besides its communication.
+
+    Raises:
+        ValueError: `each` is below zero or not finite.
     """
+    _SECONDS.check(each=each)
     gradients = list(ready)
     cap = max(1, sum(g.nbytes for g in gradients))
     best, soonest = BucketPolicy(cap, cap), float("inf")

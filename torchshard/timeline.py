@@ -7,6 +7,7 @@ bucket 1                  ========
 """
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class Timeline:
     """Spans, moved so that the first one starts at 0.
 
     Raises:
-        ValueError: no spans, or one that ends before it starts.
+        ValueError: no spans, or one that ends before it starts, or never.
     """
 
     def __init__(self, spans: Iterable[Span]) -> None:
@@ -42,8 +43,10 @@ class Timeline:
         if not found:
             raise ValueError("a timeline needs at least one span")
         for s in found:
-            if s.end < s.start:
-                raise ValueError(f"{s.name} ends before it starts: {s.start} to {s.end}")
+            if not -math.inf < s.start <= s.end < math.inf:
+                raise ValueError(
+                    f"{s.name}: expected a finite start and no earlier, finite end; got {s.start} to {s.end}"
+                )
         origin = found[0].start
         self.spans = [Span(s.lane, s.name, s.start - origin, s.end - origin, s.kind) for s in found]
 
@@ -94,7 +97,11 @@ class Timeline:
         return json.dumps({"traceEvents": events})
 
     def picture(self, path: str | Path, title: str = "") -> None:
-        """Draw with matplotlib (the extra `plot`) into a file whose suffix names the format."""
+        """Draw with matplotlib (the extra `plot`) into a file whose suffix names the format.
+
+        Raises what check_picture raises.
+        """
+        check_picture(path)
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -110,6 +117,20 @@ class Timeline:
         axes.set_xlabel("milliseconds")
         axes.set_title(title)
         figure.savefig(path, dpi=120)
+
+
+def check_picture(path: str | Path) -> None:
+    """Whether a picture can be drawn into such a file, to be asked before there is one.
+
+    Raises:
+        ValueError: the suffix names no format that matplotlib writes.
+        ImportError: there is no matplotlib.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = [f".{name}" for name in sorted(FigureCanvasBase.get_supported_filetypes())]
+    if (suffix := Path(path).suffix).lower() not in known:
+        raise ValueError(f"the suffix of {str(path)!r}: expected one of {', '.join(known)}, got {suffix!r}")
 
 
 def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:

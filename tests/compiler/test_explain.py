@@ -1,6 +1,7 @@
 """Plans and traces, on a fake group of 8 ranks."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.compiler.models import batch, make
 from tests.compiler.traced import traced
 from tests.older import require
 from torchshard import _torch
-from torchshard.compiler import explain, writing
+from torchshard.compiler import explain, named, writing
 from torchshard.ddp import DistributedDataParallel
 
 
@@ -200,3 +201,27 @@ def test_state_is_left_alone():
     explain(model, batch("mlp", 8)[0])
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+BROKEN = """
+import sys
+from torch import nn
+assert sys.modules[__name__]
+def mlp(): return nn.Sequential(nn.BatchNorm1d(4), nn.Dropout())
+raise KeyError(7)
+"""
+
+
+def test_a_file_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    path = tmp_path / "named_by_a_test.py"
+    path.write_text(BROKEN)
+    monkeypatch.setitem(sys.modules, path.stem, before := object())
+    for left in (before, None):
+        with pytest.raises(ValueError, match=r"but got KeyError: 7 \(named_by_a_test.py, line 6\)$") as caught:
+            named.load(f"{path}:mlp", ["2,4"])
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert sys.modules.pop(path.stem, None) is left
+    path.write_text(BROKEN.rpartition("raise")[0])
+    model, (x,) = named.load(f"{path}:mlp", ["2,4"])
+    assert x.shape == (2, 4)
+    assert model[0].num_batches_tracked == 0  # the trial left no trace

@@ -1,5 +1,7 @@
 """Plans of models, played; what a model computes, measured. The arithmetic is tested in tests/test_simulation.py."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -61,8 +63,28 @@ def test_measured_times():
 def test_mistakes_in_measuring():
     with pytest.raises(ValueError, match="repeat=0 measures nothing"):
         measure(Slow(), torch.randn(2, 256), repeat=0)
-    with pytest.raises(ValueError, match="the loss has no gradient"):
-        measure(Slow(), torch.randn(2, 256), loss=lambda out: torch.zeros(()))
+    for model, loss, got in [
+        (Slow(), lambda out: torch.zeros(()), "Slow with requires_grad, got float32[2, 8] with requires_grad, int"),
+        (Slow().requires_grad_(False), None, "Slow with requires_grad, got float32[2, 8], int"),
+        (nn.ReLU(), None, "ReLU with requires_grad, got float32[2, 256]"),
+        (Largest(256, 4), None, "Largest with requires_grad, got int64[2]"),
+    ]:
+        said = f"measure: the loss has no gradient: expected it to depend on an output of {got}"
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            measure(model, torch.randn(2, 256), loss=loss)
+
+
+class Largest(nn.Linear):
+    """No output that has a gradient."""
+
+    def forward(self, x):
+        return super().forward(x).argmax(-1)
+
+
+def test_a_model_without_parameters_can_be_measured():
+    times = measure(nn.ReLU(), torch.randn(2, 256, requires_grad=True))
+    assert times.forward > 0
+    assert times.ready == {}
 
 
 @pytest.mark.full

@@ -32,12 +32,12 @@ def measure(
         repeat: how often; the first run besides is not counted.
 
     Raises:
-        ValueError: less than one repetition, or a loss without a gradient.
+        ValueError: less than one repetition, or a loss without a gradient: no output that goes into it has one.
     """
     if repeat < 1:
         raise ValueError(f"measure: repeat={repeat} measures nothing; give 1 or more")
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    clock = _clock(module)
+    clock = _clock(*module.parameters(), args, kwargs)
     with unchanged(module), _arrivals(module, clock) as arrived:
         runs = [_run(module, args, kwargs, loss or _sum, clock, arrived) for _ in range(repeat + 1)][1:]
     ready = {name: statistics.median(run.ready.get(name, run.backward) for run in runs) for name in runs[0].ready}
@@ -54,9 +54,13 @@ def _run(
 ) -> StepTimes:
     module.zero_grad(set_to_none=True)
     start = clock()
-    value = loss(module(*args, **kwargs))
+    output = module(*args, **kwargs)
+    value = loss(output)
     if not value.requires_grad:
-        raise ValueError("measure: the loss has no gradient; give one that depends on parameters of the model")
+        raise ValueError(
+            f"measure: the loss has no gradient: expected it to depend on an output of {type(module).__name__} with "
+            f"requires_grad, got {described(output)}"
+        )
     middle = clock()
     arrived.clear()
     value.backward()
@@ -68,12 +72,26 @@ def _sum(output: Any) -> torch.Tensor:
     """All tensors of floating point in an output, added up."""
     leaves, _ = _torch.leaves_of(output)
     terms = [x.sum().float() for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    return torch.stack(terms).sum()
+    return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
-def _clock(module: torch.nn.Module) -> Callable[[], float]:
-    """Seconds, once the device has done what it was told."""
-    device = next(module.parameters()).device
+def described(values: Any) -> str:
+    """Arguments or an output, for messages: "float32[4, 256] with requires_grad, int"."""
+    leaves, _ = _torch.leaves_of(values)
+    return ", ".join(map(_kind, leaves)) or "nothing"
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"{kind} with requires_grad" if value.requires_grad else kind
+
+
+def _clock(*values: Any) -> Callable[[], float]:
+    """Seconds, once the device of the first of these tensors, if there are any, has done what it was told."""
+    leaves, _ = _torch.leaves_of(values)
+    device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
     if device.type == "cpu":
         return time.perf_counter
 
