@@ -1,5 +1,6 @@
 """Plans and traces, on a fake group of 8 ranks."""
 
+import contextlib
 import re
 import sys
 
@@ -189,9 +190,134 @@ def test_a_plain_module_needs_no_group():
         explain(model, batch("plain", 2)[0], bucket_cap_mb=-1)
 
 
-def test_it_can_be_asked_often():
-    model, x = make("mlp"), batch("mlp", 2)[0]
-    assert len({str(explain(model, x)) for _ in range(12)}) == 1
+@pytest.mark.parametrize("name", ["mlp", "break"])
+def test_it_can_be_asked_often(name):
+    """More often than Dynamo compiles a function again, of one model and of others like it."""
+    model, x = make(name), batch(name, 2)[0]
+    assert len({str(explain(asked, x)) for asked in [model] * 6 + [make(name) for _ in range(6)]}) == 1
+
+
+class Counting:
+    """A backend that compiles nothing; `inputs` are those of all graphs that it got."""
+
+    def __init__(self):
+        self.inputs = []
+
+    def __call__(self, graph, inputs):
+        self.inputs.append(inputs)
+        return graph.forward
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_it_leaves_no_trace(fast):
+    """What was compiled stays, what will be is as if nobody had asked: its number, and sizes that have not changed."""
+    model, later, (x, _) = make("break"), Broken(), batch("break", 2)
+    backend, functions = Counting(), [f for f in vars(type(model)).values() if callable(f)]
+    compiled, codes = torch.compile(model, backend=backend), [f.__code__ for f in functions]
+    compiled(x)
+    with contextlib.nullcontext() if fast else _torch.without_fast_paths():
+        for rows in range(2, 12):
+            assert len(explain(model, x[:1].expand(rows, -1)).graphs) == 2
+            assert len(explain(later, torch.ones(rows, 4)).breaks) == 3
+    assert all(f.__code__ is code for f, code in zip(functions, codes, strict=True))
+    compiled(x)
+    assert len(backend.inputs) == (2 if fast else 4)
+    backend.inputs.clear()
+    torch.compile(later, backend=backend)(torch.ones(7, 4))
+    assert len(backend.inputs) == 3
+    assert not any(isinstance(x, torch.SymInt) for inputs in backend.inputs for x in inputs)
+
+
+def test_functions_that_others_make_and_what_has_reached_its_limit():
+    """Compiled code of an inner function belongs to the function that makes it; the limit is Dynamo's, not of plans."""
+
+    class Making(torch.nn.Linear):
+        def forward(self, x):
+            def inner(x):
+                torch._dynamo.graph_break()
+                return super(Making, self).forward(x)
+
+            return inner(x)
+
+    model, backends = Making(4, 4), [Counting() for _ in range(12)]
+    for backend in backends:
+        torch.compile(model, backend=backend)(torch.ones(2, 4))
+    assert len(backends[0].inputs) == 1
+    assert not backends[-1].inputs
+    assert all(explain(model, torch.ones(rows, 4)).outside == () for rows in range(2, 12))
+
+
+def test_layers_that_share_a_graph():
+    """Dynamo compiles one for all of them; each has gradients of its own."""
+    model = torch.nn.Sequential(*[torch.nn.Sequential(make("break"), torch.nn.Identity()) for _ in range(3)])
+    plan = explain(model, batch("break", 2)[0])
+    assert [b.params for b in plan.buckets] == [
+        (f"{layer}.0.{part}.weight", f"{layer}.0.{part}.bias") for layer in range(3) for part in "ac"
+    ]
+    assert plan.outside == tuple(f"{layer}.0.b.{name}" for layer in range(3) for name in ("weight", "bias"))
+
+
+class Normed(torch.nn.Module):
+    """Two graphs around what no graph takes, and buffers that a wrapper broadcasts."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.last = torch.nn.BatchNorm1d(32), make("break"), torch.nn.Linear(32, 2)
+
+    def forward(self, x):
+        return self.last(self.inner(self.norm(x)))
+
+
+def _refusing(graph, inputs):
+    raise AssertionError("explain has compiled for somebody else")
+
+
+def _in_place(module):
+    module.compile(backend=_refusing)
+    return module
+
+
+def _compiled(module):
+    return torch.compile(module, backend=_refusing)
+
+
+FORMS = {
+    "outside": lambda wrap, model: _compiled(wrap(model)),
+    "inside": lambda wrap, model: wrap(_compiled(model)),
+    "both": lambda wrap, model: _compiled(wrap(_in_place(model))),
+    "in place": lambda wrap, model: _in_place(wrap(_in_place(model))),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_models_have_the_same_plan(fake_group, form, monkeypatch):
+    x = batch("mlp", 2)[0]
+    monkeypatch.setattr(DistributedDataParallel, "forward", lambda self, x: pytest.fail("it would communicate"))
+    for wrap in (lambda model: model, lambda model: DistributedDataParallel(model, bucket_cap_mb=0.005)):
+        expected = str(explain(wrap(Normed()), x))
+        assert "graph break" in expected
+        assert str(explain(FORMS[form](wrap, Normed()), x)) == expected
+    wrapped = FORMS[form](lambda model: DistributedDataParallel(model), Normed())
+    assert {n for b in wrapped.reducer.plan for n in b.params} == set(dict(Normed().named_parameters()))
+
+
+def test_compiled_layers_are_taken_for_what_they_are():
+    model, x = Normed(), batch("mlp", 2)[0]
+    before = len(explain(model, x).graphs)
+    model.inner = _compiled(_in_place(model.inner))
+    plan = explain(model, x)
+    assert len(plan.graphs) == before
+    assert plan.outside == ("inner._orig_mod.b.weight", "inner._orig_mod.b.bias")
+
+
+def test_models_without_values_and_modes_without_gradients():
+    model, (x, _) = make("mlp"), batch("mlp", 8)
+    expected = str(explain(model, x))
+    with torch.device("meta"):
+        assert str(explain(make("mlp"), torch.empty_like(x, device="meta"))) == expected
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert str(explain(model, x.clone())) == expected
 
 
 def test_state_is_left_alone():

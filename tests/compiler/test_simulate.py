@@ -9,6 +9,7 @@ from torch import nn
 from benchmarks import slow_link
 from tests.compiler.models import batch, make
 from torchshard.compiler import explain, measure, simulate, split_backend
+from torchshard.ddp import DistributedDataParallel
 from torchshard.simulation import Link, StepTimes
 
 
@@ -25,6 +26,34 @@ def test_plans_of_any_kind():
         plan, world_size=4096, bandwidth=1e9, algorithm="tree", ranks_per_node=8, inside=Link(1e11), times=None
     )
     assert nodes.exposed() == pytest.approx(nodes.seconds)
+
+
+@pytest.mark.parametrize(
+    "how", [lambda m: m.compile(backend="eager") or m, lambda m: torch.compile(m, backend="eager")]
+)
+@pytest.mark.parametrize("wrap", [lambda module: module, DistributedDataParallel])
+def test_times_and_plans_have_the_same_names(fake_group, wrap, how):
+    names, x = set(dict(make("plain").named_parameters())), batch("plain", 2)[0]
+    for form in (how(wrap(make("plain"))), wrap(how(make("plain")))):
+        assert set(measure(form, x, repeat=1).ready) == names == {n for b in explain(form, x).buckets for n in b.params}
+
+
+def test_times_of_something_else():
+    """None that fits is an error; where all fit that are there, the rest comes evenly, as documented."""
+    plan = explain(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4), bucket_cap_mb=0)
+
+    def begins(**ready):
+        times = StepTimes(0.0, 8.0, {name.replace("__", "."): at for name, at in ready.items()})
+        step = simulate(plan, world_size=2, bandwidth=1e9, times=times)
+        return {s.lane: s.start for s in step.spans}["bucket 0"]
+
+    assert plan.buckets[0].params == ("1.weight",)
+    assert begins(module___orig_mod__1__weight=3.0) == begins(**{"1__weight": 3.0}) == 3.0
+    assert begins() == begins(**{"0__bias": 7.0}) == 8.0 * 64 / 160
+    with pytest.raises(ValueError, match=r"given of blocks\.1\.weight, the plan has 1\.weight \.\. 0\.bias \(4\)"):
+        begins(blocks__1__weight=3.0)
+    with pytest.warns(UserWarning, match=r"no time is given of 0\.weight, 1\.bias, 0\.bias, .* the plan has no other;"):
+        assert begins(other=1.0, **{"1__weight": 3.0}) == 3.0
 
 
 class Slow(nn.Module):

@@ -91,6 +91,7 @@ from torchshard._torch.inductor import (
     masked_index_put,
     trace_backward,
 )
+from torchshard._torch.isolating import as_if_uncompiled, no_trace_in_dynamo
 from torchshard._torch.operators import (
     below_dispatch,
     decomposition,
@@ -138,6 +139,7 @@ __all__ = [
     "GraphPass",
     "after_every_forward",
     "aliasing",
+    "as_if_uncompiled",
     "backend_by_name",
     "base_of",
     "below_dispatch",
@@ -208,6 +210,7 @@ __all__ = [
     "mend_trace",
     "nesting",
     "no_torch_function",
+    "no_trace_in_dynamo",
     "norm_partial",
     "one_operator",
     "operator_in",

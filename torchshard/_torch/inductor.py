@@ -210,7 +210,10 @@ def trace_backward(graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: 
         return V.set_fake_mode(found or FakeTensorMode())
 
     def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        with in_fake_mode(joint):
+        values = (node.meta.get("val") for node in joint.graph.nodes)
+        real = not any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in values)
+        fold = torch._inductor.config.joint_graph_constant_folding and real  # folds all that has no values
+        with in_fake_mode(joint), torch._inductor.config.patch(joint_graph_constant_folding=fold):
             joint_graph_passes(joint)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 

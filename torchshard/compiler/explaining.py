@@ -2,26 +2,24 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
 from torchshard import _torch
-from torchshard.buckets import BucketPolicy, PlannedBucket, size_text
+from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, size_text
 from torchshard.compiler.advice import way_around
-from torchshard.compiler.measuring import unchanged
+from torchshard.compiler.measuring import unchanged, unwrapped
 from torchshard.compiler.options import policy_of
 from torchshard.compiler.rewrite import BucketPass, InsertedBucket, bucket_rows, graph_parameters
-from torchshard.ddp.wrapper import DistributedDataParallel
 
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """One compiled graph.
+    """One compiled graph; where layers share it, as it runs for one of them.
 
     Attributes:
         inserted: its buckets, in the order in which they are launched.
@@ -64,7 +62,7 @@ class CompiledPlan:
     """What `explain` has found; as text, a table of the buckets.
 
     Attributes:
-        graphs: in the order in which they are compiled, those with gradients of parameters.
+        graphs: in the order in which they run first, those with gradients of parameters.
         outside: names of the parameters that have gradients in no graph: unused, or used by code that is not
             compiled; hooks reduce their gradients, if there are any.
         breaks: why it is not one graph.
@@ -117,10 +115,12 @@ def explain(
     """The graphs of a model under backend "torchshard", their buckets and where each is launched.
 
     Forward and backward are traced, and the forward is run once on the arguments, without compiled code; nothing is
-    communicated, no gradient is made, and no process group is needed. Inductor may still move single operators.
+    communicated, no gradient is made, and no process group is needed. What was compiled before stays as it is, and what
+    is compiled later does not depend on having asked. Inductor may still move single operators.
 
     Args:
-        model: a module, wrapped in torchshard's DistributedDataParallel or not.
+        model: a module, wrapped in torchshard's DistributedDataParallel or not, compiled or not, in any order; on the
+            meta device, too.
         args, kwargs: for its forward.
         bucket_cap_mb, first_bucket_mb: sizes of buckets in MiB; by default the wrapper's, or else 25 and 1.
 
@@ -130,17 +130,19 @@ def explain(
     Example:
         >>> print(explain(torch.nn.Linear(4, 4), torch.ones(2, 4)))         # doctest: +SKIP
     """
-    module, policy, ignored = model, BucketPolicy(), set[str]()
-    if isinstance(model, DistributedDataParallel):
-        module, policy, ignored = model.module, model.reducer.policy, model.parameters_to_ignore
-    policy = policy_of(bucket_cap_mb, first_bucket_mb, policy)
-    names = {id(p): n for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+    module, wrapper = unwrapped(model)
+    reducer = wrapper.reducer if wrapper else None
+    policy = policy_of(bucket_cap_mb, first_bucket_mb, reducer.policy if reducer else None)
+    named = zip(reducer.names, reducer.params, strict=True) if reducer else module.named_parameters()
+    names = {id(p): name for name, p in named if p.requires_grad}
     found: list[GraphPlan] = []
     breaks: list[GraphBreak] = []
-    compiled = torch.compile(_fresh(_call), backend=_recording(names, policy, found, breaks), dynamic=False)
     before = Counter(_torch.graph_breaks())
-    with torch.enable_grad(), unchanged(module):
-        compiled(module, *args, **kwargs)
+    with torch.inference_mode(False), torch.enable_grad(), unchanged(module), _torch.as_if_uncompiled(module):
+        leaves, nesting = _torch.leaves_of((args, kwargs))
+        args, kwargs = _torch.tree_of([_usable(leaf) for leaf in leaves], nesting)
+        with _torch.no_trace_in_dynamo():
+            torch.compile(_call, backend=_recording(names, policy, found, breaks), dynamic=False)(module, args, kwargs)
     # Where nothing was captured before a break, no graph tells of it, but it is counted; so are others, more than once.
     counted, known = map(GraphBreak, Counter(_torch.graph_breaks()) - before), {b.kind for b in breaks}
     breaks += [found for found in counted if found.kind not in known]
@@ -158,11 +160,29 @@ def _recording(
             breaks.append(GraphBreak(*ended))
         rewrite = _RecordingPass(graph_parameters(inputs, names), policy)
         run = _torch.trace_backward(graph, inputs, rewrite)
-        if rewrite.inserted:
-            found.append(GraphPlan(rewrite.inserted, rewrite.code))
-        return run
+        ran: list[GraphPlan] = []
+
+        def record(*args: Any) -> Any:
+            inserted = (_named(bucket, args, names) for bucket in rewrite.inserted)
+            plan = GraphPlan(tuple(b for b in inserted if b.planned.gradients), rewrite.code)
+            if plan.inserted and plan not in ran:
+                ran.append(plan)
+                found.append(plan)
+            return run(*args)
+
+        return record
 
     return compiler
+
+
+def _named(bucket: InsertedBucket, args: Sequence[Any], names: Mapping[int, str]) -> InsertedBucket:
+    """The bucket of a graph when it runs with these inputs: layers that are alike share a graph."""
+
+    def of(gradients: tuple[Gradient, ...]) -> tuple[Gradient, ...]:
+        known = ((g, names.get(id(args[g.index]))) for g in gradients)
+        return tuple(replace(g, name=name) for g, name in known if name is not None)
+
+    return replace(bucket, planned=PlannedBucket(of(bucket.planned.gradients)), direct=of(bucket.direct))
 
 
 class _RecordingPass(BucketPass):
@@ -175,11 +195,10 @@ class _RecordingPass(BucketPass):
         self.code = str(graph)
 
 
-def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with code of its own: what Dynamo keeps with the code goes with it."""
-    assert isinstance(function, FunctionType), "made by def"
-    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+def _usable(leaf: Any) -> Any:
+    """An argument with which a backward can be traced: tensors made in inference mode cannot be saved for one."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
 
 
-def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return module(*args, **kwargs)

@@ -26,7 +26,7 @@ def measure(
     accumulated it; a compiled model hands over all of them at its end.
 
     Args:
-        model: a module; of a wrapped one, the module inside is run.
+        model: a module, compiled or not; of a wrapped one, the module inside is run.
         args, kwargs: for its forward.
         loss: makes a scalar of the output; the default sums up all tensors of floating point in it.
         repeat: how often; the first run besides is not counted.
@@ -36,12 +36,19 @@ def measure(
     """
     if repeat < 1:
         raise ValueError(f"measure: repeat={repeat} measures nothing; give 1 or more")
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    clock = _clock(*module.parameters(), args, kwargs)
+    module, wrapper = unwrapped(model)
+    run, clock = wrapper.module if wrapper else model, _clock(*module.parameters(), args, kwargs)
     with unchanged(module), _arrivals(module, clock) as arrived:
-        runs = [_run(module, args, kwargs, loss or _sum, clock, arrived) for _ in range(repeat + 1)][1:]
+        runs = [_run(run, args, kwargs, loss or _sum, clock, arrived) for _ in range(repeat + 1)][1:]
     ready = {name: statistics.median(run.ready.get(name, run.backward) for run in runs) for name in runs[0].ready}
     return StepTimes(statistics.median(r.forward for r in runs), statistics.median(r.backward for r in runs), ready)
+
+
+def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
+    """What is inside of DistributedDataParallel and torch.compile, in either order, and the wrapper if there is one."""
+    outer = _torch.uncompiled(model)
+    wrapper = outer if isinstance(outer, DistributedDataParallel) else None
+    return _torch.uncompiled(wrapper.module) if wrapper else outer, wrapper
 
 
 def _run(

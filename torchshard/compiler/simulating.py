@@ -1,9 +1,12 @@
 """A plan played on paper: any number of ranks, any network."""
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from torchshard.buckets import PlannedBucket
+from torchshard.buckets import PlannedBucket, names_text
+from torchshard.keys import wrappers
 from torchshard.simulation import Link, Network, Simulation, StepTimes, simulate_step
 
 
@@ -37,16 +40,39 @@ def simulate(
         algorithm: "ring" or "tree", across nodes.
         ranks_per_node, inside: nodes of several ranks, and the link between these.
         times: of forward, backward and gradients, in seconds, given or from `measure`. None: gradients are all there
-            at once, which shows the communication alone.
+            at once, which shows the communication alone. Names may differ from the plan's by `module.` and
+            `_orig_mod.`. Gradients without a time are taken to come evenly; a warning says so if there are times left
+            that belong to none.
 
     Raises:
-        ValueError: a plan without buckets, or numbers that make no sense.
+        ValueError: a plan without buckets, times of none of its gradients, or numbers that make no sense.
 
     Example:
         >>> plan, times = explain(model, x), measure(model, x)                          # doctest: +SKIP
         >>> print(simulate(plan, world_size=1024, bandwidth=25e9, times=times))         # doctest: +SKIP
     """
-    buckets: Iterable[PlannedBucket] = plan if isinstance(plan, Iterable) else plan.buckets
-    return simulate_step(
-        buckets, Network(world_size, Link(bandwidth, latency), algorithm, ranks_per_node, inside), times
-    )
+    buckets: list[PlannedBucket] = list(plan if isinstance(plan, Iterable) else plan.buckets)
+    network = Network(world_size, Link(bandwidth, latency), algorithm, ranks_per_node, inside)
+    return simulate_step(buckets, network, times and _matched(times, buckets))
+
+
+def _matched(times: StepTimes, buckets: Sequence[PlannedBucket]) -> StepTimes:
+    """The same times by the names of the plan."""
+    planned = dict.fromkeys(name for bucket in buckets for name in bucket.params)
+    known = wrappers.renamed(times.ready, planned)
+    ready = {known[name]: at for name, at in times.ready.items()}
+    without = tuple(name for name in planned if name not in ready)
+    others = tuple(name for name in times.ready if known[name] not in planned)
+    if others and len(without) == len(planned) > 0:
+        raise ValueError(
+            f"simulate: times are given of {names_text(others)}, the plan has {names_text(without)}; measure the model "
+            "that was planned, or name no gradient to have them come evenly"
+        )
+    if others and without:
+        warnings.warn(
+            f"simulate: no time is given of {names_text(without)}, which are taken to come evenly, and the plan has no "
+            f"{names_text(others)}; measure the model that was planned",
+            UserWarning,
+            stacklevel=3,
+        )
+    return replace(times, ready=ready)

@@ -136,11 +136,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size)
 
     def _build_reducer(self, verified: bool) -> None:
-        named = [
-            (name, p)
-            for name, p in self.module.named_parameters()
-            if p.requires_grad and name not in self.parameters_to_ignore
-        ]
+        ignored = self.parameters_to_ignore
+        reduced = {id(p) for name, p in self.module.named_parameters() if p.requires_grad and name not in ignored}
+        named = [(name, p) for name, p in _torch.uncompiled(self.module).named_parameters() if id(p) in reduced]
         self._precision = self._choose_precision()
         self.reducer = ObservedReducer(
             named,
