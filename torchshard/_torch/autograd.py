@@ -153,6 +153,12 @@ def has_other_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks) or (after is not None and len(after) > 1)
 
 
+def hooks_after(param: Any) -> int:
+    """How many hooks run when a parameter's gradient has been accumulated (._post_accumulate_grad_hooks, 2.11-2.15)."""
+    hooks = param._post_accumulate_grad_hooks
+    return len(hooks) if hooks else 0
+
+
 def hooks_of(node: Any) -> tuple[Mapping[int, object], ...]:
     """What holds the hooks before and after a node of autograd; each fills when somebody registers one.
 

@@ -16,10 +16,11 @@ Hook = Callable[[torch.Tensor], object]
 
 
 class Hooks:
-    """The hooks that are on a reducer's parameters; false if there are none."""
+    """The hooks that are on a reducer's parameters, behind those of others; false if there are none."""
 
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._counts: list[int] = []  # of hooks on each parameter
 
     def __bool__(self) -> bool:
         return bool(self._handles)
@@ -28,9 +29,16 @@ class Hooks:
         """On each parameter the one that fits the present state, in place of what was there."""
         self.remove()
         for bucket in reducer.buckets:
+            bucket.watched = {i for i in bucket.members if _torch.hooks_after(reducer.params[i])}
             for i, hook in _hooks_of(reducer, bucket).items():
                 chosen = reducer.traced.hook(i, hook) if reducer.traced else hook
                 self._handles.append(_torch.register_after_grad(reducer.params[i], chosen))
+        self._counts = [*map(_torch.hooks_after, reducer.params)]
+
+    def move_last(self, reducer: "Reducer") -> None:
+        """If others have put some on since, behind them: what they do to a gradient comes before its reduction."""
+        if self._handles and [*map(_torch.hooks_after, reducer.params)] != self._counts:
+            self.put(reducer)
 
     def remove(self) -> None:
         """Leave the parameters as they were found."""

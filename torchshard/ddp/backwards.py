@@ -52,12 +52,12 @@ class Ending:
     asked for counts.
 
     Args:
-        act: called at the end; it calls `come`.
+        act: a bound method, held weakly; called at the end; it calls `come`.
         give_up: called instead when a backward has failed, or `act` has.
     """
 
     def __init__(self, act: Callable[[], None], give_up: Callable[[], None]) -> None:
-        self._act, self._give_up = act, give_up
+        self._act, self._give_up = weakref.WeakMethod(act), give_up
         self._awaited: Callable[[], object] = _nothing
 
     @property
@@ -68,8 +68,9 @@ class Ending:
     def ask(self) -> None:
         """To be called in a backward."""
         if not self.is_awaited:
-            call = functools.partial(self._act)  # the engine drops it if the backward fails
-            self._awaited = weakref.ref(call, lambda _: self._give_up())
+            call = functools.partial(_call, self._act)  # the engine drops it if the backward fails
+            give_up = self._give_up
+            self._awaited = weakref.ref(call, lambda _: give_up())
             _torch.queue_callback(call)
 
     def come(self) -> None:
@@ -79,3 +80,8 @@ class Ending:
 
 def _nothing() -> None:
     pass
+
+
+def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    if act := method():
+        act()

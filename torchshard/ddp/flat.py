@@ -52,6 +52,7 @@ class FlatBucket:
         self.work: Any = None  # what reduces this bucket now, with the methods of dist.Work
         self.graph_filled = 0  # gradients that a compiled graph has put in, in this backward
         self.scale = scale
+        self.watched: Collection[int] = ()  # members on whose gradients others have hooks: these see autograd's own
         self._never = members.keys() & set(never)
         self._small, self._views_stay = apart, views_stay
         self._are_flat = all(p.dim() == 1 for p in apart.values())  # the small ones
@@ -81,6 +82,10 @@ class FlatBucket:
         elif [view.data_ptr() for view in self._places().values()] != self._addresses:
             self._views, self._small_views = {}, ()  # a module that was converted has moved its gradients elsewhere
             self._places()
+        if self._views_stay:
+            for i in self.watched:
+                grad = self.members[i].grad
+                self.members[i].grad = None if grad is None else grad.detach().clone()
 
     @_torch.untraced
     def take(self, param: torch.Tensor, index: int) -> None:
@@ -97,7 +102,8 @@ class FlatBucket:
         if grad.is_sparse:
             _refuse_sparse(grad)
         torch.mul(grad, self.scale, out=place)
-        if grad.requires_grad or not self._becomes_gradient(index) or index in self._existing:
+        stays = grad.requires_grad or index in self._existing or index in self.watched
+        if stays or not self._becomes_gradient(index):
             if grad.data_ptr() != place.data_ptr():
                 self._kept[index] = grad
         else:
@@ -122,7 +128,8 @@ class FlatBucket:
         if self._closed:
             return
         self._closed = True
-        if missing := self.pending | self._never:
+        missing = self.pending | self._never
+        if missing or (self._views_stay and self.watched):
             with torch.no_grad():
                 for i in sorted(missing):
                     self._take_absent(i)

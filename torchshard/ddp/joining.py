@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from torchshard import _torch
+from torchshard.ddp import options
 from torchshard.ddp.buffers import Buffers
 from torchshard.ddp.sync import broadcast_coalesced
 from torchshard.errors import RankMismatchError
@@ -120,7 +121,7 @@ class Joining(Buffers, Joinable):
         rank = self.process_group.rank()
         self._authoritative_rank = max(self.reducer.exchange.of_each_rank(rank if is_last_joiner else -1))
         ignored = self.parameters_to_ignore
-        tensors: list[torch.Tensor] = [p for n, p in self.module.named_parameters() if n not in ignored]
+        tensors: list[torch.Tensor] = [p for _, p in options.reduced(self.module, ignored)]
         if self.forward_sync_buffers:
             self._assign_modules_buffers()
             tensors += self.modules_buffers

@@ -1,5 +1,6 @@
 """Buckets lent to compiled graphs, and gradients that come beside what a graph has reduced already."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ class Lending:
     """
 
     def __init__(self, reducer: "Reducer") -> None:
-        self._reducer = reducer
+        self._reducer: Reducer = weakref.proxy(reducer)  # which owns this
         self.shared: set[int] = set()
         self.late: dict[int, torch.Tensor] = {}
         self.refused = self.shadowed = self.joins = False

@@ -1,6 +1,7 @@
 """What `_get_ddp_logging_data` gives: the keys of torch's own, filled from what is known here."""
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -50,7 +51,8 @@ class Logger:
     """
 
     def __init__(self, facts: Mapping[str, str | int], reducer: ObservedReducer, recorder: Recorder) -> None:
-        self._facts, self._reducer, self._recorder = dict(facts), reducer, recorder
+        self._facts, self._recorder = dict(facts), recorder
+        self._reducer: ObservedReducer = weakref.proxy(reducer)  # which asks this to note
         self._facts["bucket_sizes"] = _sizes(reducer.plan)
         self._sums = dict.fromkeys(_durations(Step(0, lambda step: None)), 0)
         self._shown: dict[str, str | int] = {"iteration": 0}

@@ -8,6 +8,7 @@ import torch
 from torchshard import _torch
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
+from torchshard.ddp.options import reduced
 
 
 class MixedPrecision:
@@ -25,7 +26,7 @@ class MixedPrecision:
     def __init__(self, config: Any, module: torch.nn.Module, ignored: Collection[str]) -> None:
         self.param_dtype: torch.dtype | None = config.param_dtype
         self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
-        self._params = [p for n, p in module.named_parameters() if n not in ignored and p.is_floating_point()]
+        self._params = [p for _, p in reduced(module, ignored) if p.is_floating_point()]
         for p in self._params:
             p._fp_param = p.data  # type: ignore[attr-defined]
             p._mp_param = p.data.new_empty(0, dtype=self.param_dtype)  # type: ignore[attr-defined]

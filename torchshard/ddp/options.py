@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -154,3 +154,16 @@ def warn_check_reduction(check_reduction: bool) -> None:
 
 def _deprecated(text: str) -> None:
     warnings.warn(f"DistributedDataParallel: {text}", FutureWarning, stacklevel=4)
+
+
+def reduced(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that have a name which is not ignored, each once, by the first such name.
+
+    Names are those of the module itself, also if it was compiled.
+    """
+    found: dict[int, tuple[str, torch.nn.Parameter]] = {}
+    for path, param in module.named_parameters(remove_duplicate=False):
+        name = path.removeprefix("_orig_mod.")
+        if path not in ignored and name not in ignored:
+            found.setdefault(id(param), (name, param))
+    return [*found.values()]

@@ -109,6 +109,7 @@ class Reducer(ReducerCompatibility):
             return
         if self.is_unfinished:
             raise RuntimeError(messages.UNFINALIZED)
+        self._hooks.move_last(self)
         for bucket in self.buckets:
             if not (self._armed or self._forwards):
                 bucket.heard.clear()  # by a backward that was none of ours

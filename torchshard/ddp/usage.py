@@ -106,7 +106,7 @@ class StaticUsage(Usage):
         """As for Usage; the ranks talk once, at the end of the first backward."""
         if self.learning:
             self.anywhere = _used_anywhere(self.all, set(absent).difference(touched), exchange)
-            self.never = frozenset(absent)
+            self.never = frozenset(absent) - self.uses.keys()  # one that gave none may yet do so
             self.repeated = {i: n for i, n in self.uses.items() if n > 1}
             self.tolerant = self.attentive = self.learning = False
         return self.anywhere

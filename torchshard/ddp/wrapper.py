@@ -81,7 +81,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
         self.parameters_to_ignore.update(n for n, _ in delay_all_reduce_named_params or ())
-        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        self._module_parameters = [p for _, p in options.reduced(module, self.parameters_to_ignore)]
         options.check_parameters(self._module_parameters, self._delay_all_reduce_params)
         somewhere = self._module_parameters or self._delay_all_reduce_params
         vars(self).update(vars(options.check_devices(somewhere, device_ids, output_device)))
@@ -118,7 +118,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     def _make_ranks_equal(self, sync_buffers: bool) -> None:
         """Check that all ranks hold the same model, then give them rank 0's values."""
         ignored = self.parameters_to_ignore
-        params = [(n, p) for n, p in self.module.named_parameters() if n not in ignored]
+        params = options.reduced(self.module, ignored)
         buffers = [(n, b) for n, b in self.module.named_buffers() if n not in ignored] if sync_buffers else []
         settings = {
             "bucket sizes": "auto" if self._chooses_buckets else self._policy,
@@ -136,9 +136,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size)
 
     def _build_reducer(self, verified: bool) -> None:
-        ignored = self.parameters_to_ignore
-        reduced = {id(p) for name, p in self.module.named_parameters() if p.requires_grad and name not in ignored}
-        named = [(name, p) for name, p in _torch.uncompiled(self.module).named_parameters() if id(p) in reduced]
+        named = [(n, p) for n, p in options.reduced(self.module, self.parameters_to_ignore) if p.requires_grad]
         self._precision = self._choose_precision()
         self.reducer = ObservedReducer(
             named,

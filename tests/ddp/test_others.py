@@ -1,0 +1,209 @@
+"""Others at the same parameters: hooks of the user's, a second wrapper, names that are ignored; and who holds whom."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from tests.models import mlp
+from tests.ranks import run_ranks
+
+
+def _module():
+    """Two layers, each with a weight that counts as large and a bias that does not."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80))
+
+
+def _clamp(param):
+    param.grad = param.grad.clamp(-0.001, 0.001)
+
+
+def _mask(param):
+    param.grad[..., ::2].zero_()
+
+
+def _step(model, number, rank):
+    x = torch.randn(4, 80, generator=torch.Generator().manual_seed(10 * number + rank))
+    model(x).square().mean().backward()
+
+
+def _compare(rank, make, steps=4, between=lambda models, number: None, to_none=True):
+    """Steps of both wrappers, made by `make(wrapper)`."""
+    from torchshard.ddp import DistributedDataParallel
+
+    models = [make(wrapper) for wrapper in (TorchDDP, DistributedDataParallel)]
+    for number in range(steps):
+        between(models, number)
+        for model in models:
+            model.zero_grad(to_none)
+            _step(model, number, rank)
+        for (n, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, msg=lambda m, n=n, k=number: f"{n}, step {k}: {m}")
+
+
+def _hooks(rank, world, act, views):
+    """Registered before wrapping, after it, and once there are buckets."""
+
+    def register(model):
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(act)
+
+    for when in range(-1, 3):
+
+        def make(wrapper, when=when):
+            module = _module()
+            if when < 0:
+                register(module)
+            return wrapper(module, gradient_as_bucket_view=views)
+
+        def between(models, number, when=when):
+            if number == when:
+                for model in models:
+                    register(model)
+
+        for to_none in (True, False):
+            _compare(rank, make, between=between, to_none=to_none)
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("act", [_clamp, _mask])
+def test_hooks_of_others_come_first(act, views):
+    run_ranks(2, _hooks, act, views, timeout=60)
+
+
+def _wrapped_twice(rank, world, views):
+    def wrap(wrapper, module):
+        return wrapper(module, gradient_as_bucket_view=views and wrapper is not TorchDDP)  # which raises then
+
+    def nested(wrapper):
+        return wrap(wrapper, nn.Sequential(wrap(wrapper, _module())))
+
+    def partly(wrapper):
+        module = _module()
+        module[0] = wrap(wrapper, module[0])
+        return wrap(wrapper, module)
+
+    for make in (nested, partly):
+        _compare(rank, make)
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_an_average_of_averages_is_the_average(views):
+    run_ranks(2, _wrapped_twice, views, timeout=60)
+
+
+def _ignored(rank, world):
+    """A weight of two names, of which one is ignored, is reduced by the other."""
+
+    for ignored in ("0.weight", "1.weight"):
+
+        def make(wrapper, ignored=ignored):
+            module = _module()
+            module[1].weight = module[0].weight
+            wrapper._set_params_and_buffers_to_ignore_for_model(module, [ignored])
+            return wrapper(module)
+
+        _compare(rank, make)
+
+
+def test_a_parameter_is_ignored_by_all_its_names():
+    run_ranks(2, _ignored, timeout=60)
+
+
+class Nothing(torch.autograd.Function):
+    """Gives a weight no gradient, though autograd asks for one."""
+
+    @staticmethod
+    def forward(ctx, x, weight, gives):
+        ctx.save_for_backward(x)
+        ctx.gives, ctx.shape = gives, weight.shape
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient, torch.full(ctx.shape, float(x.sum())) if ctx.gives else None, None
+
+
+class Expert(nn.Module):
+    """A weight whose kernel may have nothing to do."""
+
+    def __init__(self, gives):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.weight, self.gives = nn.Linear(80, 80), nn.Parameter(torch.ones(90, 90)), gives
+
+    def forward(self, x):
+        return Nothing.apply(self.layer(x), self.weight, self.gives)
+
+
+def _undefined(rank, world):
+    from torchshard.ddp import DistributedDataParallel
+
+    for gives in ((), (0,), (1,)):
+        model = DistributedDataParallel(Expert(rank in gives), static_graph=True)
+        for number in range(4):
+            model.zero_grad()
+            _step(model, number, rank)
+            grad = model.module.weight.grad
+            assert (grad is None) is (not gives)
+            if gives:  # by the one rank that has something
+                x = torch.randn(4, 80, generator=torch.Generator().manual_seed(10 * number + gives[0]))
+                expected = torch.full((90, 90), float(model.module.layer(x).sum()) / world)
+                torch.testing.assert_close(grad, expected)
+
+
+def test_a_static_graph_may_bring_no_gradient():
+    run_ranks(2, _undefined, timeout=60)
+
+
+def _freed(rank, world):
+    """By counting references alone, the wrapper and all that belongs to it."""
+    from torchshard.ddp import DistributedDataParallel
+
+    found = {}
+    for settings in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
+        for steps in (0, 3):
+            gc.collect()
+            gc.disable()
+            module = mlp(80, 2)
+            model = DistributedDataParallel(module, **settings)
+            for number in range(steps):
+                model.zero_grad()
+                _step(model, number, rank)
+            held = [weakref.ref(p) for p in module.parameters()]
+            held += [weakref.ref(model.reducer)] + [weakref.ref(b) for b in model.reducer.buckets]
+            del module, model
+            found[str(settings), steps] = [type(o()).__name__ for o in held if o() is not None]
+            gc.enable()
+    return found
+
+
+def test_what_is_dropped_is_freed_at_once():
+    for found in run_ranks(2, _freed, timeout=60):
+        assert {case: left for case, left in found.items() if left} == {}
+
+
+def _copied(rank, world):
+    """A copy of a wrapper has a reducer of its own."""
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(_module())
+    _step(model, 0, rank)
+    other = copy.deepcopy(model)
+    del model
+    gc.collect()
+    for number in range(3):
+        other.zero_grad()
+        _step(other, number, rank)
+    return [p.grad.double().sum().item() for p in other.parameters()]
+
+
+def test_a_copy_outlives_what_it_was_made_of():
+    first, second = run_ranks(2, _copied, timeout=60)
+    assert first == second
