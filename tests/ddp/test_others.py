@@ -115,6 +115,34 @@ def test_a_parameter_is_ignored_by_all_its_names():
     run_ranks(2, _ignored, timeout=60)
 
 
+def _delayed(rank, world):
+    """A delayed weight of two names is reduced once."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(80, 80) for _ in range(3)])
+    module[2].weight = module[1].weight
+    reference = copy.deepcopy(module)
+    delayed = [("1.weight", module[1].weight)]
+    model = DistributedDataParallel(
+        module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[0].bias
+    )
+    for number in range(3):
+        model.zero_grad()
+        reference.zero_grad()
+        _step(model, number, rank)
+        for other in range(world):
+            _step(reference, number, other)
+    pairs = zip(module.parameters(), reference.parameters(), strict=True)
+    return model.reducer.names, [(p.grad - q.grad / world).abs().max().item() for p, q in pairs]
+
+
+def test_a_delayed_parameter_is_reduced_once():
+    for names, found in run_ranks(2, _delayed, timeout=60):
+        assert not {"1.weight", "2.weight"} & {*names}
+        assert max(found) < 1e-6, found
+
+
 class Nothing(torch.autograd.Function):
     """Gives a weight no gradient, though autograd asks for one."""
 

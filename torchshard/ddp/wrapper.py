@@ -80,7 +80,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         options.make_local(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
-        self.parameters_to_ignore.update(n for n, _ in delay_all_reduce_named_params or ())
+        delayed = {id(p) for p in self._delay_all_reduce_params}
+        named = module.named_parameters(remove_duplicate=False)
+        self.parameters_to_ignore.update(n for n, p in named if id(p) in delayed)
         self._module_parameters = [p for _, p in options.reduced(module, self.parameters_to_ignore)]
         options.check_parameters(self._module_parameters, self._delay_all_reduce_params)
         somewhere = self._module_parameters or self._delay_all_reduce_params
