@@ -26,6 +26,9 @@ compiled = torch.compile(model, backend="torchshard", options={"inner": "aot_eag
 x = torch.ones(2, 4)
 torch.testing.assert_close(compiled(x), model(x))
 assert "torchshard.compiler.backend" in sys.modules
+from torch._dynamo.variables import builder, tensor
+assert not hasattr(builder.VariableBuilder.__call__, "__wrapped__")
+assert not hasattr(tensor.TensorVariable.call_method, "__wrapped__")
 """
 
 

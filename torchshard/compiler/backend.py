@@ -8,7 +8,6 @@ import torch
 
 from torchshard import _torch
 from torchshard.compiler import ingraph, split
-from torchshard.compiler.objects import support_groups
 from torchshard.compiler.options import Options, parse
 from torchshard.ddp import active
 
@@ -38,7 +37,6 @@ def torchshard(
     Raises:
         ValueError: an unknown option or a value that makes no sense.
     """
-    support_groups()
     chosen = parse(mode, options)
     reducer = active.reducer_to_compile_for()
     if not _makes_gradients(graph, inputs):

@@ -25,8 +25,8 @@ def support_groups() -> tuple[str, ...]:
     group is the same: a group passed as an argument, held by an object or swapped in a closure leaves the old numbers
     in the graph, silently. So does a group, mesh, placement or DTensor that comes as an argument and by way of a global
     at once. (So do plain tensors and modules, which are left to torch.) This adds the checks, and methods of groups and
-    meshes that Dynamo does not know. It holds for the process, and is called by the backend "torchshard". A check costs
-    about a microsecond for each group.
+    meshes that Dynamo does not know. It holds for the process and every backend, so nobody but the user calls it. A
+    check costs about a microsecond for each group.
 
     Returns:
         What had to be added in this process; nothing where torch does it all.
