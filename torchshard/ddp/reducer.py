@@ -175,7 +175,7 @@ class Reducer(ReducerCompatibility):
         active.show(self)
         for act in self.at_begin:
             act()
-        if self.arrived is not None:
+        if self.arrived is not None and not self.arrived:  # one backward, or the first of several
             self.arrived.begin = time.perf_counter()
         self._ending.ask()
         if mode is Mode.LOCAL:
