@@ -269,7 +269,7 @@ MISTAKES = {
     "input 'x' is not known": ("mine.py:mlp", "--input", "x"),
     "input 'float8_e4m3fn:4' must be one that torch.randn makes": ("mine.py:mlp", "--input", "float8_e4m3fn:4"),
     "input 'quint8:4' must be one that torch.zeros makes": ("mine.py:mlp", "--input", "quint8:4"),
-    "Sequential must run on float32[4, 255], but got RuntimeError: mat1": ("mine.py:mlp", "--input", "4,255"),
+    "Sequential must run on float32[4, 255], but got RuntimeError: ": ("mine.py:mlp", "--input", "4,255"),
     "Sequential must run on int64[4, 256], but got RuntimeError": ("mine.py:mlp", "--input", "int64:4,256"),
     "Sequential must run on float32[4, 256], float32[1], but got TypeError": (*PLANNED, "--input", "1"),
     # nothing to reduce
