@@ -181,14 +181,23 @@ def test_no_other_size_is_clearly_better(seconds, latency, bandwidth, sizes):
     gradients, times = [Gradient(i, str(i), n) for i, n in enumerate(sizes)], StepTimes(backward=seconds)
     found = finish_time(plan_buckets(gradients, best_policy(gradients, times, link)), times, link)
     for cap in (1 << 14, 1 << 18, 1 << 20, 25 << 20):
-        other = finish_time(plan_buckets(gradients, BucketPolicy(cap, cap)), times, link)
-        assert found <= 1.3 * other or cap < 1 << 15
+        for first in (cap, cap // 4):
+            other = finish_time(plan_buckets(gradients, BucketPolicy(cap, first)), times, link)
+            assert found <= 1.3 * other or cap < 1 << 15
 
 
 def test_slow_and_fast_links():
     fast, slow = LinkSpeed(1e-3, 1e12), LinkSpeed(1e-4, 1e8)
     assert best_policy(EVEN, StepTimes(backward=1e-4), fast).cap == 16 << 20  # nothing to hide behind: one bucket
     assert best_policy(EVEN, StepTimes(backward=0.2), slow).cap < 4 << 20  # the earlier the link is busy, the better
+
+
+def test_a_link_that_is_always_busy_begins_early():
+    """With a latency that many buckets would pay too often: one gradient at first, then few buckets."""
+    link = LinkSpeed(3e-3, 1e8)
+    policy = best_policy(EVEN, StepTimes(backward=0.08), link)
+    assert (policy.first, policy.cap) == (1 << 20, 4 << 20)
+    assert best_policy(EVEN, StepTimes(backward=0.08), link, each=1.0) == BucketPolicy(16 << 20, 16 << 20)
 
 
 def test_sizes_fit_what_is_ready_when():

@@ -7,7 +7,7 @@ All ranks do the same, so one of them is drawn. Collectives run one after anothe
 its gradients are there on every rank.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
@@ -227,7 +227,9 @@ def finish_time(plan: Iterable[PlannedBucket], times: StepTimes, link: LinkSpeed
 
 
 def best_policy(ready: Iterable[Gradient], times: StepTimes, link: LinkSpeed, each: float = 0.0) -> BucketPolicy:
-    """The sizes of buckets, all alike, with which a backward is over soonest; of equally good ones the largest.
+    """The sizes of buckets with which a backward is over soonest; of equally good ones the largest.
+
+    All are alike, but for a smaller first one where that has the link busy earlier.
 
     Args:
         ready: gradients in the order in which they become ready.
@@ -240,16 +242,23 @@ def best_policy(ready: Iterable[Gradient], times: StepTimes, link: LinkSpeed, ea
     """
     _SECONDS.check(each=each)
     gradients = list(ready)
-    cap = max(1, sum(g.nbytes for g in gradients))
-    best, soonest = BucketPolicy(cap, cap), float("inf")
-    while cap >= 1 << 14:
-        policy = BucketPolicy(cap, cap)
-        plan = plan_buckets(gradients, policy)
-        end = finish_time(plan, times, link) + each * len(plan)
-        if end < 0.99 * soonest:
-            best, soonest = policy, end
-        cap //= 2
+    total = max(1, sum(g.nbytes for g in gradients))
+    best, soonest = BucketPolicy(total, total), float("inf")
+    for cap in _fractions(total, 2):
+        for first in _fractions(cap, 4):
+            policy = BucketPolicy(cap, first)
+            plan = plan_buckets(gradients, policy)
+            end = finish_time(plan, times, link) + each * len(plan)
+            if end < 0.99 * soonest:
+                best, soonest = policy, end
     return best
+
+
+def _fractions(size: int, step: int) -> Iterator[int]:
+    """A size and its parts, each a `step`-th of the one before, down to 16 KiB."""
+    while size >= 1 << 14:
+        yield size
+        size //= step
 
 
 def _under_way(

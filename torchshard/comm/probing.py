@@ -19,15 +19,15 @@ _measured: "WeakKeyDictionary[dist.ProcessGroup, LinkSpeed]" = WeakKeyDictionary
 def link_of(group: dist.ProcessGroup, device: torch.device) -> LinkSpeed | None:
     """How fast this group sums over its ranks; None where nothing is sent: one rank, or a fake group.
 
-    The first call takes nine all-reduces and all ranks have to join it; later ones nothing. Of several tries the best
-    counts, and of the ranks the slowest.
+    The first call takes some 25 all-reduces and all ranks have to join it; later ones nothing. Of several tries the
+    best counts, and of the ranks the slowest.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return None
     if group not in _measured:
         all_reduce = all_reduce_of(group)
-        few = _seconds(torch.zeros(_FEW, device=device), all_reduce, tries=6)
-        many = _seconds(torch.zeros(_MANY, device=device), all_reduce, tries=3)
+        few = _seconds(torch.zeros(_FEW, device=device), all_reduce, tries=20)
+        many = _seconds(torch.zeros(_MANY, device=device), all_reduce, tries=4)
         found = torch.tensor([few, many], dtype=torch.float64, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         latency, whole = found.tolist()

@@ -160,16 +160,17 @@ class ObservedReducer(Reducer):
 
     def _choose_policy(self, seen: Events | None, link: LinkSpeed) -> None:
         """Use the sizes that suit what rank 0 has seen of a backward, if it has seen one."""
-        caps = 0, 0
+        sizes = [0] * 4
         if seen:
             ready = seen.as_gradients(self._gradients)
             times = seen.times(ready)
-            caps = best_policy(ready, times, link).cap, best_policy(ready, times, link, _EACH_PIECE).cap
-        bucket, piece = self.exchange.of_first_rank(caps)
-        if bucket:
-            self.policy = self.lending.adjust(BucketPolicy(bucket, bucket))
+            found = best_policy(ready, times, link), best_policy(ready, times, link, _EACH_PIECE)
+            sizes = [size for policy in found for size in (policy.cap, policy.first)]
+        cap, first, piece, first_piece = self.exchange.of_first_rank(sizes)
+        if cap:
+            self.policy = self.lending.adjust(BucketPolicy(cap, first))
             if self.lending.pieces is None:  # once, as each change costs a compilation
-                self.lending.use_sizes(self.lending.segments, BucketPolicy(piece, piece))
+                self.lending.use_sizes(self.lending.segments, BucketPolicy(piece, first_piece))
 
     # ---------------------------------------------------------------------------------------------- forward
 
