@@ -158,6 +158,8 @@ def test_arithmetic_files_and_the_command_line_do_without_torch():
 def test_the_package_itself_loads_nothing_until_asked():
     assert not loaded_after("import torchshard; dir(torchshard); torchshard.__version__") & {"torch", "numpy"}
     assert "torch" in loaded_after("import torchshard; torchshard.Shard")
+    assert "torch" in loaded_after("import torchshard; torchshard.compiler.explain; torchshard.parallel.local_map")
+    assert "torch" not in loaded_after("import torchshard; torchshard.checkpoint; torchshard.keys")
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+    from torchshard import checkpoint as checkpoint
+    from torchshard import compiler as compiler
+    from torchshard import ddp as ddp
+    from torchshard import keys as keys
+    from torchshard import parallel as parallel
+    from torchshard import state_dict as state_dict
+    from torchshard import tensor as tensor
     from torchshard.ddp.wrapper import DistributedDataParallel
     from torchshard.tensor.distribute import distribute_module, distribute_tensor
     from torchshard.tensor.dtensor import DTensor, layout_of
@@ -64,4 +71,4 @@ _HOMES = {
     "torchshard.tensor.sharded.sharded_tensor": "ShardedTensor",
     "torchshard.tensor.validate": "validate_rule",
 }
-__getattr__, __dir__ = lazily(__name__, _HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES, rooms="checkpoint compiler ddp keys parallel state_dict tensor")

@@ -301,6 +301,17 @@ def test_compiled_models_have_the_same_plan(fake_group, form, monkeypatch):
     assert {n for b in wrapped.reducer.plan for n in b.params} == set(dict(Normed().named_parameters()))
 
 
+@pytest.mark.parametrize("settings", [{}, {"bucket_cap_mb": 0.005}])
+def test_torchs_wrapper_is_planned_as_ours(fake_group, settings):
+    x = batch("mlp", 2)[0]
+    theirs = torch.nn.parallel.DistributedDataParallel
+    expected = str(explain(DistributedDataParallel(Normed(), **settings), x))
+    assert str(explain(theirs(Normed(), **settings), x)) == expected
+    ignoring = Normed()
+    theirs._set_params_and_buffers_to_ignore_for_model(ignoring, ["inner.b.weight"])
+    assert "inner.b.weight" not in str(explain(theirs(ignoring, **settings), x))
+
+
 def test_compiled_layers_are_taken_for_what_they_are():
     model, x = Normed(), batch("mlp", 2)[0]
     before = len(explain(model, x).graphs)

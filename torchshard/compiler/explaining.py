@@ -15,6 +15,8 @@ from torchshard.compiler.advice import way_around
 from torchshard.compiler.measuring import unchanged, unwrapped
 from torchshard.compiler.options import policy_of
 from torchshard.compiler.rewrite import BucketPass, InsertedBucket, bucket_rows, graph_parameters
+from torchshard.ddp.options import reduced
+from torchshard.ddp.wrapper import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def explain(
 
     Args:
         model: a module, wrapped in torchshard's DistributedDataParallel or not, compiled or not, in any order; on the
-            meta device, too.
+            meta device, too. One in torch's wrapper is planned as torchshard's would have it, with the same sizes.
         args, kwargs: for its forward.
         bucket_cap_mb, first_bucket_mb: sizes of buckets in MiB; by default the wrapper's, or else 25 and 1.
 
@@ -131,9 +133,8 @@ def explain(
         >>> print(explain(torch.nn.Linear(4, 4), torch.ones(2, 4)))         # doctest: +SKIP
     """
     module, wrapper = unwrapped(model)
-    reducer = wrapper.reducer if wrapper else None
-    policy = policy_of(bucket_cap_mb, first_bucket_mb, reducer.policy if reducer else None)
-    named = zip(reducer.names, reducer.params, strict=True) if reducer else module.named_parameters()
+    policy = policy_of(bucket_cap_mb, first_bucket_mb, _policy(wrapper))
+    named = reduced(wrapper.module, wrapper.parameters_to_ignore) if wrapper else module.named_parameters()
     names = {id(p): name for name, p in named if p.requires_grad}
     found: list[GraphPlan] = []
     breaks: list[GraphBreak] = []
@@ -148,6 +149,17 @@ def explain(
     breaks += [found for found in counted if found.kind not in known]
     inside = {name for graph in found for bucket in graph.inserted for name in bucket.planned.params}
     return CompiledPlan(tuple(found), tuple(name for name in names.values() if name not in inside), tuple(breaks))
+
+
+def _policy(wrapper: torch.nn.parallel.DistributedDataParallel | None) -> BucketPolicy | None:
+    """The sizes of its buckets."""
+    if wrapper is None:
+        return None
+    if isinstance(wrapper, DistributedDataParallel):
+        return wrapper.reducer.policy
+    cap = wrapper.bucket_bytes_cap
+    first = BucketPolicy().first if wrapper.bucket_bytes_cap_default else cap
+    return BucketPolicy(cap, first, tuple(getattr(wrapper, "bucket_bytes_cap_list", None) or ()))
 
 
 def _recording(

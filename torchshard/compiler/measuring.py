@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from torchshard import _torch
-from torchshard.ddp.wrapper import DistributedDataParallel
 from torchshard.simulation import StepTimes
 
 
@@ -44,10 +43,10 @@ def measure(
     return StepTimes(statistics.median(r.forward for r in runs), statistics.median(r.backward for r in runs), ready)
 
 
-def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
-    """What is inside of DistributedDataParallel and torch.compile, in either order, and the wrapper if there is one."""
+def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.parallel.DistributedDataParallel | None]:
+    """What is inside of DistributedDataParallel, ours or torch's, and torch.compile, in either order; the wrapper."""
     outer = _torch.uncompiled(model)
-    wrapper = outer if isinstance(outer, DistributedDataParallel) else None
+    wrapper = outer if isinstance(outer, torch.nn.parallel.DistributedDataParallel) else None
     return _torch.uncompiled(wrapper.module) if wrapper else outer, wrapper
 
 
