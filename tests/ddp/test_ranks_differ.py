@@ -1,8 +1,11 @@
 """Ranks that would train different models, or come to different buckets, say so, all of them and soon."""
 
+import copy
+import pickle
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -103,3 +106,87 @@ def test_buckets_are_those_of_rank_0_if_sizes_were_never_compared():
     plans = run_ranks(3, _unchecked, "caps")
     assert plans[0] == plans[1] == plans[2]
     assert plans[0].count("float32") == 1
+
+
+class _Fails(torch.autograd.Function):
+    """Raises in backward if told so."""
+
+    @staticmethod
+    def forward(ctx, x, now):
+        ctx.now = now
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.now:
+            raise ValueError("no memory for this batch")
+        return gradient, None
+
+
+def _goes_on(rank, world, layer):
+    """Layers of equal size, a bucket each; in one step the last rank fails behind some of them, and tries the next."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module, failing, said = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)]), [False], []
+    module[layer].register_forward_hook(lambda module, args, output: _Fails.apply(output, failing[0]))
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=0)
+    begun = time.monotonic()
+    for step in range(6):
+        failing[0] = rank == world - 1 and step == 3
+        model.zero_grad()
+        x = torch.full((2, 8), float(step + 1))
+        try:
+            model(x).sum().backward()
+        except (ValueError, RankMismatchError) as error:
+            said.append(f"{type(error).__name__} {error}")
+            continue
+        failing[0] = False
+        expected = torch.autograd.grad(module(x).sum(), [*module.parameters()])
+        for param, gradient in zip(module.parameters(), expected, strict=True):
+            torch.testing.assert_close(param.grad, gradient)
+    assert time.monotonic() - begun < 15
+    return said
+
+
+@pytest.mark.parametrize("read", ["1", "0"])
+def test_a_rank_that_goes_on_after_an_exception_in_backward_is_named(monkeypatch, read):
+    monkeypatch.setenv("TORCHSHARD_READ_NEIGHBOURS", read)
+    first, last = run_ranks(2, _goes_on, 1)
+    assert last.pop(0) == "ValueError no memory for this batch"
+    assert (len(first), len(last)) == (3, 2)
+    for message in first + last:
+        assert "rank 1: goes on after an exception in backward, with 2 of 4 buckets sent" in message
+        assert "rank 0: bucket 0" in message
+
+
+def _copied_alone(rank, world, then):
+    """The first rank keeps an average of its own."""
+    from torchshard.ddp import DistributedDataParallel
+
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    wrapper = DistributedDataParallel(mlp(8))
+    if rank == 0:
+        with torch.no_grad():
+            copy.deepcopy(wrapper)(torch.ones(2, 8))
+    if then == "copy":
+        other = copy.deepcopy(wrapper)
+    elif then == "pickle":
+        other = pickle.loads(pickle.dumps(wrapper))
+    elif then == "unchecked":
+        other = DistributedDataParallel(mlp(8), init_sync=False)
+    else:
+        other = DistributedDataParallel(mlp(8))
+        other._update_process_group(group)
+    for model in (wrapper, other):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.full((2, 8), float(rank))).sum().backward()
+    return [p.grad.sum().item() for p in other.parameters()]
+
+
+@pytest.mark.parametrize("then", ["copy", "pickle", "unchecked", "other group"])
+def test_a_copy_on_one_rank_is_its_own_affair(then):
+    answers = run_ranks(3, _copied_alone, then, timeout=60)
+    assert answers[0] == answers[1] == answers[2]

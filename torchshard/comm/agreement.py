@@ -34,12 +34,16 @@ class Agreement:
         group: the process group; all its ranks make their Agreements in the same order.
         device: of the tensors that the group reduces; its time limit is ours.
         what: of what the plans are, for messages.
+        alone: this rank may have made it without the others, as one makes a copy. Such ones count when they are used
+            first, which all ranks do in the same order.
 
     Keys in the store carry the group's name and a number of their own for each Agreement, and are deleted when the
     last rank has read them. A group of one rank, or a fake one, has nobody to disagree with and touches no store.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, what: str = "buckets") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, what: str = "buckets", alone: bool = False
+    ) -> None:
         self.rank, self.world, self.what = group.rank(), group.size(), what
         self.limit = _torch.group_timeout(group, device).total_seconds()
         self._known: dict[tuple[int, str], int] = {}
@@ -47,10 +51,20 @@ class Agreement:
         self._followed: list[tuple[int, str]] = []
         self._failure: RankMismatchError | None = None
         self._store: Store | None = None
+        self._places: tuple[Store, str] | None = None
         if self.world > 1 and dist.get_backend(group) != "fake":
-            store, name = _torch.group_store(group), group.group_name
-            number = store.add(f"torchshard/{name}/agreements/{self.rank}", 1)
-            self._store = PrefixStore(f"torchshard/{name}/{number}", store)
+            kind = "copies" if alone else "agreements"
+            self._places = _torch.group_store(group), f"torchshard/{group.group_name}/{kind}"
+            if not alone:
+                self._common_store()
+
+    def _common_store(self) -> Store | None:
+        """Where the ranks find what they say here; None if there is nobody to disagree with."""
+        if self._store is None and self._places is not None:
+            store, place = self._places
+            number = store.add(f"{place}/{self.rank}", 1)
+            self._store = PrefixStore(f"{place}/{number}", store)
+        return self._store
 
     def restart(self) -> None:
         """A new sequence of plans begins (a backward)."""
@@ -68,11 +82,11 @@ class Agreement:
             text: the plan, a line for each of its parts. Equal texts are equal plans.
             position: how many collectives this rank has issued so far, in all.
         """
-        if self._store is None:
+        if (store := self._common_store()) is None:
             return
         step = (self._place, text)
         if step not in self._known:
-            self._compare(self._store, text, position)
+            self._compare(store, text, position)
             self._known[step] = len(self._known) + 1
         self._place = self._known[step]
         self._followed.append((position, text))
@@ -82,8 +96,8 @@ class Agreement:
 
         Without it, ranks that turn to different plans, all of them agreed to earlier, follow them unasked.
         """
-        if self._store is not None:
-            self._compare(self._store, text, position)
+        if (store := self._common_store()) is not None:
+            self._compare(store, text, position)
             self._followed = [(position, text)]
 
     def check(self, position: int, what: str) -> None:
@@ -118,13 +132,13 @@ class Agreement:
             what: was waited for.
             error: how the collective failed; raised as it is if there is nobody to ask.
         """
-        if self._store is None:
+        if (store := self._common_store()) is None:
             raise error or RuntimeError(f"{what} failed")
         self.fail(
             RankMismatchError(
                 f"rank {self.rank} waited in vain for {what}",
                 expected=f"{self.world} ranks that take part",
-                got=self._who_is_silent(self._store),
+                got=self._who_is_silent(store),
                 fix="read the last words of that rank; then start all ranks again, from a checkpoint",
             ),
             error,

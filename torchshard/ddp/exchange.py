@@ -16,18 +16,27 @@ class Exchange:
 
     Every wait raises RankMismatchError where a rank does something else, or does not answer.
 
+    Args:
+        group: whose ranks they are.
+        device: of the gradients.
+        alone: this rank may have made the wrapper without the others, as a copy.
+
     Attributes:
         issued: collectives of gradients, and of what is asked here; the same number on all ranks at the same point.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, alone: bool = False) -> None:
         self.group, self.device, self.issued = group, device, 0
-        self.agreement = Agreement(group, device)
+        self.agreement = Agreement(group, device, alone=alone)
         self._all_reduce = all_reduce_of(group)
 
     def confirm(self, text: str) -> None:
         """Make sure that all ranks are about to do what `text` says."""
         self.agreement.confirm(text, self.issued)
+
+    def compare(self, text: str) -> None:
+        """The same where no rank may take it for granted, because it was so before."""
+        self.agreement.compare(text, self.issued)
 
     def wait(self, works: Iterable[dist.Work], what: str = "the ranks' common knowledge of buckets") -> None:
         """Wait for collectives; `what` they are is for the error."""

@@ -33,6 +33,11 @@ _CHANGED = (
 NOTHING_TO_FINALIZE = "finalize_backward() has nothing to do: no backward of DistributedDataParallel waits for it"
 
 
+def failed_text(launched: int, buckets: int) -> str:
+    """What ranks have to have in common to go on after an exception in backward, for comparison between them."""
+    return f"goes on after an exception in backward, with {launched} of {buckets} buckets sent"
+
+
 def plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter]) -> str:
     """The plan, a line for each bucket and each gradient, for comparison between ranks."""
     lines = []

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import ONE_BUCKET, BucketPolicy, PlannedBucket, names_text, plan_table
@@ -42,36 +41,32 @@ class Reducer(ReducerCompatibility):
 
     Args:
         named: the parameters with their names; those that require a gradient.
-        group: the ranks to average over.
+        exchange: with the ranks to average over, on the device of the parameters.
         policy: sizes of buckets, once the ready order is known.
         views_stay: make each `.grad` a view of its bucket for good.
         usage: which parameters get a gradient; by default each one in each backward.
         sparse: names of the parameters whose gradients are sparse.
         reduce_dtype: of the reduction, if parameters are of lower precision in forward; see `MixedPrecision`.
-        device: where the parameters are; theirs by default.
         verified: the caller knows that parameters and settings are the same on all ranks.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, torch.nn.Parameter]],
-        group: dist.ProcessGroup,
+        exchange: Exchange,
         policy: BucketPolicy,
         *,
         views_stay: bool = False,
         usage: Usage | None = None,
         sparse: Iterable[str] = (),
         reduce_dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
         verified: bool = False,
     ) -> None:
         self.names, self.params = [n for n, _ in named], [p for _, p in named]
-        self.group, self.policy = group, policy
-        self.device = device or self.params[0].device
+        self.exchange, self.group, self.device, self.policy = exchange, exchange.group, exchange.device, policy
         self.usage = Usage(len(self.params)) if usage is None else usage
-        self.reduction: Sum | Hooked = Sum(group)
+        self.reduction: Sum | Hooked = Sum(self.group)
         self.counters = Counters()
-        self.exchange = Exchange(group, self.device)
         self.lending = Lending(self)
         self.mode = Mode.IDLE
         self.arrived: Events | None = Events()  # in a backward whose order is to be learned
@@ -311,11 +306,12 @@ class Reducer(ReducerCompatibility):
         self.arrived = Events()
         self._hooks.put(self)
 
-    def _wait(self) -> None:
-        for number, bucket in enumerate(self.buckets):
-            if bucket.work is not None:
-                what = f"bucket {number} ({names_text(self._plan[number].params)})"
-                self.exchange.wait([bucket.work], what)
+    def _wait(self) -> int:
+        """Wait for what was launched; how many buckets that were."""
+        launched = [(number, bucket.work) for number, bucket in enumerate(self.buckets) if bucket.work is not None]
+        for number, work in launched:
+            self.exchange.wait([work], f"bucket {number} ({names_text(self._plan[number].params)})")
+        return len(launched)
 
     def _missing(self) -> list[int]:
         """Parameters whose gradients have not arrived since the last reduction."""
@@ -328,11 +324,12 @@ class Reducer(ReducerCompatibility):
             bucket.reset()
 
     def _forget_failed(self) -> None:
-        """If the last backward ended in an exception, start afresh."""
+        """If the last backward ended in an exception, start afresh, together with the ranks that have heard of it."""
         if self.mode is Mode.IDLE or self.in_backward:
             return
         self.mode, self.is_unfinished = Mode.IDLE, False
-        self._wait()
+        if launched := self._wait():
+            self.exchange.compare(messages.failed_text(launched, len(self.buckets)))
         self._reset()
         self.lending.late.clear()
         self._reached.clear()

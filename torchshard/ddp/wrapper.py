@@ -17,6 +17,7 @@ from torchshard.comm.summing import look_for_neighbours
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
 from torchshard.ddp.engine import Engine
+from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.explaining import Explaining
 from torchshard.ddp.joining import Joining
 from torchshard.ddp.observed import ObservedReducer
@@ -137,18 +138,17 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         tensors = [t for _, t in params + buffers]
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size)
 
-    def _build_reducer(self, verified: bool) -> None:
+    def _build_reducer(self, verified: bool, alone: bool = False) -> None:
         named = [(n, p) for n, p in options.reduced(self.module, self.parameters_to_ignore) if p.requires_grad]
         self._precision = self._choose_precision()
         self.reducer = ObservedReducer(
             named,
-            self.process_group,
+            Exchange(self.process_group, self.device, alone),
             self._policy,
             views_stay=self.gradient_as_bucket_view,
             usage=self._choose_usage(len(named)),
             sparse=self._sparse_parameters(named),
             reduce_dtype=self._precision.reduce_dtype if self._precision else None,
-            device=self.device,
             verified=verified,
         )
         if self._chooses_buckets:
@@ -251,4 +251,4 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         """Build a reducer on the default process group; ranks are taken to hold equal models."""
         self.process_group = _torch.default_group()
         torch.nn.Module.__setstate__(self, state)
-        self._build_reducer(verified=False)
+        self._build_reducer(verified=False, alone=True)
