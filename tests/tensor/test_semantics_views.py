@@ -21,6 +21,10 @@ _WRITES = """
     x[x > 3] = 0.0
     x[x > 3] = (x * 0 + 1)[x > 3]
     x[put(torch.tensor([0, 3]))] = 5.0
+    x[:, put(torch.tensor([0, 2]))] = 5.0
+    x[..., put(torch.tensor([0, 2]))] += 1.0
+    x[:, put(torch.tensor([1]))] = put(torch.ones(5, 1))
+    z = put(torch.ones(2, 5, 3)); z[:, put(torch.tensor([1, 4])), :2] = 3.0; x.add_(z[1])
     x.index_put_((put(torch.tensor([0, 3])),), put(torch.ones(2, 3)))
     x.index_fill_(0, put(torch.tensor([0, 3])), 9.0)
     x.index_add_(0, put(torch.tensor([0, 3])), put(torch.ones(2, 3)))
@@ -81,6 +85,7 @@ _REFUSED = """
 """
 
 _READS = """
+    x.requires_grad_(); x[:, put(torch.tensor([0, 2, 0]))].square().sum().backward(); y = x.grad
     y = x.t(); x.add_(1)
     y = x[1:4]; x.add_(1)
     v = x[1:4]; x.add_(1); y = v * 2
