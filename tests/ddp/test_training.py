@@ -200,17 +200,19 @@ def _by_hand(rank, world):
             torch.testing.assert_close(q.grad, p.grad)
 
 
-def _skipped_by_one(rank, world):
-    """Ranks that differ in what they skip are told, where torch would hang."""
+def _skipped_by_one(rank, world, known):
+    """Ranks that differ in what they skip are told, where torch would hang, or add up what does not belong together."""
     from torchshard.ddp import DistributedDataParallel
     from torchshard.errors import RankMismatchError
 
     model = DistributedDataParallel(
         Parts(), bucket_cap_mb=0, find_unused_parameters=True, skip_all_reduce_unused_params=True
     )
-    for _ in range(2):
+    picks = [(1, 2), (0, 1)]
+    for pick in picks if known else picks[1:] * 2:
+        model.module.pick = pick
         _loss(model, torch.randn(3, 8)).backward()
-    model.module.pick = (1, 2) if rank else (0, 1)
+    model.module.pick = picks[0] if rank else picks[1]
     with pytest.raises(RankMismatchError, match="have different buckets"):
         _loss(model, torch.randn(3, 8)).backward()
     dist.destroy_process_group()  # one rank has issued what the other will not join
@@ -323,6 +325,49 @@ def _pipeline(rank, world):
             torch.testing.assert_close(q.grad, p.grad)
 
 
+def _aliased(rank, world):
+    """Gradients that are other tensors than the bucket's views, in the same memory."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
+    models = [TorchDDP(copy.deepcopy(module)), DistributedDataParallel(module, gradient_as_bucket_view=True)]
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        for model in models:
+            _loss(model, x).backward()
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+            q.grad = q.grad.detach()
+
+
+def _elsewhere(rank, world):
+    """Another default device is none of the wrapper's business."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module, x = Parts(), torch.randn(3, 8)
+    group = dist.new_group()  # of which nothing is known yet
+    with torch.device("meta"):
+        model = DistributedDataParallel(
+            module, process_group=group, find_unused_parameters=True, skip_all_reduce_unused_params=True
+        )
+        for _ in range(3):
+            model.zero_grad()
+            _loss(model, x).backward()
+            assert all(p.grad is None or p.grad.device.type == "cpu" for p in model.parameters())
+
+
+def _expanded(rank, world):
+    """What cannot be written to is refused by all ranks, also by the one that all others would copy."""
+    from torchshard.ddp import DistributedDataParallel
+
+    module = mlp(8)
+    module.register_buffer("mask", torch.ones(1, 4).expand(4, 4))
+    with pytest.raises(RuntimeError, match="more than one element at the same place in memory"):
+        DistributedDataParallel(module)
+
+
 def _surface(rank, world):
     """What join and torch's tests ask of a reducer."""
     from torchshard.ddp import DistributedDataParallel
@@ -351,7 +396,7 @@ def _surface(rank, world):
 
 
 CASES = [
-    _in_backward, _mixed, _delayed, _delayed_between, _conjugated, _converted, _by_hand, _skipped, _skipped_alike, _toggled, _twice_differentiated, _pipeline, _surface,
+    _in_backward, _mixed, _delayed, _delayed_between, _conjugated, _converted, _by_hand, _skipped, _skipped_alike, _toggled, _twice_differentiated, _pipeline, _surface, _aliased, _elsewhere, _expanded,
 ]  # fmt: skip
 
 
@@ -364,8 +409,9 @@ def _run(rank, world):
             raise
 
 
-def test_buckets_skipped_by_one_rank_only():
-    run_ranks(2, _skipped_by_one)
+@pytest.mark.parametrize("known", [False, True])
+def test_buckets_skipped_by_one_rank_only(known):
+    run_ranks(2, _skipped_by_one, known)
 
 
 def test_steps():

@@ -156,3 +156,25 @@ def dtypes_on_the_way(rank, world):
 def test_dtypes_on_the_way():
     for found in run_ranks(2, dtypes_on_the_way):
         assert all(found.values()), found
+
+
+def in_any_memory_order(rank, world):
+    """Pieces whose memory is not in the order of their dims: images with channels last, and other permutations."""
+    from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    for order in [(0, 2, 3, 1), (3, 1, 0, 2), (1, 0, 2, 3)]:
+        value = torch.randn(4, 5, 3, 8).permute(order)
+        whole = distribute_tensor(value, mesh, [Replicate()])
+        value = whole.to_local()
+        for d in range(4):
+            assert torch.equal(distribute_tensor(value, mesh, [Shard(d)]).full_tensor(), value)
+            split = whole.redistribute(placements=[Shard(d)])
+            terms = whole.redistribute(placements=[Partial()])
+            for e in range(4):
+                assert torch.equal(split.redistribute(placements=[Shard(e)]).full_tensor(), value)
+                assert torch.equal(terms.redistribute(placements=[Shard(e)]).full_tensor(), value)
+
+
+def test_any_memory_order():
+    run_ranks(2, in_any_memory_order)

@@ -219,3 +219,50 @@ def statistics(rank, world):
 
 def test_statistics_of_complex_empty_and_whole_numbers():
     assert run_ranks(3, statistics) == [["refused"] * 4] * 3
+
+
+def extremes(rank, world):
+    """Sums whose terms may be added in any order: what is compared with itself has to come out equal."""
+    from torchshard import DTensor, Partial, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    for seed in range(4):
+        term = torch.randn(7, 5, generator=torch.Generator().manual_seed(world * seed + rank)) * 3
+        x = DTensor.from_local(term, mesh, [Partial()])
+        for f in (
+            lambda x: x.amax(0), lambda x: x.amin(1), lambda x: x.max(), lambda x: x.norm(math.inf), torch.median,
+            lambda x: torch.linalg.vector_norm(x, math.inf, 0), lambda x: torch.aminmax(x, dim=0).max,
+        ):  # fmt: skip
+            a, b = x.detach().requires_grad_(), x.full_tensor().requires_grad_()
+            f(a).sum().backward()
+            f(b).sum().backward()
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+        found = [(x == x.amax(0)).sum(), (x >= x.topk(2, 0)[0][-1:]).sum(), (x <= x.sort(0)[0][1]).sum()]
+        found += [(x == x.max(0)[0]).sum(), (x == x.kthvalue(3, 0)[0]).sum(), (x == x.cummax(0)[0][-1]).sum()]
+        assert [int(n) for n in found] == [5, 10, 10, 5, 5, 5]
+
+
+def test_a_sum_is_equal_to_itself():
+    run_ranks(3, extremes)
+
+
+def tangents(rank, world):
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import UnsupportedOperatorError
+
+    mesh = init_device_mesh("cpu", (world,))
+    x, t = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0))
+    a, b = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(t, mesh, [Replicate()])
+    result = torch.func.jvp(lambda x: x * x, (a,), (b,))[1]
+    torch.testing.assert_close(result.full_tensor(), 2 * x * t)
+    b = b.redistribute(placements=[Shard(0)])
+    torch.testing.assert_close(torch.func.jvp(lambda x: x[1:3] * 2, (a,), (b,))[1].full_tensor(), 2 * t[1:3])
+    try:
+        torch.func.jvp(lambda x: x[1:3] * 2, (a,), (b.redistribute(placements=[Replicate()]),))
+    except UnsupportedOperatorError as error:
+        return str(error)
+
+
+def test_a_tangent_that_lies_otherwise():
+    for text in run_ranks(2, tangents):
+        assert "tangent.redistribute(placements=primal.placements)" in text

@@ -100,6 +100,9 @@ _READS = """
     v = x.view(-1)[2:9]; x.add_(1); y = v + 1; v.zero_()
     y = x.data = put(V) * 3; y.add_(1)
     v = x.t(); x.data = put(V) * 3; y = v + 1
+    v = x[1:3]; x.data.mul_(2); y = v.sum(), v + 1
+    v = x.view(-1); x.data.mul_(2); v[0] = 5.0; y = v * 2
+    x.requires_grad_(); v = x[1:3]; x.data.mul_(2); v.square().sum().backward(); y = x.grad
     x.data = put(V)[:2] * 1; y = x.sum(), tuple(x.shape)
     x.data = put(V).double(); y = x.dtype, x + 1
     v = x[1:4]; x.data[2] = 0.0; y = v.shape

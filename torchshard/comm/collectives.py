@@ -123,11 +123,10 @@ def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], gr
     given = [blocks[place].numel() for place in by_seat]
     taken = [_numel(shapes[place]) for place in by_seat]
     alike = all(block.shape == blocks[0].shape for block in blocks)
-    packed = (
-        torch.stack([blocks[place] for place in by_seat]).view(-1)  # copies once, where flattening first copies twice
-        if alike
-        else torch.cat([blocks[place].reshape(-1) for place in by_seat])
-    )
+    if alike:  # copied once, where flattening first copies twice
+        packed = torch.stack([blocks[place] for place in by_seat]).reshape(-1)
+    else:
+        packed = torch.cat([blocks[place].reshape(-1) for place in by_seat])
 
     def unpack(got: Sequence[Tensor]) -> list[Tensor]:
         pieces = got[0].split(taken)
@@ -182,7 +181,7 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
     if group.seats is not None:
         pieces = [pieces[place] for place in sorted(range(group.size), key=group.seats.__getitem__)]
     shape = pieces[0].shape
-    packed = torch.stack(pieces).view(-1)
+    packed = torch.stack(pieces).reshape(-1)
 
     def cut(got: Sequence[Tensor]) -> Tensor:
         piece = got[0].view(shape)

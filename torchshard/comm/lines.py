@@ -46,7 +46,7 @@ def connect(group: dist.ProcessGroup, pids: Sequence[int], limit: timedelta) -> 
                 found.update(_let_in(group.rank(), door, pids))
         except OSError:
             pass  # told below
-        able = torch.tensor([float(len(found) == len(pids) - 1)])
+        able = torch.tensor([float(len(found) == len(pids) - 1)], device="cpu")
         dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
         if not able:
             for line in found.values():

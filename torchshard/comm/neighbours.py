@@ -83,11 +83,11 @@ def process_ids(group: dist.ProcessGroup, device: torch.device) -> tuple[int, ..
     if device.type != "cpu" or dist.get_backend(group) == "fake":
         return ()
     word = _word(os.getpid())
-    mine = torch.tensor([_machine(), os.getpid(), word.data_ptr(), *word.tolist()], dtype=torch.int64)
+    mine = torch.tensor([_machine(), os.getpid(), word.data_ptr(), *word.tolist()], dtype=torch.int64, device=_CPU)
     others = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(others, mine, group=group)
     told = [other.tolist() for other in others]
-    able = torch.tensor([float(_allowed() and all(map(_readable, told)))])
+    able = torch.tensor([float(_allowed() and all(map(_readable, told)))], device=_CPU)
     dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
     return tuple(pid for _, pid, *_ in told) if able else ()
 
@@ -106,14 +106,15 @@ def fetch(out: Views, into: Views, circle: Circle, pids: Mapping[int, int]) -> N
     """
     held = {peer: [_in_reach(view) for view in views] for peer, views in out.items()}
     told = {peer: [_places(views)] for peer, views in held.items()}
-    heard = {peer: [torch.empty(sum(1 + v.ndim for v in views), dtype=torch.int64)] for peer, views in into.items()}
+    lengths = {peer: sum(1 + view.ndim for view in views) for peer, views in into.items()}
+    heard = {peer: [torch.empty(length, dtype=torch.int64, device=_CPU)] for peer, length in lengths.items()}
     finish([start(told, heard, _CPU, circle)], _CPU, circle)
     for peer, views in into.items():
         try:
             _read(pids[peer], views, heard[peer][0].tolist())
         except OSError as error:
             circle.agreement.blame(_WHAT, error)
-    done = torch.ones(1)
+    done = torch.ones(1, device=_CPU)
     finish([start({p: [done] for p in into}, {p: [done.clone()] for p in out}, _CPU, circle)], _CPU, circle)
 
 
@@ -125,7 +126,8 @@ def _in_reach(view: Tensor) -> Tensor:
 
 def _places(views: Sequence[Tensor]) -> Tensor:
     blocks = map(_block, views)
-    return torch.tensor([n for block in blocks for n in (block.address, *block.strides)], dtype=torch.int64)
+    numbers = [n for block in blocks for n in (block.address, *block.strides)]
+    return torch.tensor(numbers, dtype=torch.int64, device=_CPU)
 
 
 def _block(view: Tensor) -> Block:
@@ -142,7 +144,7 @@ def _read(pid: int, views: Sequence[Tensor], places: Sequence[int]) -> None:
         at += 1 + view.ndim
         there = Block(address, tuple(strides))
         if view.device.type != "cpu" or view.is_pinned():
-            landing = torch.empty(view.shape, dtype=view.dtype)
+            landing = torch.empty(view.shape, dtype=view.dtype, device=_CPU)
             _run(pid, _planned(pid, landing, there))
             view.copy_(landing)
         else:
@@ -168,7 +170,7 @@ def _read_with_gaps(pid: int, view: Tensor, there: Block) -> None:
     for begin in range(0, view.shape[dim], rows):
         part = view.narrow(dim, begin, min(rows, view.shape[dim] - begin))
         block = Block(there.address + begin * there.strides[dim], there.strides)
-        landing = torch.empty(extent(part.shape, view.element_size(), block), dtype=torch.uint8)
+        landing = torch.empty(extent(part.shape, view.element_size(), block), dtype=torch.uint8, device=_CPU)
         _run(pid, [spans(landing.shape, 1, _block(landing), Block(block.address, (1,)))])
         strides = [n // view.element_size() for n in there.strides]
         part.copy_(landing.view(view.dtype).as_strided(part.shape, strides))
@@ -213,7 +215,7 @@ def _allowed() -> bool:
 
 def _readable(told: Sequence[int]) -> bool:
     machine, pid, address, *word = told
-    found = torch.empty(len(word), dtype=torch.int64)
+    found = torch.empty(len(word), dtype=torch.int64, device=_CPU)
     if _process_vm_readv is None or machine != _machine():
         return False
     try:

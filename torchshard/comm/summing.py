@@ -146,7 +146,7 @@ def _sum(meeting: "_Meeting", x: Tensor) -> None:
     bounds = segments(x.numel(), len(meeting.pids))
     others = {rank: there for rank, (there, _) in meeting.tell(x).items()}
     own, end = bounds[meeting.rank]
-    scratch = torch.empty(min(_READ, end - own), dtype=x.dtype)
+    scratch = torch.empty(min(_READ, end - own), dtype=x.dtype, device=x.device)
     for at in range(own, end, _READ):
         mine = x[at : min(at + _READ, end)]
         theirs = scratch[: len(mine)]

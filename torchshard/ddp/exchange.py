@@ -44,13 +44,13 @@ class Exchange:
 
     def of_each_rank(self, number: int) -> list[int]:
         """What each rank says, in their order."""
-        sent = torch.tensor([number], dtype=torch.int32).to(self.device)
+        sent = torch.tensor([number], dtype=torch.int32, device=self.device)
         said = sent.new_empty(self.group.size())
         return self._answer(said, dist.all_gather([*said.split(1)], sent, self.group, async_op=True))
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
         """Place by place the sum over the ranks."""
-        sent = torch.tensor(numbers, dtype=torch.int32).to(self.device)
+        sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
         return self._answer(sent, self._all_reduce(sent))
 
     def _answer(self, numbers: torch.Tensor, work: Any) -> list[int]:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -149,15 +149,22 @@ class FlatBucket:
                 self.take(p, i)
         else:
             _refuse_sparse(*grads)
-            if self._are_flat:  # three times faster
-                torch.cat(grads, out=segment).mul_(self.scale)  # type: ignore[arg-type]
-            else:
-                torch.mul(_torch.flatten(grads), self.scale, out=segment)  # type: ignore[arg-type]
+            self._gather(cast(list[torch.Tensor], grads), segment)
             if self._views_stay:
                 for p, view in zip(self._small.values(), views, strict=True):
                     p.grad = view
             else:
                 self._kept.update(zip(self._small, grads, strict=True))  # type: ignore[arg-type]
+
+    def _gather(self, grads: list[torch.Tensor], segment: torch.Tensor) -> None:
+        """Lay small gradients side by side, scaled."""
+        if self._are_flat:  # three times faster
+            try:
+                torch.cat(grads, out=segment).mul_(self.scale)
+                return
+            except RuntimeError:
+                pass  # some lie there already, as other tensors than the bucket's views
+        torch.mul(_torch.flatten(grads), self.scale, out=segment)
 
     def _take_absent(self, index: int) -> None:
         """A parameter unused in this backward adds what it has accumulated before, or nothing."""

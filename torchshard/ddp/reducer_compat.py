@@ -87,7 +87,7 @@ class ReducerCompatibility:
     def _get_local_used_map(self) -> torch.Tensor:
         """For each parameter, how many ranks used it in the last backward; without find_unused_parameters, 1."""
         used = self.usage.anywhere
-        return torch.tensor([used.get(i, 0) for i in range(len(self.params))], dtype=torch.int32)
+        return torch.tensor([used.get(i, 0) for i in range(len(self.params))], dtype=torch.int32, device="cpu")
 
     # ------------------------------------------------------------------------------------------ settings
 

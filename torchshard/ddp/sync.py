@@ -69,7 +69,16 @@ def broadcast_coalesced(
         cap: bytes of one message, at least.
         wait: what waits for a message.
         source: the rank within the group whose values count.
+
+    Raises:
+        RuntimeError: a tensor is expanded, so that it cannot be written to; on all ranks.
     """
+    for t in tensors:
+        if 0 in t.stride() and any(step == 0 < n - 1 for step, n in zip(t.stride(), t.shape, strict=True)):
+            raise RuntimeError(
+                f"a parameter or buffer of shape {list(t.shape)} with strides {list(t.stride())} has more than "
+                "one element at the same place in memory, and cannot be made equal to another rank's: clone() it first"
+            )
     items = [
         Gradient(i, "", t.numel() * t.element_size(), (t.dtype, t.device)) for i, t in enumerate(tensors) if t.numel()
     ]

@@ -77,6 +77,7 @@ class ChangingUsage(Usage):
         super().__init__(count)
         self._skips = skips
         self._absent: Collection[int] | None = None
+        self._skipped: list[int] | None = None  # in the last backward
 
     def skipped(self, buckets: Sequence[FlatBucket], touched: Set[int], exchange: Exchange) -> Collection[int]:
         """As for Usage; RankMismatchError if they are others on another rank."""
@@ -85,7 +86,9 @@ class ChangingUsage(Usage):
         for bucket in buckets:
             bucket.close()
         skipped = [n for n, b in enumerate(buckets) if touched.isdisjoint(b.members) and b.is_empty()]
-        exchange.confirm(f"buckets without any gradient, not reduced: {skipped}")
+        if skipped != self._skipped:  # unless all ranks have skipped these before, one after another
+            exchange.compare(f"buckets without any gradient, not reduced: {skipped}")
+            self._skipped = skipped
         return skipped
 
     def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:

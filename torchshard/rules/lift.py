@@ -77,7 +77,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     for axis, parts in enumerate(mesh.shape):
         ranked = []
         for at, way in enumerate(possible):
-            price = _price(way, axis, parts, layouts, nbytes, fixed, options.like)
+            price = _price(way, axis, parts, layouts, nbytes, fixed, options)
             if price < math.inf:
                 # What runs where it lies is taken: users place tensors to have it so.
                 cost = price + _pending(way, layouts, axis, parts, result_bytes)
@@ -202,14 +202,16 @@ def _price(
     layouts: Sequence[Layout],
     nbytes: Sequence[float],
     fixed: Mapping[int, int | None],
-    like: bool,
+    options: Options,
 ) -> float:
     """What it costs to bring the operands there."""
     price = 0.0
     for k, layout in enumerate(layouts):
         now, wanted = layout.placements[axis], way.operands[k]
-        if like and isinstance(now, Partial):
+        if options.like and isinstance(now, Partial):
             now = R
+        if options.exact and isinstance(now, Partial) and isinstance(wanted, Shard):
+            return math.inf
         if k in fixed:
             becomes = fixed[k]
             if now is not wanted or (becomes is not None and way.results[becomes] is not now):

@@ -40,6 +40,9 @@ _LINES = table("""
     bucketize.Tensor                                            | ..., B -> ...        |
     masked_fill.Tensor                                          | ..., ..., ... -> ... |
     lerp.Scalar                                                 | ..., ... -> ...      | lin=0+1
+    eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor | ..., ... -> ...      | exact
+    eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar | ... -> ...           | exact
+    abs                                                         | ... -> ...           | exact
     zeros_like ones_like empty_like full_like                   | ... -> ...           | like
 """)
 

@@ -16,6 +16,8 @@ Names are those of ATen without the namespace; `.default` is understood. Options
     plus=0         operand 0 is added to that sum, so it must count once: it becomes Partial too
     like           only shape, stride and dtype of the operands are read
     full           no rank may hold an empty piece: the kernel would fail or has no identity
+    exact          compares what it reads: a Partial is summed whole, in one collective, so that it has the same bits
+                   here as in other such operators; pieces of a sum may differ by the order of its terms
     reads=a,b      number arguments whose value, not only type, decides the rule
 
 Where the shape of the arguments decides, a rule is a function instead: it takes the operator's arguments, with a Layout
@@ -44,6 +46,7 @@ class Options:
     plus: tuple[int, ...] = ()
     like: bool = False
     full: bool = False
+    exact: bool = False
     per: tuple[str, ...] = ()
     rounds: bool = False
     reads: tuple[str, ...] = ()
@@ -124,7 +127,7 @@ def options(words: str) -> Options:
     found: dict[str, Any] = {}
     for word in words.split():
         name, _, value = word.partition("=")
-        if name in ("moves", "mono", "like", "full", "rounds") and not value:
+        if name in ("moves", "mono", "like", "full", "exact", "rounds") and not value:
             found[name] = True
         elif name == "lin" and value:
             found["linear"] = tuple([tuple(map(int, group.split("+"))) for group in value.split(",")])
@@ -137,7 +140,7 @@ def options(words: str) -> Options:
         else:
             raise ShardingError(
                 "A rule has an option that does not exist.",
-                expected="lin=, per=, rounds, moves, mono, red=, plus=, like, full or reads=",
+                expected="lin=, per=, rounds, moves, mono, red=, plus=, like, full, exact or reads=",
                 got=repr(word),
             )
     return Options(**found)

@@ -178,7 +178,9 @@ class DTensor(Tensor):
     @property
     def data(self) -> "DTensor":
         """The same tensor without history; set it to take over the values and the layout of another DTensor."""
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        alias: DTensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        self._local_tensor.counts_apart = True  # type: ignore[attr-defined]
+        return alias
 
     @data.setter
     def data(self, other: Tensor) -> None:

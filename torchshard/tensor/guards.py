@@ -3,8 +3,9 @@
 Eager torch's view sees later writes to its base, and writes to it reach the base. A view of a sharded tensor that has
 to be gathered is made of a copy. Such a result is marked (its layout is SEVERED) and keeps a *window*: the moved copy
 that it is a view of, and the way between the copy and the base. Before it is read, the copy is fetched again if the
-base has changed; after it is written to, the copy is given back. Autograd's version counter, which views share with
-their base, tells whether the base has changed; inference tensors have none, so there the copy is fetched at every use.
+base has changed; after it is written to, the copy is given back. Autograd's version counters, which views share with
+their base, tell whether the base has changed: that of the base, and that of its local tensor, which users can have.
+Inference tensors have none, and `x.data` counts by itself, so there the copy is fetched at every use.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,7 +100,10 @@ class Window:
 
 
 def _version(base: DTensor) -> int:
-    return _UNKNOWN if base.is_inference() else base._version
+    local = base._local_tensor
+    if base.is_inference() or local.is_inference() or getattr(local, "counts_apart", False):
+        return _UNKNOWN
+    return base._version + local._version
 
 
 def refresh(x: DTensor) -> None:

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.layout import SEVERED
 
 
 def _make_dual(func: Any, primal: DTensor, tangent: Any, level: int) -> Any:
@@ -18,7 +20,20 @@ def _is_same_size(func: Any, x: Any, other: Any) -> bool:
 
 
 def _has_same_storage_numel(func: Any, x: Any, other: Any) -> bool:
-    """Whether one could be a view of the other's memory: dense tensors of as many elements."""
+    """Whether one could be a view of the other's memory: dense tensors of as many elements.
+
+    Raises:
+        UnsupportedOperatorError: of a tensor and its tangent, as the same view, one had to be moved and the other not;
+            autograd wants both at the same place in memory.
+    """
+    differ = type(x) is type(other) is DTensor and (x._spec.marks ^ other._spec.marks) & SEVERED
+    if differ and (x.storage_offset(), x.stride()) != (other.storage_offset(), other.stride()):
+        raise UnsupportedOperatorError(
+            "Forward AD of a view that had to be moved, while that of its tangent had not, or the reverse.",
+            expected="a tangent that lies as its primal",
+            got=f"{x._spec} and {other._spec}",
+            fix="tangent.redistribute(placements=primal.placements) before the dual tensor is made",
+        )
     return bool(x.numel() == other.numel())
 
 
