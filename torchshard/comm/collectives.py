@@ -255,8 +255,26 @@ def _dense(x: Tensor) -> Tensor:
 
 def _carried(x: Tensor) -> Tensor:
     """The same bits in a type that travels; complex numbers get a last dim of 2."""
-    return torch.view_as_real(_dense(x)) if x.is_complex() else _dense(x).view(_SAME_WIDTH[x.itemsize])
+    if x.is_complex():
+        return torch.view_as_real(_dense(x))
+    if _is_compiled(x, x.dtype):
+        return _dense(x).to(torch.uint8)
+    return _dense(x).view(_SAME_WIDTH[x.itemsize])
 
 
 def _uncarried(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.view_as_complex(x) if dtype.is_complex else x.view(dtype)
+    if _is_compiled(x, dtype):
+        return x.to(dtype)
+    if not dtype.is_complex:
+        return x.view(dtype)
+    pairs = torch.view_as_complex(x)
+    if x.__class__ is not Tensor:
+        return pairs
+    # No view of real numbers for autograd: Dynamo would make that view of them, where they have another shape.
+    alone = torch.empty(0, dtype=dtype, device=x.device)
+    return alone.set_(pairs.untyped_storage(), pairs.storage_offset(), pairs.shape, pairs.stride())
+
+
+def _is_compiled(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether these truth values are traced: inductor has no code for bytes that are read as such (2.11-2.15)."""
+    return dtype is torch.bool and x.__class__ is not Tensor

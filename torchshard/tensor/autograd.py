@@ -100,16 +100,19 @@ class _ToLocal(torch.autograd.Function):
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None) -> DTensor:
+    def forward(
+        ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None, of_first: bool = False
+    ) -> DTensor:
         ctx.layout, ctx.grad_sharding = layout, grad_sharding
-        return wrap(local.detach(), layout)  # history belongs to the wrapper
+        local = local.detach()  # history belongs to the wrapper
+        return wrap(_first_replica(local, layout.sharding) if of_first else local, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         sharding: Sharding = ctx.layout.sharding
         target = ctx.grad_sharding or sharding.without_partial()
         local = redistribute(grad, target).to_local()
-        return _of_terms(local, sharding), None, None
+        return _of_terms(local, sharding), None, None, None
 
 
 def _of_terms(grad: Tensor, sharding: Sharding) -> Tensor:
@@ -188,14 +191,13 @@ def from_local(
         shape, stride = shape or (0,) * len(local.shape), stride or (1,) * len(local.shape)
     if run_check:
         layout = _asked_layout(local, sharding, shape, stride)
-        local = _first_replica(local, sharding)
     elif shape is not None and stride is not None:
         layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
         check_part(local, layout)
     else:
         layout = _even_layout(local, sharding, _even_shape(local, given, mesh))
     grad_sharding = None if grad_placements is None else from_torch(grad_placements, mesh, layout.shape)
-    return _FromLocal.apply(local, layout, grad_sharding)  # type: ignore[no-any-return, no-untyped-call]
+    return _FromLocal.apply(local, layout, grad_sharding, run_check)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def over(local: Tensor, layout: TensorLayout) -> DTensor:

@@ -245,6 +245,10 @@ class DTensor(Tensor):
         """Refused: a DTensor has no storage of its own."""
         raise _no_memory("storage()", "full_tensor().storage()")
 
+    def apply_(self, function: Any) -> "DTensor":
+        """Refused: torch would write to where a DTensor has no memory."""
+        raise _no_memory("apply_()", "full_tensor().apply_(f)")
+
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if self.ndim == 0 else object.__format__(self, spec)
 
