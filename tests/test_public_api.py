@@ -47,6 +47,7 @@ def test_names_and_signatures():
         text,
         """\
 class DTensor(Tensor)
+    apply_(self, function)
     backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None)
     data: property
     device_mesh: property

@@ -73,3 +73,9 @@ def test_exposed_time_is_no_more_than_all_communication(rows):
     talking = sum(s.end - s.start for s in spans if s.kind == "communication")
     assert -1e-6 <= timeline.exposed() <= talking + 1e-6
     assert len(timeline.text().splitlines()) == 2
+
+
+def test_no_width():
+    for width in (0, -5):
+        with pytest.raises(ValueError, match=f"width={width} shows nothing"):
+            Timeline([Span("a", "a", 0.0, 1.0)]).text(width)

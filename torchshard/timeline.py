@@ -71,7 +71,9 @@ class Timeline:
         return self.text()
 
     def text(self, width: int = 72) -> str:
-        """Bars of characters, one row a lane."""
+        """Bars of characters, one row a lane; ValueError for less than one character."""
+        if width < 1:
+            raise ValueError(f"a timeline of width={width} shows nothing; give 1 or more")
         label = max(len(lane) for lane in self.lanes)
         scale = width / max(self.seconds, 1e-9)
         rows = []

@@ -187,6 +187,39 @@ def test_what_a_region_cannot_do_is_said(function, words):
         one_graph(function, torch.ones(8, 4, requires_grad=True))
 
 
+@pytest.mark.parametrize("view", [lambda x: x.view(-1), lambda x: x.t(), lambda x: x.detach(), lambda x: x[:, 0]])
+def test_inputs_in_the_same_memory_of_which_one_is_written_are_refused(view):
+    """As torch does for its own: the other would keep its old values. Where none is written, nothing is wrong."""
+    x = ROWS.detach().clone()
+    expected = described(view(x) * 2)
+    assert described(one_graph(lambda x, y: (x + 1, y * 2), x, view(x))[1]) == expected
+    with pytest.raises(Exception, match=r"Encountered aliased inputs that are mutated|set the storage"):
+        one_graph(lambda x, y: (x.add_(1), y * 2)[1], x, view(x))
+
+
+def test_the_gradient_of_a_checked_local_tensor():
+    require("meshes in graphs")
+    for compile in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)):
+        torch._dynamo.reset()
+        local = torch.ones(2, requires_grad=True)
+        function = compile(lambda x: (from_local(x, MESH, [Replicate()], run_check=True) * 2).to_local() + x)
+        function(local).sum().backward()
+        assert local.grad.tolist() == [3, 3]
+
+
+def test_complex_parts_of_a_distributed_tensor():
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        x = distribute_tensor(torch.randn(8, 4, dtype=torch.complex64), MESH, placements)
+        assert described(one_graph(lambda x: x * 2, x)) == described(x * 2)
+
+
+def test_truth_values_that_travel_are_compiled_by_inductor():
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: torch.dropout(x, 0.5, True) + (x > 0).redistribute(placements=[Replicate()]) * x)
+    result = function(ROWS)
+    assert result.shape == ROWS.shape
+
+
 def test_a_module_with_dtensor_parameters_is_exported():
     class Wide(torch.nn.Module):
         def __init__(self):

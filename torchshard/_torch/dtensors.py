@@ -1,5 +1,6 @@
 """Subclasses of tensors: made cheaply, recognised by torch, and torch's own DTensor and meshes."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,23 @@ def norm_partial() -> Any:
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
     return _NormPartial
+
+
+def lie_with_others(wrapper: Tensor, local: Tensor) -> None:
+    """Where a wrapper stands for one in a trace, let those have the same memory whose local tensors have.
+
+    AOTAutograd looks there for inputs that a write to another input changes, and refuses what it cannot keep up with
+    (2.11-2.15).
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(local, FakeTensor):
+        first = _by_memory.setdefault(local.untyped_storage()._cdata, wrapper)
+        if first is not wrapper:
+            torch._functionalize_unsafe_set(wrapper, first)
+
+
+_by_memory: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
 
 
 def is_traced(x: Tensor) -> bool:

@@ -95,6 +95,8 @@ class Neighbours:
         self._meeting, self._count = partial(_Meeting, rank, pids, lines), 0
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._lines, self._unused = lines, weakref.finalize(self, _hang_up, lines)
+        self._unused.atexit = False
 
     def can_sum(self, x: Tensor) -> bool:
         """Whether it is one of those that are summed here; the same on all ranks."""
@@ -105,13 +107,25 @@ class Neighbours:
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="torchshard sums")
             self._thread.start()
-            weakref.finalize(self, self._jobs.put, None).atexit = False
+            self._unused.detach()
+            weakref.finalize(self, _end, self._jobs, self._lines).atexit = False
         self._count += 1
         future: torch.futures.Future[Any] = torch.futures.Future()
         promise = Promise(future)
         _torch.profiled("gloo:all_reduce", future)  # as the group's own
         self._jobs.put(partial(_play, self._meeting(self._count), x, future))
         return promise
+
+
+def _hang_up(lines: Lines) -> None:
+    for line in lines.values():
+        line.close()
+
+
+def _end(jobs: "SimpleQueue[Callable[[], None] | None]", lines: Lines) -> None:
+    """Nobody will ask for another sum: hang up after the last one."""
+    jobs.put(partial(_hang_up, lines))
+    jobs.put(None)
 
 
 def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:

@@ -12,6 +12,7 @@ WAYS_AROUND: Mapping[str, str] = {
     ),
     "An opaque object was created in the middle of the program": "make meshes and groups before the region",
     "Dynamo does not know how to enter a `device` context manager": "make meshes and groups before the region",
+    "Encountered aliased inputs that are mutated": "write before the region, or give it a clone",
     "between two meshes cannot be compiled": "redistribute to another mesh outside of the region",
     "A compiled region cannot make a leaf": "make leaves outside of the region, or use DTensor.from_local",
     "cannot ask the other ranks for the sizes": "pass shape and stride to from_local",

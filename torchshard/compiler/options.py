@@ -91,7 +91,7 @@ def policy_of(
     """The policy for sizes in MiB; what is not given is as `otherwise`. ValueError for a negative or senseless one."""
     for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
-        if size is not None and not (is_number and 0 <= size < math.inf):
+        if size is not None and not (is_number and 0 <= size * MiB < math.inf):
             raise ValueError(f'backend "torchshard": {name}={size!r} is no size; give a number of MiB, 0 or more')
     if bucket_cap_mb is not None:
         return BucketPolicy.from_mb(bucket_cap_mb, first_bucket_mb)

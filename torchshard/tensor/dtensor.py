@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, no_torch_function, wrapper_constructor
+from torchshard._torch import current_mesh, lie_with_others, no_torch_function, wrapper_constructor
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, Sharding
 from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch
@@ -297,8 +297,10 @@ class DTensor(Tensor):
         inner: Mapping[str, Tensor], sharding: Sharding, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> "DTensor":
         local = inner["_local_tensor"]
-        layout = sharding.layout(tuple(outer_size), tuple(outer_stride), local.dtype)
-        return wrap(local, layout)  # type: ignore[arg-type]
+        made = wrap(local, sharding.layout(tuple(outer_size), tuple(outer_stride), local.dtype))  # type: ignore[arg-type]
+        if local.__class__ is not Tensor:
+            lie_with_others(made, local)
+        return made
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """The layout that AOTAutograd expects of the gradient of a traced result: gradients are not Partial there."""
@@ -356,7 +358,10 @@ def new_view(cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_gr
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
-    return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
+    made: DTensor = new(cls, local, layout, requires_grad)  # type: ignore[assignment]
+    if local.__class__ is not Tensor:
+        lie_with_others(made, local)
+    return made
 
 
 def dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
