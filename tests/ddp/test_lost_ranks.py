@@ -217,3 +217,25 @@ def _destroyed(rank, world):
 
 def test_a_process_group_that_is_no_more():
     assert run_ranks(2, _destroyed) == [1, 1]
+
+
+def _before(rank, world, place):
+    """Of ranks that come to wrap a module, one dies before it does."""
+    from torchshard.ddp import DistributedDataParallel
+
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    meet(place, rank, world)
+    if rank == world - 1:
+        _die()
+    start = time.monotonic()
+    with pytest.raises(RankMismatchError) as caught:
+        DistributedDataParallel(mlp(8), process_group=group)
+    assert time.monotonic() - start < 15
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_before_it_wraps_its_module(tmp_path):
+    for message in run_ranks(3, _before, str(tmp_path / "place"), expect_dead=(2,), timeout=60)[:2]:
+        assert "waited in vain for what each rank is to train" in message
+        assert "rank 2" in message

@@ -157,7 +157,7 @@ def faults(rank, world):
     table = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])
     for wrong in (5, -1):
         numbers = distribute_tensor(torch.tensor([0, wrong]), mesh, [Replicate()])
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
             F.cross_entropy(logits, numbers)
         with pytest.raises(IndexError):
             F.embedding(numbers, table)

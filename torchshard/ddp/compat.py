@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.ddp.delayed import Delayed
+from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.observed import ObservedReducer
 
 
@@ -24,6 +25,7 @@ class Compatibility:
     _looked_for_optimizers: bool
     _build_reducer: Any
     process_group: dist.ProcessGroup
+    device: Any
     forward_sync_buffers: bool
     parameters_to_ignore: set[str]
     _sparse_metadata = False
@@ -51,7 +53,7 @@ class Compatibility:
         if isinstance(new_process_group, dist.ProcessGroup):  # new_group gives ranks outside of it a number
             self._on_end()
             self.process_group, before = new_process_group, self.reducer
-            self._build_reducer(verified=False)
+            self._build_reducer(Exchange(self.process_group, self.device), verified=False)
             self.reducer.take_over(before)
             self._looked_for_optimizers = False
             if self._delayed:

@@ -28,7 +28,6 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, alone: bool = False) -> None:
         self.group, self.device, self.issued = group, device, 0
         self.agreement = Agreement(group, device, alone=alone)
-        self._all_reduce = all_reduce_of(group)
 
     def confirm(self, text: str) -> None:
         """Make sure that all ranks are about to do what `text` says."""
@@ -51,7 +50,7 @@ class Exchange:
     def totals(self, numbers: Sequence[int]) -> list[int]:
         """Place by place the sum over the ranks."""
         sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
-        return self._answer(sent, self._all_reduce(sent))
+        return self._answer(sent, all_reduce_of(self.group)(sent))
 
     def _answer(self, numbers: torch.Tensor, work: Any) -> list[int]:
         self.issued += 1

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard.buckets import BucketPolicy, Gradient, plan_buckets
+from torchshard.ddp.exchange import Exchange
 from torchshard.errors import RankMismatchError
 
 
@@ -18,14 +19,15 @@ def describe(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     ]
 
 
-def verify_equal(lines: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:
+def verify_equal(lines: Sequence[str], exchange: Exchange) -> None:
     """Raise RankMismatchError, on every rank and with the first difference, unless all ranks give the same lines."""
+    group, device = exchange.group, exchange.device
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     digests = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(digests, mine, group=group)
+    exchange.wait([dist.all_gather(digests, mine, group=group, async_op=True)], "what each rank is to train")
     if all(torch.equal(mine, other) for other in digests):
         return
     every: list[list[str]] = [[] for _ in range(group.size())]

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,10 +101,11 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._set_what_others_read()
         self._assign_modules_buffers()
+        exchange = Exchange(self.process_group, self.device)
         if init_sync:
-            self._make_ranks_equal(sync_buffers)
+            self._make_ranks_equal(sync_buffers, exchange)
             look_for_neighbours(self.process_group, self.device)
-        self._build_reducer(verified=init_sync)
+        self._build_reducer(exchange, verified=init_sync)
         self._delay(param_to_hook_all_reduce)
         self._warn_static_graph()
 
@@ -118,7 +120,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self._comm_hooks: list[Any] = []
         self._looked_for_optimizers = False
 
-    def _make_ranks_equal(self, sync_buffers: bool) -> None:
+    def _make_ranks_equal(self, sync_buffers: bool, exchange: Exchange) -> None:
         """Check that all ranks hold the same model, then give them rank 0's values."""
         ignored = self.parameters_to_ignore
         params = options.reduced(self.module, ignored)
@@ -134,16 +136,17 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         lines = [f"argument {name}: {value}" for name, value in settings.items()]
         lines += describe("parameter", params) + describe("buffer", buffers)
         lines += [f"requires a gradient: {n}" for n, p in params if p.requires_grad]
-        verify_equal(lines, self.process_group, self.device)
+        verify_equal(lines, exchange)
         tensors = [t for _, t in params + buffers]
-        broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size)
+        wait = partial(exchange.wait, what="the parameters and buffers of rank 0")
+        broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size, wait=wait)
 
-    def _build_reducer(self, verified: bool, alone: bool = False) -> None:
+    def _build_reducer(self, exchange: Exchange, verified: bool) -> None:
         named = [(n, p) for n, p in options.reduced(self.module, self.parameters_to_ignore) if p.requires_grad]
         self._precision = self._choose_precision()
         self.reducer = ObservedReducer(
             named,
-            Exchange(self.process_group, self.device, alone),
+            exchange,
             self._policy,
             views_stay=self.gradient_as_bucket_view,
             usage=self._choose_usage(len(named)),
@@ -251,4 +254,4 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         """Build a reducer on the default process group; ranks are taken to hold equal models."""
         self.process_group = _torch.default_group()
         torch.nn.Module.__setstate__(self, state)
-        self._build_reducer(verified=False, alone=True)
+        self._build_reducer(Exchange(self.process_group, self.device, alone=True), verified=False)

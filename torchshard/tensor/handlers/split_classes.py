@@ -100,7 +100,8 @@ class _SplitClasses:
         t = part(target, self.of_target).long()
         mine = (t >= self.start) & (t < self.start + self.count)
         elsewhere = (t >= 0) & (t < self.classes) & ~mine | (t == ignore)
-        return torch.where(mine, t - self.start, self.count).masked_fill_(elsewhere, _IGNORED)
+        none = torch.where(t == _IGNORED, self.count, t)
+        return torch.where(mine, t - self.start, none).masked_fill_(elsewhere, _IGNORED)
 
     def _weights(self, weight: Any) -> Tensor | None:
         return None if weight is None else part(weight).narrow(0, self.start, self.count)
