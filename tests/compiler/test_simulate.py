@@ -110,6 +110,11 @@ class Largest(nn.Linear):
         return super().forward(x).argmax(-1)
 
 
+def test_complex_outputs_are_measured():
+    times = measure(nn.Linear(4, 4, dtype=torch.complex64), torch.randn(2, 4, dtype=torch.complex64), repeat=1)
+    assert set(times.ready) == {"weight", "bias"}
+
+
 def test_a_model_without_parameters_can_be_measured():
     times = measure(nn.ReLU(), torch.randn(2, 256, requires_grad=True))
     assert times.forward > 0

@@ -75,9 +75,10 @@ def _run(
 
 
 def _sum(output: Any) -> torch.Tensor:
-    """All tensors of floating point in an output, added up."""
-    leaves, _ = _torch.leaves_of(output)
-    terms = [x.sum().float() for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    """All tensors of floating point in an output, complex ones as pairs, added up."""
+    tensors = [x for x in _torch.leaves_of(output)[0] if isinstance(x, torch.Tensor)]
+    real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+    terms = [x.sum().float() for x in real if x.is_floating_point()]
     return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
