@@ -62,6 +62,25 @@ def mlp(width: int = 32, layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())][:-1])
 
 
+class Stops(torch.autograd.Function):
+    """Passes through; in backward, `how` happens."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.how()
+        return grad, None
+
+
+def stumble():
+    """What may happen there."""
+    raise ValueError("stumbled")
+
+
 class Parts(nn.Module):
     """Four layers, of which `pick` says which run, and so which parameters have gradients."""
 

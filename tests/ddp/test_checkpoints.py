@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import mlp
+from tests.models import Stops, mlp, stumble
 from tests.ranks import run_ranks
 
 SETTINGS = {}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}
@@ -21,16 +21,6 @@ def _wrap(module, **settings):
     from torchshard.ddp import DistributedDataParallel
 
     return DistributedDataParallel(module, **{"bucket_cap_mb": 0.0005, **settings})
-
-
-class Stumbles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("stumbled")
 
 
 class Inside(nn.Module):
@@ -46,7 +36,7 @@ class Inside(nn.Module):
 
     def _middle(self, x):
         x = self._run(self.blocks[1], x)
-        return Stumbles.apply(x) if self.stumbles else x
+        return Stops.apply(x, stumble) if self.stumbles else x
 
     def forward(self, x, skip=False):
         if skip:

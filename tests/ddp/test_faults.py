@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import mlp
+from tests.models import Stops, mlp, stumble
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -39,16 +39,6 @@ def _pair(rank, cap, **settings):
     return model, reference
 
 
-class Stumbles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("stumbled")
-
-
 def _exceptions(rank, world, cap):
     model, reference = _pair(rank, cap)
     x = torch.randn(4, 8)
@@ -56,14 +46,14 @@ def _exceptions(rank, world, cap):
         with pytest.raises(RuntimeError):
             model(torch.randn(4, 9))
         _check_average(model, reference, rank, world)
-        hook = model.module[2].register_forward_hook(lambda m, i, out: Stumbles.apply(out))
+        hook = model.module[2].register_forward_hook(lambda m, i, out: Stops.apply(out, stumble))
         for out in (model(x), model(x)):
             with pytest.raises(ValueError, match="stumbled"):
                 out.sum().backward()  # the last layers' buckets are under way
         hook.remove()
         _check_average(model, reference, rank, world)
         with model.no_sync(), pytest.raises(ValueError, match="stumbled"):
-            Stumbles.apply(model(x)).sum().backward()
+            Stops.apply(model(x), stumble).sum().backward()
         _check_average(model, reference, rank, world)
 
 

@@ -12,25 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.models import mlp
+from tests.models import Stops, mlp
 from tests.ranks import meet, run_ranks
 from torchshard.errors import RankMismatchError
 
 pytestmark = pytest.mark.usefixtures("both_ways")
-
-
-class Stops(torch.autograd.Function):
-    """Passes through; in backward, `how` happens."""
-
-    @staticmethod
-    def forward(ctx, x, how):
-        ctx.how = how
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.how()
-        return grad, None
 
 
 def _die():
