@@ -147,10 +147,9 @@ def in_distributed_autograd() -> bool:
 def has_other_hooks(param: Tensor) -> bool:
     """Whether anybody but its reducer has put a hook on this parameter's gradient.
 
-    Tensor._backward_hooks and ._post_accumulate_grad_hooks (2.11-2.15); of the latter the reducer has one itself.
+    Tensor._backward_hooks (2.11-2.15), and those after accumulation, of which the reducer has one itself.
     """
-    after = getattr(param, "_post_accumulate_grad_hooks", None)
-    return bool(param._backward_hooks) or (after is not None and len(after) > 1)
+    return bool(param._backward_hooks) or hooks_after(param) > 1
 
 
 def hooks_after(param: Any) -> int:

@@ -163,7 +163,10 @@ class FlatBucket:
                 torch.cat(grads, out=segment).mul_(self.scale)
                 return
             except RuntimeError:
-                pass  # some lie there already, as other tensors than the bucket's views
+                begin = segment.data_ptr()
+                if not any(begin <= grad.data_ptr() < begin + segment.nbytes for grad in grads):
+                    raise
+                # Some lie there already, as other tensors than the bucket's views: these are copied first.
         torch.mul(_torch.flatten(grads), self.scale, out=segment)
 
     def _take_absent(self, index: int) -> None:
