@@ -247,6 +247,8 @@ def test_plan_with_inputs_of_its_own_and_measured_times(tmp_path):
 
 
 PLANNED = ("mine.py:mlp", "--input", "4,256")
+with pytest.raises(RuntimeError) as MISFIT:  # which each torch says in its own words
+    torch.nn.Linear(256, 512)(torch.ones(4, 255))
 
 MISTAKES = {
     # how a model is named, and what its file and its function do
@@ -269,7 +271,11 @@ MISTAKES = {
     "input 'x' is not known": ("mine.py:mlp", "--input", "x"),
     "input 'float8_e4m3fn:4' must be one that torch.randn makes": ("mine.py:mlp", "--input", "float8_e4m3fn:4"),
     "input 'quint8:4' must be one that torch.zeros makes": ("mine.py:mlp", "--input", "quint8:4"),
-    "Sequential must run on float32[4, 255], but got RuntimeError: ": ("mine.py:mlp", "--input", "4,255"),
+    f"Sequential must run on float32[4, 255], but got RuntimeError: {MISFIT.value}": (
+        "mine.py:mlp",
+        "--input",
+        "4,255",
+    ),
     "Sequential must run on int64[4, 256], but got RuntimeError": ("mine.py:mlp", "--input", "int64:4,256"),
     "Sequential must run on float32[4, 256], float32[1], but got TypeError": (*PLANNED, "--input", "1"),
     # nothing to reduce
