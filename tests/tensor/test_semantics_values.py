@@ -1,6 +1,7 @@
 """What Python sees of a DTensor (numbers, truth, text, lists) is the value, or is refused: never this rank's part."""
 
 import math
+import pickle
 
 import expecttest
 import torch
@@ -266,3 +267,19 @@ def tangents(rank, world):
 def test_a_tangent_that_lies_otherwise():
     for text in run_ranks(2, tangents):
         assert "tangent.redistribute(placements=primal.placements)" in text
+
+
+def marks(rank, world):
+    """What is noted of a tensor whose data was asked for goes neither with it into files nor on to its parts."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    before = pickle.dumps(x)
+    x.data.mul_(1)
+    assert pickle.dumps(x) == before
+    return vars(x.to_local()), vars(pickle.loads(before).to_local())
+
+
+def test_data_leaves_no_mark():
+    assert run_ranks(2, marks) == [({}, {})] * 2

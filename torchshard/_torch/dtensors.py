@@ -2,12 +2,14 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchshard._torch.finding import has_fast_paths
+
+_Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
 
 def functional_collectives() -> Any:
@@ -33,8 +35,8 @@ def norm_partial() -> Any:
     return _NormPartial
 
 
-def lie_with_others(wrapper: Tensor, local: Tensor) -> None:
-    """Where a wrapper stands for one in a trace, let those have the same memory whose local tensors have.
+def lie_with_others(wrapper: _Wrapper, local: Tensor) -> _Wrapper:
+    """Where a wrapper stands for one in a trace, let those have the same memory whose local tensors have; returns it.
 
     AOTAutograd looks there for inputs that a write to another input changes, and refuses what it cannot keep up with
     (2.11-2.15).
@@ -45,6 +47,7 @@ def lie_with_others(wrapper: Tensor, local: Tensor) -> None:
         first = _by_memory.setdefault(local.untyped_storage()._cdata, wrapper)
         if first is not wrapper:
             torch._functionalize_unsafe_set(wrapper, first)
+    return wrapper
 
 
 _by_memory: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()

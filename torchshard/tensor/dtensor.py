@@ -178,9 +178,10 @@ class DTensor(Tensor):
     @property
     def data(self) -> "DTensor":
         """The same tensor without history; set it to take over the values and the layout of another DTensor."""
-        alias: DTensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        self._local_tensor.counts_apart = True  # type: ignore[attr-defined]
-        return alias
+        from torchshard.tensor import guards
+
+        guards.count_apart(self)
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, other: Tensor) -> None:
@@ -298,9 +299,7 @@ class DTensor(Tensor):
     ) -> "DTensor":
         local = inner["_local_tensor"]
         made = wrap(local, sharding.layout(tuple(outer_size), tuple(outer_stride), local.dtype))  # type: ignore[arg-type]
-        if local.__class__ is not Tensor:
-            lie_with_others(made, local)
-        return made
+        return made if local.__class__ is Tensor else lie_with_others(made, local)
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """The layout that AOTAutograd expects of the gradient of a traced result: gradients are not Partial there."""
@@ -359,9 +358,7 @@ def new_view(cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_gr
         with torch.inference_mode(False):
             return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
     made: DTensor = new(cls, local, layout, requires_grad)  # type: ignore[assignment]
-    if local.__class__ is not Tensor:
-        lie_with_others(made, local)
-    return made
+    return made if local.__class__ is Tensor else lie_with_others(made, local)
 
 
 def dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:

@@ -11,6 +11,7 @@ Inference tensors have none, and `x.data` counts by itself, so there the copy is
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -99,9 +100,18 @@ class Window:
             self.outer.write_back()
 
 
+_counted_apart: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
+"""Local tensors that other wrappers hold whose versions are not those of the first, by their addresses."""
+
+
+def count_apart(x: DTensor) -> None:
+    """Another wrapper of the same local tensor is made, as `x.data`, and may write to it unseen."""
+    _counted_apart[id(x._local_tensor)] = x._local_tensor
+
+
 def _version(base: DTensor) -> int:
     local = base._local_tensor
-    if base.is_inference() or local.is_inference() or getattr(local, "counts_apart", False):
+    if base.is_inference() or local.is_inference() or id(local) in _counted_apart:
         return _UNKNOWN
     return base._version + local._version
 
