@@ -205,23 +205,33 @@ def test_a_process_group_that_is_no_more():
     assert run_ranks(2, _destroyed) == [1, 1]
 
 
-def _before(rank, world, place):
-    """Of ranks that come to wrap a module, one dies before it does."""
-    from torchshard.ddp import DistributedDataParallel
+_MOMENTS = {
+    "the comparison": ("verify_equal", "what each rank is to train"),
+    "the look for neighbours": ("look_for_neighbours", "what each rank can read of the others"),
+    "the measurement of the link": ("link_of", "the link's measurement"),
+}
+
+
+def _while_wrapping(rank, world, place, moment):
+    """Of ranks that wrap a module, one dies at a moment."""
+    from torchshard.ddp import DistributedDataParallel, wrapper
 
     group = dist.new_group(timeout=timedelta(seconds=5))
     meet(place, rank, world)
+    name, _ = _MOMENTS[moment]
     if rank == world - 1:
-        _die()
+        setattr(wrapper, name, lambda *args: _die())
     start = time.monotonic()
     with pytest.raises(RankMismatchError) as caught:
-        DistributedDataParallel(mlp(8), process_group=group)
+        DistributedDataParallel(mlp(8), process_group=group, bucket_cap_mb="auto")
     assert time.monotonic() - start < 15
     dist.destroy_process_group()
     return str(caught.value)
 
 
-def test_a_rank_that_dies_before_it_wraps_its_module(tmp_path):
-    for message in run_ranks(3, _before, str(tmp_path / "place"), expect_dead=(2,), timeout=60)[:2]:
-        assert "waited in vain for what each rank is to train" in message
+@pytest.mark.parametrize("moment", _MOMENTS)
+def test_a_rank_that_dies_while_it_wraps_its_module(tmp_path, moment):
+    place = str(tmp_path / "place")
+    for message in run_ranks(3, _while_wrapping, place, moment, expect_dead=(2,), timeout=60)[:2]:
+        assert f"waited in vain for {_MOMENTS[moment][1]}" in message
         assert "rank 2" in message

@@ -10,9 +10,11 @@ get stuck in a collective that the first has not joined; `check`, called while w
 published, and declares the disagreement for all. In the same way ranks learn that another one is lost.
 """
 
+import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
@@ -124,6 +126,16 @@ class Agreement:
         if theirs["position"] < position:
             ours = next((t for at, t in reversed(self._followed) if at <= theirs["position"]), "")
             self._disagree(store, theirs["rank"], ours)
+
+    @contextlib.contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Of a collective that fails within, the ranks that do not answer are named: see `blame`."""
+        try:
+            yield
+        except RankMismatchError:
+            raise
+        except RuntimeError as error:
+            self.blame(what, error)
 
     def blame(self, what: str, error: Exception | None = None) -> NoReturn:
         """A collective has failed: raise RankMismatchError with the ranks that do not answer.

@@ -60,10 +60,8 @@ def neighbours(circle: Circle, device: torch.device) -> Mapping[int, int]:
         RankMismatchError: a rank is lost; names it.
     """
     if circle.near is None:
-        try:
+        with circle.agreement.waiting_for(_WHAT):
             pids = process_ids(circle.group, device)
-        except RuntimeError as error:
-            circle.agreement.blame(_WHAT, error)
         circle.near = dict(zip(circle.ranks, pids, strict=True)) if pids else {}
     return circle.near
 

@@ -74,10 +74,9 @@ def start(
         messages, extra = _outgoing(views, device)
         staged += extra
         works += [dist.P2POp(dist.isend, m, peer, circle.group, _TAG) for m in messages]
-    try:
-        return Transfer(dist.batch_isend_irecv(works) if works else [], after, staged)
-    except RuntimeError as error:  # a connection that is known to be broken
-        circle.agreement.blame(_WHAT, error)
+    with circle.agreement.waiting_for(_WHAT):  # a connection may be known to be broken
+        started = dist.batch_isend_irecv(works) if works else []
+    return Transfer(started, after, staged)
 
 
 def finish(transfers: Sequence[Transfer], device: torch.device, circle: Circle) -> None:

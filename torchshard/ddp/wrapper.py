@@ -104,7 +104,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         exchange = Exchange(self.process_group, self.device)
         if init_sync:
             self._make_ranks_equal(sync_buffers, exchange)
-            look_for_neighbours(self.process_group, self.device)
+            with exchange.agreement.waiting_for("what each rank can read of the others"):
+                look_for_neighbours(self.process_group, self.device)
         self._build_reducer(exchange, verified=init_sync)
         self._delay(param_to_hook_all_reduce)
         self._warn_static_graph()
@@ -155,7 +156,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             verified=verified,
         )
         if self._chooses_buckets:
-            self.reducer.choose_sizes(link_of(self.process_group, self.device))
+            with exchange.agreement.waiting_for("the link's measurement"):
+                link = link_of(self.process_group, self.device)
+            self.reducer.choose_sizes(link)
         self._build_logger()
         self._connect_precision()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.

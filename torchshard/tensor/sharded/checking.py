@@ -99,10 +99,8 @@ def of_all(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     said: list[Any] = [None] * group.size()
     agreement = Agreement(group, torch.device("cpu"), "parts of a ShardedTensor")
     agreement.confirm("parts of a ShardedTensor", 0)
-    try:
+    with agreement.waiting_for("parts of a ShardedTensor"):
         dist.all_gather_object(said, mine, group=group)
-    except RuntimeError as error:
-        agreement.blame("parts of a ShardedTensor", error)
     return said
 
 
