@@ -132,7 +132,16 @@ from torchshard._torch.sharded import (
     sharded_tensors,
     their_sharded_tensor,
 )
-from torchshard._torch.tensors import aliasing, copy_all, device_index, flatten, memory_of, storage_uses, unflatten
+from torchshard._torch.tensors import (
+    aliasing,
+    copy_all,
+    device_index,
+    flatten,
+    memory_of,
+    storage_uses,
+    unflatten,
+    without_autocast,
+)
 
 __all__ = [
     "AFTER_FORWARD",
@@ -253,6 +262,7 @@ __all__ = [
     "waited",
     "was_written",
     "will_run",
+    "without_autocast",
     "without_fast_paths",
     "wrapper_constructor",
     "write_known_sizes",

@@ -89,12 +89,13 @@ class FSDPGradients:
     """Gradients of an FSDP1 module after backward, on this rank.
 
     Attributes:
-        pieces: what this rank has of the gradient of each parameter, flat, and what was taken off the parameter.
+        pieces: what this rank has of the gradient of each parameter, flat; what was taken off the parameter; on how
+            many ranks of the group it is the same.
         group: the ranks that FSDP splits over.
         device: of the pieces.
     """
 
-    pieces: list[tuple[Tensor, Any]]
+    pieces: list[tuple[Tensor, Any, int]]
     group: dist.ProcessGroup
     device: torch.device
 
@@ -107,9 +108,11 @@ def _clip_grad_norm_(module: "weakref.ref[Any]", user: FSDPUser, max_norm: float
         return cast(Tensor, type(root).clip_grad_norm_(root, max_norm, norm_type))
     if not root._is_root:
         raise RuntimeError("clip_grad_norm_ is to be called on the outermost FSDP module")
-    pieces: list[tuple[Tensor, Any]] = []
+    pieces: list[tuple[Tensor, Any, int]] = []
     flat_ones: set[int] = set()
     for handle in handles:
+        if handle.process_group is not root.process_group:
+            raise NotImplementedError("clip_grad_norm_ where FSDP modules have different process groups")
         flat = handle.flat_param
         own = flat._params if handle._use_orig_params else [flat]
         flat_ones.update(map(id, own))
@@ -120,7 +123,12 @@ def _clip_grad_norm_(module: "weakref.ref[Any]", user: FSDPUser, max_norm: float
         else:
             infos = [i if i.in_shard else None for i in flat._shard_param_infos]
             grads = [i and flat.grad[i.offset_in_shard : i.offset_in_shard + i.numel_in_shard] for i in infos]
-        pieces += [pair for pair in zip(grads, flat._param_extensions, strict=False) if pair[0] is not None]
+        copies = 1 if handle.uses_sharded_strategy else handle.process_group.size()
+        pieces += [
+            (grad, taken, copies)
+            for grad, taken in zip(grads, flat._param_extensions, strict=False)
+            if grad is not None
+        ]
     if any(id(p) not in flat_ones and p.grad is not None for p in root.parameters()):
         raise NotImplementedError("clip_grad_norm_ where FSDP ignores some parameters and others are DTensors")
     with torch.no_grad():

@@ -63,6 +63,18 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         target.copy_(source)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """In this context torch.autocast leaves dtypes alone.
+
+    It makes torch.cat and torch.stack refuse half-precision numbers of the other kind, which some values travel as.
+    Whether it is on is asked first (torch._C._is_any_autocast_enabled, 2.11-2.15): to switch it off takes microseconds.
+    """
+    found = find("_C._is_any_autocast_enabled")
+    if (found and not found()) or not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def device_index(device: Any) -> int:
     """Number of a CUDA device given as int, str or torch.device (torch._utils._get_device_index, 2.11-2.15)."""
     from torch._utils import _get_device_index

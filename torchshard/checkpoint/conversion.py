@@ -190,15 +190,15 @@ def _options(
 
 
 def _check_apart(source: Path, index: Index, target: Path) -> None:
-    """The destination must not be the source or lie within it."""
+    """Neither may lie within the other."""
     there = os.path.realpath(target)
     own = source if source.is_dir() else None
     for here in map(
         os.path.realpath, [own or source, *[files.root / name for files in index.opened for name in index.files]]
     ):
-        if os.path.commonpath([here, there]) == here:
+        if os.path.commonpath([here, there]) in (here, there):
             raise CheckpointError(
-                "The destination is the source or lies in it, and the source is never touched.",
+                "The destination is the source, lies in it or around it, and the source is never touched.",
                 got=target,
                 where=source,
             )

@@ -60,8 +60,8 @@ def load_into(
         progress: called with the bytes read and the bytes in all, on this rank.
 
     Raises:
-        CheckpointError: a key that the checkpoint lacks, another shape, a type that is not cast; nothing is loaded
-            then. Or the files are damaged; some tensors are filled then.
+        CheckpointError: a key that the checkpoint lacks, another shape, a type that is not cast, a tensor on the meta
+            device; nothing is loaded then. Or the files are damaged; some tensors are filled then.
 
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
@@ -202,6 +202,14 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[_Part]:
         held = [(Box(tuple(c.offsets), tuple(c.sizes)), tensor.to_local()) for c in tensor.__create_chunk_list__()]
     else:
         held = [(whole(entry.shape), tensor)]
+    if any(local.is_meta for _, local in held):
+        raise CheckpointError(
+            "A tensor of the state dict has no memory to load into.",
+            expected="tensors of a device",
+            got="the meta device",
+            where=printable(key),
+            fix="model.to_empty(device=...) first",
+        )
     for box, local in held:
         assert tuple(local.shape) == box.size, f"the local tensor of {key} is not the box that it says it is"
     return [_Part(entry, box, local.detach()) for box, local in held if box.numel]
@@ -209,11 +217,13 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[_Part]:
 
 def _of_torch(tensor: Any) -> "list[tuple[Box, Tensor]]":
     """The box that this rank holds of a DTensor of torch."""
+    from torchshard.tensor.interop import require_ascending
     from torchshard.tensor.layout import from_torch
     from torchshard.tensor.mesh import bind
 
     mesh = bind(tensor.device_mesh)
     sharding = from_torch(tensor.placements, mesh, tensor.shape)
+    require_ascending(sharding, mesh)
     if sharding.partial:
         raise CheckpointError("A Partial tensor cannot be loaded into: no rank holds its values.", got=sharding)
     if mesh.coordinate is None:
@@ -227,6 +237,8 @@ def _load(part: _Part) -> Iterator[int]:
 
     entry, box, local = part
     if local.device.type == "cpu" and local.is_contiguous():
+        if not local.is_inference():
+            torch.autograd.graph.increment_version(local)  # as NumPy's writes are not counted
         flat = local.reshape(-1).view(torch.uint8).numpy().data
         for block, start in _stages(box, entry.itemsize):
             nbytes = block.numel * entry.itemsize

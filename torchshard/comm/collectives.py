@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from torchshard._torch import functional_collectives, run_collectives_once
+from torchshard._torch import functional_collectives, run_collectives_once, without_autocast
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import prepare
 
@@ -70,7 +70,7 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
     def join(got: Sequence[Tensor]) -> Tensor:
         pieces = got[0].view(shape)
         seats = group.seats or range(group.size)
-        return torch.cat([pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
+        return _joined(torch.cat, [pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
 
     return Started((coming,), join)
 
@@ -92,7 +92,7 @@ def start_all_to_all(
     mine = list(blocks[group.position].shape)
     shapes = [(*mine[:join], n, *mine[join + 1 :]) for n in received]
     started = start_exchange(blocks, shapes, group)
-    return Started(started.coming, lambda got: torch.cat(started.finish(got), join))
+    return Started(started.coming, lambda got: _joined(torch.cat, started.finish(got), join))
 
 
 def all_to_all(x: Tensor, split: int, join: int, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
@@ -124,9 +124,9 @@ def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], gr
     taken = [_numel(shapes[place]) for place in by_seat]
     alike = all(block.shape == blocks[0].shape for block in blocks)
     if alike:  # copied once, where flattening first copies twice
-        packed = torch.stack([blocks[place] for place in by_seat]).reshape(-1)
+        packed = _joined(torch.stack, [blocks[place] for place in by_seat]).reshape(-1)
     else:
-        packed = torch.cat([blocks[place].reshape(-1) for place in by_seat])
+        packed = _joined(torch.cat, [blocks[place].reshape(-1) for place in by_seat])
 
     def unpack(got: Sequence[Tensor]) -> list[Tensor]:
         pieces = got[0].split(taken)
@@ -181,7 +181,7 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
     if group.seats is not None:
         pieces = [pieces[place] for place in sorted(range(group.size), key=group.seats.__getitem__)]
     shape = pieces[0].shape
-    packed = torch.stack(pieces).reshape(-1)
+    packed = _joined(torch.stack, pieces).reshape(-1)
 
     def cut(got: Sequence[Tensor]) -> Tensor:
         piece = got[0].view(shape)
@@ -243,7 +243,13 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
         return x
     shape = list(x.shape)
     shape[dim] = missing
-    return torch.cat([x, x.new_zeros(shape)], dim)
+    return _joined(torch.cat, [x, x.new_zeros(shape)], dim)
+
+
+def _joined(join: Callable[..., Tensor], pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat or torch.stack: a move under torch.autocast is a move all the same."""
+    with without_autocast(pieces[0].device):
+        return join(pieces, dim)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -30,6 +30,11 @@ _CHANGED = (
     "your training graph has changed in this iteration, e.g., one parameter is used in first iteration, but then got "
     "unused in the second iteration. this is not compatible with static_graph set to True."
 )
+NOT_TRIGGERED = (
+    "DistributedDataParallel: a backward has brought gradients of delay_all_reduce_named_params, but none of "
+    "param_to_hook_all_reduce, which starts their reduction: ranks keep gradients of their own; take a parameter that "
+    "every step uses"
+)
 NOTHING_TO_FINALIZE = "finalize_backward() has nothing to do: no backward of DistributedDataParallel waits for it"
 
 

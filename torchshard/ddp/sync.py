@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, plan_buckets
 from torchshard.ddp.exchange import Exchange
 from torchshard.errors import RankMismatchError
@@ -90,7 +91,8 @@ def broadcast_coalesced(
             if len(chosen) == 1 and chosen[0].is_contiguous():
                 wait([_broadcast(chosen[0], group, source)])
                 continue
-            flat = torch.cat([t.reshape(-1) for t in chosen])
+            with _torch.without_autocast(chosen[0].device):  # a forward may run under it
+                flat = torch.cat([t.reshape(-1) for t in chosen])
             wait([_broadcast(flat, group, source)])
             if group.rank() != source:
                 for t, piece in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):

@@ -17,7 +17,8 @@ def _view(x: Layout, size: Sequence[int]) -> Made:
     """Factors that both shapes are made of, the slowest first; where they share none, dims are whole.
 
     (4, 6) viewed as (8, 3) is `f0 (f1 f2) -> (f0 f1) f2`, with lengths 4, 2 and 3; (6, 4) as (4, 6) is
-    `(f0 S0) S1 -> (f0 T0) T1`, with f0 the 2 that the first dims of both have in common.
+    `(f0 S0) S1 -> (f0 T0) T1`, with f0 the 2 that the first dims of both have in common. A split dim of length 1 goes
+    on in the next such dim, counted from the end.
     """
     source, target = list(x.shape), list(size)
     if -1 in target:
@@ -32,6 +33,15 @@ def _view(x: Layout, size: Sequence[int]) -> Made:
     sizes = {}
     for ins, outs in _stretches(source, target):
         _name_factors(source, ins, target, outs, operand, result, sizes)
+    free = [d - len(target) for d, n in enumerate(target) if n == 1]
+    for d in [d - len(source) for d in x.sharding.splits if source[d] == 1]:
+        if free:
+            _, at = min([(abs(at - d), at) for at in free])
+            free.remove(at)
+            factor = f"f{len(sizes)}"
+            sizes[factor] = 1
+            operand[d].append(factor)
+            result[at].append(factor)
     return Made(_line(*[list(map(_dim, side)) for side in (operand, result)]), sizes, local_size=1)
 
 

@@ -18,6 +18,7 @@ from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.strided import strided_intervals
 from torchshard.state_dict.trees import not_dense
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.interop import require_ascending
 from torchshard.tensor.layout import ASSUMED, TensorLayout, from_torch
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import redistribute_local
@@ -186,6 +187,7 @@ def _of_upstream(x: Any, reduce_partial: bool, memory: Memory) -> Form:
         sharding = from_torch(x.placements, mesh, shape)
     except ShardingError:
         return _strided(x, mesh, memory)
+    require_ascending(sharding, mesh)
     return _on_mesh(x, sharding, x.to_local().detach(), memory)
 
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from torchshard._torch import is_traced, storage_uses
+from torchshard._torch import is_traced, memory_of, storage_uses
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import reduction
@@ -176,13 +176,13 @@ def guarded(plan: Callable[..., Any], cut: Sequence[int], written: Sequence[int]
         name: of the operator.
 
     Raises:
-        UnsupportedOperatorError: when called to write to several tensors at once, of which one is a severed view.
+        UnsupportedOperatorError: when called to write to several tensors of one memory, of which one is a severed view.
     """
     given_back = [at for at in cut if at in written]
 
     def run(*args: Any) -> Any:
-        if given_back and sum([len(list(dtensors_in([args[at]]))) for at in written]) > 1:
-            raise _several(name)
+        if given_back:
+            _refuse_common([x for at in written for x in dtensors_in([args[at]])], name)
         for at in given_back:
             for x in dtensors_in([args[at]]):
                 if x._spec.marks & SEVERED and (window := x._window):
@@ -199,13 +199,28 @@ def guarded(plan: Callable[..., Any], cut: Sequence[int], written: Sequence[int]
     return run
 
 
-def _several(name: str) -> UnsupportedOperatorError:
-    # Each copy would be given back whole, and undo what was written to another view of the same base.
-    return UnsupportedOperatorError(
-        f"{name} writes to several tensors, and one of them is a view that had to be moved.",
-        expected="views that share memory with their base, or one tensor at a time",
-        fix="call the operator for each tensor alone",
-    )
+def _refuse_common(written: Sequence[DTensor], name: str) -> None:
+    """Raise where a severed view and another tensor are written to at once, and their values lie in one memory.
+
+    Each copy would be given back whole, and undo what was written to another view of the same base.
+    """
+    bases = [memory_of(_held(x)) for x in written]
+    if any(bases.count(base) > 1 for x, base in zip(written, bases, strict=True) if x._spec.marks & SEVERED):
+        raise UnsupportedOperatorError(
+            f"{name} writes to several tensors of the same memory, and one of them is a view that had to be moved.",
+            expected="views that share memory with their base, or one tensor at a time",
+            fix="call the operator for each tensor alone",
+        )
+
+
+def _held(x: DTensor) -> Tensor:
+    """The local tensor in which the values of `x` are, be it that of its base's base."""
+    if not x._spec.marks & SEVERED:
+        return x._local_tensor
+    window: Window = x._window
+    while window.outer:
+        window = window.outer
+    return window.held
 
 
 def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:

@@ -1,5 +1,7 @@
 """torch's own DTensor and ours, around the same local tensor; gradients go through."""
 
+from typing import Any
+
 import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import waited
 from torchshard.errors import ShardingError
+from torchshard.layout.layout import Sharding
 from torchshard.tensor.autograd import over as ours_over
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import ASSUMED, TensorLayout, layout_for
@@ -18,9 +21,11 @@ def to_torch(x: DTensor) -> Tensor:
     """torch's DTensor of the same local tensor, mesh and placements.
 
     Raises:
-        ShardingError: axes nest in an order, or split a dim in runs, that torch cannot be told.
+        ShardingError: axes nest in an order, or split a dim in runs, that torch cannot be told; or ranks do not ascend
+            along an axis that splits.
     """
     layout = x._spec
+    require_ascending(layout.sharding, layout.mesh)
     if layout.marks & ASSUMED:
         check_assumed(x._local_tensor, layout)
     return upstream.DTensor.from_local(
@@ -52,10 +57,28 @@ def from_torch(x: Tensor) -> DTensor:
 
     Raises:
         ShardingError: the local tensor is not the piece that shape and placements say, or a strided split (FSDP2 with
-            tensor parallelism) whose pieces are no nesting of axes.
+            tensor parallelism) whose pieces are no nesting of axes; or ranks do not ascend along an axis that splits.
     """
     assert isinstance(x, upstream.DTensor), "one of torch's DTensors"
-    return DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+    made = DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+    require_ascending(made._spec.sharding, made._spec.mesh)
+    return made
+
+
+def require_ascending(sharding: Sharding, mesh: Any) -> None:
+    """Raise ShardingError where torch's DTensor has pieces in another order: by rank in the group, not by coordinate.
+
+    The box that such a DTensor says it holds (in checkpoints, say) is not the one that it takes part with.
+    """
+    for axis in [a for axes in sharding.splits.values() for a in axes]:
+        if not mesh.ascends(axis):
+            raise ShardingError(
+                "Ranks do not ascend along an axis that splits: torch's DTensor has the pieces in another order.",
+                expected="a mesh on which ranks ascend along every axis that splits",
+                got=mesh.device_mesh.mesh.tolist(),
+                where=sharding,
+                fix="another mesh; or cross as a whole tensor, by full_tensor()",
+            )
 
 
 def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:

@@ -55,6 +55,11 @@ class BoundMesh(Mesh):
             places = [[*p[:axis], k, *p[axis + 1 :]] for p in places for k in range(self.shape[axis])]
         return [self.ranks[self.linear(p)] for p in places]
 
+    def ascends(self, axis: int) -> bool:
+        """Whether ranks ascend along an axis, everywhere in the mesh: the same answer on all of them."""
+        ranks = torch.tensor(self.ranks).view(self.shape)
+        return bool((ranks.diff(dim=axis) > 0).all())
+
     def process_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         """torch's process group of the ranks of `group(axes)`."""
         self.group(axes)

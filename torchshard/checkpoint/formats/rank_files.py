@@ -77,14 +77,14 @@ def read(paths: Sequence[Path]) -> Index:
     """
     files = Files(paths[0].parent)
     parts = [torch_file.read_part(files, path.name) for path in paths]
-    merged: dict[str, list[Entry]] = {}
-    for part in parts:
+    merged: dict[str, dict[int, Entry]] = {}
+    for path, part in zip(paths, parts, strict=True):
         for key, entry in part.entries.items():
-            merged.setdefault(key, []).append(entry)
+            merged.setdefault(key, {})[int(_RANK.match(path.name)[2])] = entry  # type: ignore[index]
     alike: dict[str, Entry] = {}
-    different: dict[str, list[Entry]] = {}
+    different: dict[str, dict[int, Entry]] = {}
     for key, entries in merged.items():
-        one = _merged(key, entries, len(parts), files.root)
+        one = _merged(key, list(entries.values()), len(parts), files.root)
         if one is None:
             different[key] = entries
         else:
@@ -93,20 +93,16 @@ def read(paths: Sequence[Path]) -> Index:
     if different:
         names = ", ".join(printable(key) for key in list(different)[:10]) + (" ..." if len(different) > 10 else "")
         warnings.warn(f"different on each rank, and kept once a rank: {names}", stacklevel=4)
-    return _index(files, parts, alike, different, [int(_RANK.match(path.name)[2]) for path in paths])  # type: ignore[index]
+    return _index(files, parts, alike, different)
 
 
 def _index(
-    files: Files,
-    parts: Sequence[Index],
-    alike: dict[str, Entry],
-    different: dict[str, list[Entry]],
-    ranks: Sequence[int],
+    files: Files, parts: Sequence[Index], alike: dict[str, Entry], different: dict[str, dict[int, Entry]]
 ) -> Index:
     entries = dict(alike)
     apart: dict[str, Entry] = {}
     for key, its in different.items():
-        for rank, entry in zip(ranks, its, strict=False):
+        for rank, entry in its.items():
             entry.key = f"{key}.rank{rank}"
             entries[entry.key] = apart[entry.key] = entry
 

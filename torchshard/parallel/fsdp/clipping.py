@@ -29,14 +29,14 @@ def clip_grad_norm_(gradients: FSDPGradients, max_norm: float, norm_type: float 
     Raises:
         NotImplementedError: parameters are DTensors on more than one mesh.
     """
-    meshes = {taken.layout.mesh for _, taken in gradients.pieces if taken is not None}
+    meshes = {taken.layout.mesh for _, taken, _ in gradients.pieces if taken is not None}
     if len(meshes) > 1:
         raise NotImplementedError(f"clip_grad_norm_ of FSDP over DTensors on several meshes: {meshes}")
     mesh: BoundMesh = meshes.pop()
     norm_type = float(norm_type)
     largest = norm_type == math.inf
     total = torch.zeros((), device=gradients.device)
-    for piece, taken in gradients.pieces:
+    for piece, taken, replicas in gradients.pieces:
         norm = torch.linalg.vector_norm(piece, norm_type, dtype=torch.float32) if piece.numel() else total.new_zeros(())
         if largest:
             total = torch.maximum(total, norm)
@@ -44,12 +44,12 @@ def clip_grad_norm_(gradients: FSDPGradients, max_norm: float, norm_type: float 
         copies = mesh.size
         if taken is not None:
             copies = math.prod([n for n, p in zip(mesh.shape, taken.layout.placements, strict=True) if p is R])
-        total = total + norm**norm_type / copies
+        total = total + norm**norm_type / (copies * replicas)
     for group in (gradients.group, *(mesh.process_group((axis,)) for axis in range(mesh.ndim))):
         dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     if not largest:
         total = total ** (1 / norm_type)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for piece, _ in gradients.pieces:
+    for piece, *_ in gradients.pieces:
         piece.mul_(scale)
     return total

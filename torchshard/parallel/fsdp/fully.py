@@ -13,6 +13,7 @@ import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchshard.errors import ShardingError
 from torchshard.layout.strided import factors_from_order
@@ -21,13 +22,17 @@ from torchshard.tensor.interop import to_torch
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.parts import Owner, Placed, replace_parameters
 
+_replaced: Any = WeakTensorKeyDictionary()
+"""Parameters that users may still hold, with those that have taken their places."""
+
 
 def fully_shard(module: Any, **options: Any) -> Any:
     """torch.distributed.fsdp.fully_shard on a module that `parallelize_module` of this package has treated.
 
     Args:
         module: a module or a list of them, as torch takes.
-        options: torch's keywords: `mesh`, `reshard_after_forward`, `mp_policy` and so on.
+        options: torch's keywords: `mesh`, `reshard_after_forward`, `mp_policy` and so on. `ignored_params` and
+            `shard_placement_fn` are about the parameters that the module had before the first call.
 
     Returns:
         The module.
@@ -37,11 +42,21 @@ def fully_shard(module: Any, **options: Any) -> Any:
             torch's placements do not describe.
     """
     modules = module if isinstance(module, list) else [module]
-    for name, parameter in chain.from_iterable(each.named_parameters() for each in modules):
-        if type(parameter) is DTensor:
+    ignored = options.get("ignored_params") or ()
+    before = [dict(each.named_parameters(remove_duplicate=False)) for each in modules]
+    for name, parameter in chain.from_iterable(named.items() for named in before):
+        if type(parameter) is DTensor and all(parameter is not each for each in ignored):
             _require_torch_can_say(name, parameter, **options)
-    for each in modules:
-        torch_parameters(each)
+    known = {}
+    for each, named in zip(modules, before, strict=True):
+        for name, new in torch_parameters(each).named_parameters(remove_duplicate=False):
+            known[id(new)] = named[name]
+            if new is not named[name]:
+                _replaced[named[name]] = new
+    if ignored:
+        options["ignored_params"] = {_replaced.get(each, each) for each in ignored}
+    if place := options.get("shard_placement_fn"):
+        options["shard_placement_fn"] = lambda parameter: place(known.get(id(parameter), parameter))
     return torch_fully_shard(module, **options)
 
 
