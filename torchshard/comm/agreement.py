@@ -36,16 +36,14 @@ class Agreement:
         group: the process group; all its ranks make their Agreements in the same order.
         device: of the tensors that the group reduces; its time limit is ours.
         what: of what the plans are, for messages.
-        alone: this rank may have made it without the others, as one makes a copy. Such ones count when they are used
-            first, which all ranks do in the same order.
+        alone: what this is one of, if this rank may have made it without the others, such as "copies". Such ones count
+            when they are used first, which all ranks do in the same order.
 
     Keys in the store carry the group's name and a number of their own for each Agreement, and are deleted when the
     last rank has read them. A group of one rank, or a fake one, has nobody to disagree with and touches no store.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, what: str = "buckets", alone: bool = False
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, what: str = "buckets", alone: str = "") -> None:
         self.rank, self.world, self.what = group.rank(), group.size(), what
         self.limit = _torch.group_timeout(group, device).total_seconds()
         self._known: dict[tuple[int, str], int] = {}
@@ -55,8 +53,7 @@ class Agreement:
         self._store: Store | None = None
         self._places: tuple[Store, str] | None = None
         if self.world > 1 and dist.get_backend(group) != "fake":
-            kind = "copies" if alone else "agreements"
-            self._places = _torch.group_store(group), f"torchshard/{group.group_name}/{kind}"
+            self._places = _torch.group_store(group), f"torchshard/{group.group_name}/{alone or 'agreements'}"
             if not alone:
                 self._common_store()
 

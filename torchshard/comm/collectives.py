@@ -9,12 +9,14 @@ Those that redistribution needs come in two forms: `start_all_gather(...)` sends
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import functional_collectives, run_collectives_once, without_autocast
+from torchshard._torch import functional_collectives, group_named, run_collectives_once, without_autocast
+from torchshard.comm.agreement import Agreement
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import prepare
 
@@ -32,16 +34,22 @@ class Started(Generic[_Result]):
     """A collective under way.
 
     Attributes:
+        group: who takes part.
         coming: tensors that the transport fills; not to be read before they have been waited for.
         finish: makes the result of them; touches nothing but this rank's memory.
     """
 
+    group: Group
     coming: Sequence[Tensor]
     finish: Callable[[Sequence[Tensor]], _Result]
 
     def wait(self) -> _Result:
-        """The result, once it is here. To be called once."""
-        return self.finish([_wait(x) for x in self.coming])
+        """The result, once it is here. To be called once.
+
+        Raises:
+            RankMismatchError: a rank is lost; names it.
+        """
+        return self.finish([_wait(x, self.group) for x in self.coming])
 
 
 def all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
@@ -63,16 +71,16 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
     longest = max(lengths)
     piece = _dense(_padded(x, dim, longest))
     shape = (group.size, *piece.shape)
-    coming = _c10d.all_gather_into_tensor(piece, group.size, group.name)
+    coming = _sent(group, _c10d.all_gather_into_tensor, piece, group.size)
     if group.seats is None and dim == 0 and min(lengths) == longest:
-        return Started((coming,), _first)
+        return Started(group, (coming,), _first)
 
     def join(got: Sequence[Tensor]) -> Tensor:
         pieces = got[0].view(shape)
         seats = group.seats or range(group.size)
         return _joined(torch.cat, [pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
 
-    return Started((coming,), join)
+    return Started(group, (coming,), join)
 
 
 def start_all_to_all(
@@ -92,7 +100,7 @@ def start_all_to_all(
     mine = list(blocks[group.position].shape)
     shapes = [(*mine[:join], n, *mine[join + 1 :]) for n in received]
     started = start_exchange(blocks, shapes, group)
-    return Started(started.coming, lambda got: _joined(torch.cat, started.finish(got), join))
+    return Started(group, started.coming, lambda got: _joined(torch.cat, started.finish(got), join))
 
 
 def all_to_all(x: Tensor, split: int, join: int, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
@@ -117,7 +125,7 @@ def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], gr
     if dtype not in _CARRIED:
         pairs = (2,) if dtype.is_complex else ()
         started = start_exchange([_carried(b) for b in blocks], [(*shape, *pairs) for shape in shapes], group)
-        return Started(started.coming, lambda got: [_uncarried(piece, dtype) for piece in started.finish(got)])
+        return Started(group, started.coming, lambda got: [_uncarried(piece, dtype) for piece in started.finish(got)])
     seats = group.seats or range(group.size)
     by_seat = sorted(range(group.size), key=seats.__getitem__)
     given = [blocks[place].numel() for place in by_seat]
@@ -132,7 +140,7 @@ def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], gr
         pieces = got[0].split(taken)
         return [pieces[seat].view(*shape) for seat, shape in zip(seats, shapes, strict=True)]
 
-    return Started((_c10d.all_to_all_single(packed, taken, given, group.name),), unpack)
+    return Started(group, (_sent(group, _c10d.all_to_all_single, packed, taken, given),), unpack)
 
 
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
@@ -143,12 +151,12 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
 def start_all_reduce(x: Tensor, op: str, group: Group) -> Started[Tensor]:
     """all_reduce, without waiting."""
     terms, finish = prepare(x, op, group.size)
-    return Started([_c10d.all_reduce(_dense(term), name, group.name) for term, name in terms], finish)
+    return Started(group, [_sent(group, _c10d.all_reduce, _dense(term), name) for term, name in terms], finish)
 
 
 def all_reduce_largest(x: Tensor, group: Group) -> Tensor:
     """The largest of all ranks' values, which are floating-point numbers and not NaN: one collective, not two."""
-    return _wait(_c10d.all_reduce(_dense(x), "max", group.name))
+    return _wait(_sent(group, _c10d.all_reduce, _dense(x), "max"), group)
 
 
 def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
@@ -169,13 +177,13 @@ def start_reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], g
     terms, finish = prepare(x, op, group.size)
     parts = [_start_reduce_scatter(term, name, dim, lengths, group) for term, name in terms]
     coming = [part.coming[0] for part in parts]
-    return Started(coming, lambda got: finish([part.finish([x]) for part, x in zip(parts, got, strict=True)]))
+    return Started(group, coming, lambda got: finish([part.finish([x]) for part, x in zip(parts, got, strict=True)]))
 
 
 def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     longest, mine = max(lengths), lengths[group.position]
     if dim == 0 and min(lengths) == longest and group.seats is None:
-        return Started((_c10d.reduce_scatter_tensor(_dense(x), name, group.size, group.name),), _first)
+        return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, _dense(x), name, group.size),), _first)
     # The collective splits the first dim: the pieces have to lie one after another in it.
     pieces = [_padded(piece, dim, longest) for piece in x.split(list(lengths), dim)]
     if group.seats is not None:
@@ -187,7 +195,7 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
         piece = got[0].view(shape)
         return piece if mine == longest else piece.narrow(dim, 0, mine).contiguous()
 
-    return Started((_c10d.reduce_scatter_tensor(packed, name, group.size, group.name),), cut)
+    return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, packed, name, group.size),), cut)
 
 
 def _first(got: Sequence[Tensor]) -> Tensor:
@@ -195,7 +203,7 @@ def _first(got: Sequence[Tensor]) -> Tensor:
 
 
 def _then_uncarried(started: Started[Tensor], dtype: torch.dtype) -> Started[Tensor]:
-    return Started(started.coming, lambda got: _uncarried(started.finish(got), dtype))
+    return Started(started.group, started.coming, lambda got: _uncarried(started.finish(got), dtype))
 
 
 def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Group) -> Tensor:
@@ -220,14 +228,35 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     if x.dtype not in _CARRIED:
         return _uncarried(broadcast(_carried(x), source, group), x.dtype)
     seat = group.seats[source] if group.seats else source
-    return _wait(_c10d.broadcast(_dense(x), seat, group.name))
+    return _wait(_sent(group, _c10d.broadcast, _dense(x), seat), group)
 
 
-def _wait(x: Tensor) -> Tensor:
+def _sent(group: Group, collective: Callable[..., Tensor], *args: Any) -> Tensor:
+    try:
+        return collective(*args, group.name)
+    except RuntimeError as error:  # a connection that is known to be broken
+        _blame(group, error, args[0])
+
+
+def _wait(x: Tensor, group: Group) -> Tensor:
     if x.__class__ is not Tensor:
         run_collectives_once()
-    waited: Tensor = _c10d.wait_tensor(x)
+    try:
+        waited: Tensor = _c10d.wait_tensor(x)
+    except RuntimeError as error:
+        _blame(group, error, x)
     return waited
+
+
+def _blame(group: Group, error: RuntimeError, x: Tensor) -> NoReturn:
+    """Raise RankMismatchError with the ranks of the group that do not answer."""
+    if x.__class__ is not Tensor:
+        raise error  # of a trace
+    process_group = group_named(group.name)
+    ranks = dist.get_process_group_ranks(process_group)
+    place = "" if ranks == [*range(len(ranks))] else f" of a group; its ranks 0, 1, ... are {ranks} of the world"
+    agreement = Agreement(process_group, torch.device("cpu"), alone="collectives that failed")
+    agreement.blame(f"a collective of DTensors{place}", error)
 
 
 def _numel(shape: Sequence[int]) -> int:

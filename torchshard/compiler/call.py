@@ -69,6 +69,11 @@ class Call:
         return tuple(instead.get(position, result) for position, result in enumerate(results))
 
 
+def is_attached(node: Any) -> bool:
+    """Whether there is a Call that will be found in this node."""
+    return _KEY in node.metadata
+
+
 def current_call() -> Call | None:
     """The call whose backward runs now in this thread."""
     node = _torch.current_node()

@@ -1,13 +1,14 @@
 """In-graph mode: one graph, whose backward fills the wrapper's buckets and launches them while it runs."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchshard import _torch
-from torchshard.compiler.call import Call
+from torchshard.compiler.call import Call, is_attached
 from torchshard.compiler.options import Options
 from torchshard.compiler.rewrite import BucketPass, graph_parameters
 from torchshard.ddp import active
@@ -71,15 +72,26 @@ class InGraph:
         return outputs
 
     def _attach(self, reducer: Reducer, args: Sequence[Any], outputs: Sequence[Any]) -> None:
-        node = _compiled_node(outputs)
-        if node is None:
-            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in outputs):
+        node = next(filter(partial(self._is_own, args), _compiled_nodes(outputs)), None)
+        if node is None or self._positions is None:
+            asked = any(args[i].requires_grad for i in self._params)
+            if asked and any(isinstance(x, torch.Tensor) and x.requires_grad for x in outputs):
                 self._note.say()
             return
-        if self._positions is None:
-            self._positions = _positions(node, {id(args[i]): i for i in self._params})
         found = ((i, reducer.numbers.get(id(args[i]))) for i in self._positions)
         Call(reducer, {i: number for i, number in found if number is not None}, self._positions).attach(node)
+
+    def _is_own(self, args: Sequence[Any], node: Any) -> bool:
+        """Whether gradients of these inputs come from a node; finds out where. Other graphs' nodes lie below."""
+        if is_attached(node):
+            return False
+        leaves = [getattr(leaf, "variable", None) for leaf, _ in node.next_functions]
+        if self._positions is None:
+            inputs = {id(args[i]): i for i in self._params}
+            self._positions = {inputs[id(v)]: at for at, v in enumerate(leaves) if id(v) in inputs} or None
+        return self._positions is not None and all(
+            at < len(leaves) and leaves[at] is args[i] for i, at in self._positions.items()
+        )
 
 
 class Note:
@@ -95,25 +107,12 @@ class Note:
             warnings.warn(self.text, UserWarning, stacklevel=3)
 
 
-def _compiled_node(outputs: Sequence[Any], depth: int = 4) -> Any:
-    """The autograd node of the compiled graph; outputs that are views have other nodes on top of it."""
+def _compiled_nodes(outputs: Sequence[Any], depth: int = 4) -> Iterator[Any]:
+    """Autograd nodes of compiled graphs, the nearest first; outputs that are views have nodes of their own above."""
     level = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
     for _ in range(depth):
-        for node in level:
-            if "CompiledFunctionBackward" in node.name():
-                return node
+        yield from (node for node in level if "CompiledFunctionBackward" in node.name())
         level = [below for node in level for below, _ in node.next_functions if below is not None]
-    return None
-
-
-def _positions(node: Any, inputs: Mapping[int, int]) -> dict[int, int]:
-    """Graph input -> where its gradient is among the results of the compiled node."""
-    found = {}
-    for position, (leaf, _) in enumerate(node.next_functions):
-        i = inputs.get(id(getattr(leaf, "variable", None)))
-        if i is not None:
-            found[i] = position
-    return found
 
 
 def _refuse_cuda_graphs(patches: Mapping[str, Any], device: torch.device) -> None:

@@ -21,7 +21,8 @@ def measure(
 ) -> StepTimes:
     """Run forward and backward a few times, without communication, and take medians.
 
-    Gradients, buffers and random generators are as before afterwards. A gradient counts as there when autograd has
+    Gradients, buffers and random generators are as before afterwards; what the forward does to its inputs, or to
+    attributes of other kinds, stays. A gradient counts as there when autograd has
     accumulated it; a compiled model hands over all of them at its end.
 
     Args:
@@ -132,8 +133,10 @@ def _arrivals(module: torch.nn.Module, clock: Callable[[], float]) -> Iterator[d
 
 @contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Leave gradients, buffers and random generators as they were."""
-    buffers = [(b, b.clone()) for b in module.buffers()]
+    """Leave gradients, buffers, weights that a forward shortens (max_norm) and random generators as they were."""
+    homes = [(m, name, b) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
+    shortened = [m.weight for m in module.modules() if getattr(m, "max_norm", None) is not None]
+    values = [(x, x.detach().clone()) for x in {id(x): x for x in [*(b for *_, b in homes), *shortened]}.values()]
     gradients = [(p, p.grad) for p in module.parameters()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):
@@ -142,6 +145,8 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
         finally:
             for param, gradient in gradients:
                 param.grad = gradient
+            for home, name, buffer in homes:
+                setattr(home, name, buffer)
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for x, before in values:
+                    x.copy_(before)

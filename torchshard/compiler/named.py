@@ -22,7 +22,7 @@ _NOT_THEIRS = (__file__, str(importlib.__file__), str(Path(torch.__file__).paren
 def load(name: str, specs: Sequence[str] = ()) -> tuple[torch.nn.Module, tuple[Any, ...]]:
     """A model and inputs for its forward.
 
-    The model runs on the inputs once, which changes none of its state.
+    The model runs on the inputs once, which changes none of its buffers.
 
     Args:
         name: "package.module:function" or "file.py:function". The function (a class, too) is called without arguments;

@@ -98,12 +98,12 @@ class BucketPass:
         work.done()
 
     def _made(self, graph: torch.fx.Graph, order: Mapping[torch.fx.Node, int]) -> "dict[int, _Made]":
-        """The gradients that a graph makes, by graph input."""
+        """The gradients that a graph makes, by graph input; sparse ones have buckets of their own, without memory."""
         results: Any = graph.output_node().args[0]
         made = {}
         for position, node, i in _torch.gradient_outputs(graph):
-            p = self._parameters.get(i)
-            if p is not None and tuple(node.meta["val"].shape) == p.shape:
+            p, value = self._parameters.get(i), node.meta["val"]
+            if p is not None and tuple(value.shape) == p.shape and value.layout is torch.strided:
                 how = written(node, p.strides, order) if results.count(node) == 1 else None
                 ready = order[how.terms[-1].after if how else node]
                 made[i] = _Made(i, p, node, position, how, ready)

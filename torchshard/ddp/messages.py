@@ -43,6 +43,15 @@ def failed_text(launched: int, buckets: int) -> str:
     return f"goes on after an exception in backward, with {launched} of {buckets} buckets sent"
 
 
+def thawed_text(name: str) -> str:
+    """A parameter is trained that was frozen when the module was wrapped."""
+    return (
+        f"DistributedDataParallel: {name} has got a gradient, but did not require one when the module was wrapped: its "
+        "gradient, and that of any other like it, is not averaged over the ranks. Wrap the module anew once they "
+        "require gradients; or wrap it before they are frozen, with find_unused_parameters=True"
+    )
+
+
 def plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter]) -> str:
     """The plan, a line for each bucket and each gradient, for comparison between ranks."""
     lines = []

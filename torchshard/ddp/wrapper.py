@@ -24,6 +24,7 @@ from torchshard.ddp.joining import Joining
 from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.states import States
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
+from torchshard.ddp.thawed import Watch
 
 
 class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States, TorchDistributedDataParallel):
@@ -143,7 +144,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size, wait=wait)
 
     def _build_reducer(self, exchange: Exchange, verified: bool) -> None:
-        named = [(n, p) for n, p in options.reduced(self.module, self.parameters_to_ignore) if p.requires_grad]
+        every = options.reduced(self.module, self.parameters_to_ignore)
+        named = [(n, p) for n, p in every if p.requires_grad]
+        watch = Watch([(n, p) for n, p in every if not p.requires_grad])
         self._precision = self._choose_precision()
         self.reducer = ObservedReducer(
             named,
@@ -162,7 +165,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self._build_logger()
         self._connect_precision()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
-        self._on_end = weakref.finalize(self, self.reducer.remove_hooks)
+        self._on_end = weakref.finalize(self, _remove, self.reducer, watch)
         self._on_end.atexit = False
 
     # ---------------------------------------------------------------------------------------------- forward
@@ -257,4 +260,10 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         """Build a reducer on the default process group; ranks are taken to hold equal models."""
         self.process_group = _torch.default_group()
         torch.nn.Module.__setstate__(self, state)
-        self._build_reducer(Exchange(self.process_group, self.device, alone=True), verified=False)
+        self._build_reducer(Exchange(self.process_group, self.device, alone="copies"), verified=False)
+
+
+def _remove(reducer: ObservedReducer, watch: Watch) -> None:
+    """Take all hooks off the parameters."""
+    reducer.remove_hooks()
+    watch.remove()

@@ -88,11 +88,16 @@ def _already_there(tensor: DTensor, sharding: Sharding) -> DTensor:
 
 
 def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> Tensor:
-    """This rank's part of what the rank at place `source` of every axis has, given out axis by axis."""
+    """This rank's part of what the rank at place `source` of every axis has, given out axis by axis.
+
+    Raises:
+        RankMismatchError: ranks have tensors of other shapes or dtypes, or a rank is lost.
+    """
     split_first = [a for axes in sharding.splits.values() for a in axes]
     others = [a for a in range(mesh.ndim) if a not in split_first]
     for axis in [*split_first, *others]:
         placement, group = sharding.placements[axis], _group_with(source, axis, mesh)
+        mesh.agree(axis, f"{x.dtype} of shape {tuple(x.shape)} as {sharding}, from place {source}")
         if isinstance(placement, Shard):
             dim = placement.dim
             lengths = [piece(x.shape[dim], group.size, k)[1] for k in range(group.size)]

@@ -22,7 +22,7 @@ from torchshard.tensor.layout import TensorLayout
 class BoundMesh(Mesh):
     """A Mesh with the DeviceMesh that it stands for; made by `bind`."""
 
-    __slots__ = ("_bridges", "_by_axes", "_groups", "_process_groups", "device_mesh", "programs")
+    __slots__ = ("_agreements", "_bridges", "_by_axes", "_groups", "_process_groups", "device_mesh", "programs")
     layout_type = TensorLayout
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
@@ -34,6 +34,7 @@ class BoundMesh(Mesh):
         self._by_axes: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._process_groups: list[dist.ProcessGroup] = []
         self._bridges: dict[BoundMesh, Bridge] = {}
+        self._agreements: dict[int, Agreement] = {}
         self.programs: dict[Any, Any] = {}  # see redistribute.py
 
     def group(self, axes: tuple[int, ...]) -> Group:
@@ -64,6 +65,19 @@ class BoundMesh(Mesh):
         """torch's process group of the ranks of `group(axes)`."""
         self.group(axes)
         return self._by_axes[axes]
+
+    def agree(self, axis: int, text: str) -> None:
+        """Return when all ranks along an axis say the same; what all have said before is taken for granted.
+
+        Raises:
+            RankMismatchError: names two ranks, and what they say.
+        """
+        agreement = self._agreements.get(axis)
+        if agreement is None:
+            process_group = self.process_group((axis,))
+            agreement = self._agreements[axis] = Agreement(process_group, self._device, "tensors to distribute")
+        agreement.restart()
+        agreement.confirm(text, 0)
 
     @property
     def everyone(self) -> Group:

@@ -169,7 +169,7 @@ def start_copies(
                 result[box.within(wanted)] = x[box.within(mine)] if mine and place == here else part
         return result
 
-    return Started(sent.coming, put)
+    return Started(group, sent.coming, put)
 
 
 _STARTED: Mapping[str, Callable[[Step, Transition, BoundMesh], Start]] = {
