@@ -1,5 +1,7 @@
 """FSDP1 on tensor-parallel modules: training and state dicts against a plain model on one process."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -122,10 +124,14 @@ def clipped(rank, world):
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     at, batch = cases.place(mesh)["at"], torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
-    for library, orig in (("ours", True), ("ours", False), ("torch", True)):
+    ways = ("ours", True, None), ("ours", False, None), ("torch", True, None), ("ours", False, "NO_SHARD")
+    for library, orig, strategy in ways:
         hidden = (10, 7) if library == "ours" else (10, 6)
         with install():
-            model = cases.wrapped(cases.parallel(mesh, library, hidden=hidden), mesh, orig)
+            model = cases.wrapped(cases.parallel(mesh, library, hidden=hidden), mesh, orig, strategy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert model.clip_grad_norm_(1.0) == 0  # there are none yet
         plain = cases.plain(hidden=hidden)
         ours, theirs = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, plain))
         for norm_type, limit in ((2.0, 0.5), (1, 100.0), (math.inf, 0.01)):
@@ -137,8 +143,33 @@ def clipped(rank, world):
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
-        state = cases.sharded(model, ours)[0]
-        cases.assert_same(state, {"state": {}}, plain, None, rtol=1e-4, atol=1e-5)
+        if strategy is None:
+            state = cases.sharded(model, ours)[0]
+            cases.assert_same(state, {"state": {}}, plain, None, rtol=1e-4, atol=1e-5)
+
+
+def partly_sharded(rank, world):
+    """Blocks that FSDP cuts, and one that it does not."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    from torchshard import init_device_mesh
+    from torchshard.parallel.fsdp import install
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    at, batch = cases.place(mesh)["at"], torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    plain, model = cases.plain(), cases.parallel(mesh)
+    options = {"device_mesh": mesh["dp"], "use_orig_params": False, "device_id": torch.device("cpu")}
+    with install():
+        model[0] = FullyShardedDataParallel(model[0], sharding_strategy=ShardingStrategy.NO_SHARD, **options)
+        model = FullyShardedDataParallel(model, **options)
+    plain(batch).square().mean().backward()
+    model(batch.chunk(2)[at]).square().mean().backward()
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    torch.testing.assert_close(model.clip_grad_norm_(0.05), want)
+
+
+def test_the_norm_of_what_is_cut_and_what_is_not():
+    run_ranks(4, partly_sharded)
 
 
 def test_gradients_are_clipped_by_the_norm_of_all():

@@ -224,6 +224,44 @@ FSDP would cut a parameter in pieces that torch cannot save, having no placement
     )
 
 
+def empty_parts(rank, world):
+    from torchshard import init_device_mesh
+    from torchshard.errors import ShardingError
+
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ShardingError, match="Some ranks hold nothing of a parameter"):
+        fully(cases.parallel(mesh, hidden=(5,)), mesh)
+
+
+def test_parameters_of_which_a_rank_holds_nothing_are_refused():
+    run_ranks(4, empty_parts)
+
+
+def chosen_parameters(rank, world):
+    """Options that name parameters mean those of the module as it was, in all calls."""
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    from torchshard import Shard, init_device_mesh
+    from torchshard.parallel.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for library, shard in (("ours", fully_shard), ("torch", torch_fully_shard)):
+        model = cases.parallel(mesh, library, hidden=(8, 12))
+        options = {
+            "ignored_params": {model[0].up.weight, model[1].down.bias},
+            "shard_placement_fn": {model[0].down.weight: Shard(0), model[1].up.weight: Shard(1)}.get,
+        }
+        for module in (*model, model):
+            shard(module, mesh=mesh["dp"], **options)
+        found.append({name: getattr(p, "placements", None) for name, p in model.named_parameters()})
+    assert found[0] == found[1]
+
+
+def test_options_that_name_parameters():
+    run_ranks(4, chosen_parameters)
+
+
 def compiled(rank, world):
     from torch._dynamo.testing import CompileCounterWithBackend
 

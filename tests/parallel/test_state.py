@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.parallel import fsdp_cases as cases
 from tests.parallel.llama import Config, Llama, loss, plan
 from tests.ranks import run_ranks
 
@@ -126,3 +127,37 @@ def lent(rank, world):
 
 def test_parameters_are_lent_to_forward():
     run_ranks(2, lent)
+
+
+def optimizer_states(rank, world, folder):
+    """States that were saved on a (2, 2) mesh, of plain parts, are those of one process; on a (1, 4) mesh too."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    from torchshard import DistributedDataParallel, init_device_mesh
+    from torchshard.parallel import placed_states
+
+    def made(shape, seed):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        model = DistributedDataParallel(cases.parallel(mesh, seed=seed, hidden=(8, 12)), device_mesh=mesh["dp"])
+        return model, placed_states(model.module, cases.adamw(model)), cases.place(mesh)
+
+    plain, want = cases.trained(cases.plain(hidden=(8, 12)))
+    model, optimizer, where = made((2, 2), 0)
+    cases.train(model, optimizer, **where)
+    state, states = get_state_dict(model, optimizer)
+    cases.assert_same(state, states, plain, want, rtol=1e-4, atol=1e-5)
+    dcp.save({"model": state, "optimizer": states}, checkpoint_id=folder)
+    for shape in ((2, 2), (1, 4)):
+        model, optimizer, where = made(shape, 1)
+        state, states = get_state_dict(model, optimizer)
+        dcp.load({"model": state, "optimizer": states}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=states)
+        plain, want = cases.trained(cases.plain(hidden=(8, 12)))
+        cases.train(plain, want, steps=2)
+        cases.train(model, optimizer, steps=2, **where)
+        cases.assert_same(*get_state_dict(model, optimizer), plain, want, rtol=1e-4, atol=1e-5)
+
+
+def test_states_of_optimizers_of_plain_parts(tmp_path):
+    run_ranks(4, optimizer_states, str(tmp_path / "saved"))

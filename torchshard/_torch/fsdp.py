@@ -101,8 +101,11 @@ class FSDPGradients:
 
 
 def _clip_grad_norm_(module: "weakref.ref[Any]", user: FSDPUser, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """FSDP1's clip_grad_norm_ (2.11-2.15): torch's, unless parameters are DTensors."""
+    """FSDP1's clip_grad_norm_ (2.11-2.15): torch's, unless parameters are DTensors that have gradients."""
+    from torch.distributed.fsdp._runtime_utils import _lazy_init
+
     root: Any = module()
+    _lazy_init(root, root)  # as torch's does: there may have been no forward
     handles = root._all_handles
     if not any(taken is not None for handle in handles for taken in handle.flat_param._param_extensions):
         return cast(Tensor, type(root).clip_grad_norm_(root, max_norm, norm_type))
@@ -131,6 +134,8 @@ def _clip_grad_norm_(module: "weakref.ref[Any]", user: FSDPUser, max_norm: float
         ]
     if any(id(p) not in flat_ones and p.grad is not None for p in root.parameters()):
         raise NotImplementedError("clip_grad_norm_ where FSDP ignores some parameters and others are DTensors")
+    if not pieces:
+        return cast(Tensor, type(root).clip_grad_norm_(root, max_norm, norm_type))  # says that there are none
     with torch.no_grad():
         return user.clip(FSDPGradients(pieces, root.process_group, root.compute_device), max_norm, norm_type)
 

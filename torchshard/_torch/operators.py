@@ -57,6 +57,22 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     return func.decompose if func._can_decompose() else None
 
 
+def lies_as_device_likes(func: Any) -> bool:
+    """Whether a device decides how results of an operator lie in memory: torch's fake tensors follow it, meta ones not.
+
+    torch._subclasses.fake_impls (2.11-2.15).
+    """
+    aten = torch.ops.aten
+    return func in (aten.convolution.default, aten.convolution_backward.default)
+
+
+def pretending() -> AbstractContextManager[object]:
+    """In this context tensors are fake: they have a device, and no memory (torch._subclasses, 2.11-2.15)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 def operator_names(func: Any) -> tuple[str, str]:
     """Name and overload of an ATen operator: ("add", "Tensor") (2.11-2.15; func.name() has other spellings)."""
     return func._overloadpacket.__name__, func._overloadname

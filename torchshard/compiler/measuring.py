@@ -135,7 +135,7 @@ def _arrivals(module: torch.nn.Module, clock: Callable[[], float]) -> Iterator[d
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Leave gradients, buffers, weights that a forward shortens (max_norm) and random generators as they were."""
     homes = [(m, name, b) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
-    shortened = [m.weight for m in module.modules() if getattr(m, "max_norm", None) is not None]
+    shortened: list[Any] = [m.weight for m in module.modules() if getattr(m, "max_norm", None) is not None]
     values = [(x, x.detach().clone()) for x in {id(x): x for x in [*(b for *_, b in homes), *shortened]}.values()]
     gradients = [(p, p.grad) for p in module.parameters()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}

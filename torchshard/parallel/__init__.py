@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torchshard.parallel.plan import parallelize_module
     from torchshard.parallel.preparing import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
     from torchshard.parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
-    from torchshard.tensor.parts import local_parameters, placed_parameters
+    from torchshard.tensor.parts import local_parameters, placed_parameters, placed_states
 
 __all__ = [
     "ColwiseParallel",
@@ -27,13 +27,14 @@ __all__ = [
     "loss_parallel",
     "parallelize_module",
     "placed_parameters",
+    "placed_states",
 ]
 
 _HOMES = {
     "torchshard.parallel.context": "context_parallel",
     "torchshard.parallel.mapping": "local_map",
     "torchshard.parallel.loss": "loss_parallel",
-    "torchshard.tensor.parts": "local_parameters placed_parameters",
+    "torchshard.tensor.parts": "local_parameters placed_parameters placed_states",
     "torchshard.parallel.plan": "parallelize_module",
     "torchshard.parallel.preparing": "PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput",
     "torchshard.parallel.styles": "ColwiseParallel ParallelStyle RowwiseParallel SequenceParallel",

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -12,14 +12,24 @@ import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor
 
-from torchshard._torch import in_backward, is_missing_tangent, lacks_fake, operator_names, overload_of, schema
+from torchshard._torch import (
+    in_backward,
+    is_missing_tangent,
+    is_traced,
+    lacks_fake,
+    lies_as_device_likes,
+    operator_names,
+    overload_of,
+    pretending,
+    schema,
+)
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh
 from torchshard.rules.pointwise import BY_ELEMENT
 from torchshard.rules.registry import find
 from torchshard.rules.rule import Rule
 from torchshard.tensor.codegen import KeyPart
-from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.modes import replicates_plain_tensors
 
@@ -209,22 +219,31 @@ def refuse_as_eager(call: Call) -> None:
 def run_on_meta(call: Call) -> Any:
     """The operator on meta tensors of the global shapes: for its errors, and for the strides of its results.
 
+    Where these depend on the device, on fake tensors of it.
+
     Raises:
         NotImplementedError: it has nothing to run on meta tensors.
     """
+    device = torch.device("meta")
+    mode: AbstractContextManager[object] = nullcontext()
+    if lies_as_device_likes(call.func):
+        given = next(dtensors_in(call.values))
+        device = torch.device(given.device_mesh.device_type)
+        mode = nullcontext() if is_traced(given._local_tensor) else pretending()
 
     def meta(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return [meta(item) for item in x]
         if type(x) is DTensor:
-            return torch.empty_strided(x._spec.shape, x._spec.stride, dtype=x._spec.dtype, device="meta")
+            return torch.empty_strided(x._spec.shape, x._spec.stride, dtype=x._spec.dtype, device=device)
         return x
 
-    args, kwargs = call.with_values([meta(v) for v in call.values])
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("meta")
     try:
-        return call.func(*args, **kwargs)
+        with mode:
+            args, kwargs = call.with_values([meta(v) for v in call.values])
+            if "device" in kwargs:
+                kwargs["device"] = device
+            return call.func(*args, **kwargs)
     except RuntimeError as error:
         if lacks_fake(error):
             raise NotImplementedError(str(error)) from error

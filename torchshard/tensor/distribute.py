@@ -23,7 +23,7 @@ from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.redistribute import in_memory_order, redistribute_local
 
 
 def distribute_tensor(
@@ -72,7 +72,8 @@ def _distributed(
         local = redistribute_local(local, layout.to(mesh.replicated()), layout)
     else:
         given = without(sharding.without_partial(), sharding.runs)
-        local = redistribute_local(_given_out(local, given, src_data_rank, mesh), layout.to(given), layout)
+        local = in_memory_order(_given_out(local, given, src_data_rank, mesh), layout)
+        local = redistribute_local(local, layout.to(given), layout)
     return as_leaf(wrap(local, layout), tensor.requires_grad)
 
 

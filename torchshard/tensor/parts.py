@@ -4,7 +4,7 @@ DistributedDataParallel is such a thing. With it over one axis of a mesh and a p
 parallelism go together. torch's own DTensors are treated alike.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,6 +64,49 @@ def placed_parameters(module: nn.Module) -> list[Tensor]:
         if id(parameter) not in found:
             found[id(parameter)] = parameter if layout is None else _placed(parameter, layout)
     return list(found.values())
+
+
+def placed_states(module: nn.Module, optimizer: Any) -> Any:
+    """Have the state dict of an optimizer hold DTensors, as that of the module does after `local_parameters`.
+
+    Without it a state dict holds each rank's parts as plain tensors, which checkpoints take for copies of one tensor.
+    It loads DTensors of any layout, and plain tensors of the whole or of this rank's part.
+
+    Args:
+        module: `local_parameters` has treated it.
+        optimizer: of its parameters; a torch.optim.Optimizer.
+
+    Returns:
+        The optimizer.
+    """
+    placed = {
+        id(p): _layouts(submodule)[name]
+        for submodule in module.modules()
+        for name, p in submodule.named_parameters(recurse=False)
+        if name in _layouts(submodule)
+    }
+
+    def change(state: dict[str, Any], how: Callable[[Placed, Tensor, Tensor], Tensor]) -> dict[str, Any]:
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        changed = dict(state["state"])
+        for key, p in zip(keys, params, strict=True):
+            if key in changed and id(p) in placed:
+                values = changed[key].items()
+                changed[key] = {k: how(placed[id(p)], v, p) if isinstance(v, Tensor) else v for k, v in values}
+        return {**state, "state": changed}
+
+    optimizer.register_state_dict_post_hook(lambda _, state: change(state, _state_saved))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: change(state, _state_loaded))
+    return optimizer
+
+
+def _state_saved(placed: "Placed", value: Tensor, part: Tensor) -> Tensor:
+    return placed.saved(value) if value.shape == part.shape and part.ndim else value
+
+
+def _state_loaded(placed: "Placed", value: Tensor, part: Tensor) -> Tensor:
+    return placed.loaded(value) if value.ndim else value
 
 
 def _layouts(module: nn.Module) -> "dict[str, Placed]":

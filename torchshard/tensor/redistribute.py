@@ -130,7 +130,7 @@ def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, t
     else:
         steps = crossing.actions_between(source, target)
     if target.mesh.coordinate is not None and not _row_major(source):
-        steps.append(Action(partial(_in_memory_order, like=source.stride)))
+        steps.append(Action(partial(in_memory_order, layout=source)))
     runs = [step.run for step in steps]
     last = max((k for k, step in enumerate(steps) if step.start), default=None)
     if last is None:
@@ -162,8 +162,12 @@ def _row_major(layout: Layout) -> bool:
     return dense_stride(layout.shape, layout.stride) == contiguous_stride(layout.shape)
 
 
-def _in_memory_order(x: Tensor, like: tuple[int, ...]) -> Tensor:
-    return torch.empty_strided(x.shape, dense_stride(x.shape, like), dtype=x.dtype, device=x.device).copy_(x)
+def in_memory_order(x: Tensor, layout: Layout) -> Tensor:
+    """A local tensor, or a copy of it, whose elements lie in memory in the order that the layout says."""
+    stride = dense_stride(x.shape, layout.stride)
+    if x.stride() == stride:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def check_assumed(x: Tensor, layout: TensorLayout) -> None:
@@ -182,9 +186,9 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
     if any(size != held[0] for size in held):
         found = ", ".join(f"rank {rank}: {tuple(size)}" for rank, size in zip(mesh.ranks, held, strict=True))
         raise RankMismatchError(
-            "from_local was not told the shape of the tensor, and the ranks hold pieces of different sizes.",
+            "from_local, or local_map, was not told the shape of the tensor, and ranks hold pieces of different sizes.",
             expected="pieces of one size on every rank",
             got=found,
             where=f"a tensor on the mesh {mesh}, placements {layout.placements}",
-            fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True",
+            fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; without local_map",
         )

@@ -39,7 +39,7 @@ def fully_shard(module: Any, **options: Any) -> Any:
 
     Raises:
         ShardingError: torch could not save a parameter, because FSDP and tensor parallelism cut one dim in pieces that
-            torch's placements do not describe.
+            torch's placements do not describe; or some rank holds nothing of a parameter, which FSDP cannot reduce.
     """
     modules = module if isinstance(module, list) else [module]
     ignored = options.get("ignored_params") or ()
@@ -65,6 +65,15 @@ def _require_torch_can_say(
 ) -> None:
     """Raise ShardingError where what FSDP will hold is not what torch's placements say that it holds."""
     layout: TensorLayout = parameter._spec
+    _, smallest = layout.sharding.box(layout.shape, [n - 1 for n in layout.mesh.shape])
+    if 0 in smallest and 0 not in layout.shape:
+        raise ShardingError(
+            "Some ranks hold nothing of a parameter, and FSDP cannot reduce gradients that are empty.",
+            expected="an element on every rank",
+            got=layout,
+            where=name,
+            fix="leave it out of the plan, or replicate it; or DistributedDataParallel(device_mesh=) instead of FSDP",
+        )
     placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
     dim = getattr(placement, "dim", 0) % max(layout.ndim, 1)
     axes = layout.sharding.splits.get(dim, ())
