@@ -147,7 +147,7 @@ class Agreement:
             RankMismatchError(
                 f"rank {self.rank} waited in vain for {what}",
                 expected=f"{self.world} ranks that take part",
-                got=self._who_is_silent(store),
+                got=self._who_is_silent(store) or f"every rank answers; {_said(error)}",
                 fix="read the last words of that rank; then start all ranks again, from a checkpoint",
             ),
             error,
@@ -163,7 +163,7 @@ class Agreement:
         if self._failure is not None:
             raise self._failure
 
-    def _who_is_silent(self, store: Store) -> str:
+    def _who_is_silent(self, store: Store) -> str | None:
         try:
             store.set(f"alive/{self.rank}", "")
             store.set("lost", "")  # the others look for it while they wait, and answer
@@ -174,7 +174,7 @@ class Agreement:
         except RuntimeError:
             return "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
         if not silent:
-            return "every rank answers, but a connection between them has failed"
+            return None
         return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}"
 
     def _look(self, store: Store, what: str) -> None:
@@ -239,6 +239,11 @@ class Agreement:
             time.sleep(0.02)
         self._failure = RankMismatchError(**verdict)
         raise self._failure
+
+
+def _said(error: Exception | None) -> str:
+    lines = str(error or "").splitlines()
+    return f"the transport says: {_short(lines[0])}" if lines else "a connection between them has failed"
 
 
 def _first_difference(a: str, b: str) -> tuple[int, str, str]:

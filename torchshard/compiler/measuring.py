@@ -32,11 +32,13 @@ def measure(
         repeat: how often; the first run besides is not counted.
 
     Raises:
-        ValueError: less than one repetition, or a loss without a gradient: no output that goes into it has one.
+        ValueError: less than one repetition, a model on the meta device, or a loss without a gradient: no output that goes into it has one.
     """
     if repeat < 1:
         raise ValueError(f"measure: repeat={repeat} measures nothing; give 1 or more")
     module, wrapper = unwrapped(model)
+    if any(p.is_meta for p in module.parameters()):
+        raise ValueError("measure: the model lies on the meta device, where nothing is computed; give times instead")
     run, clock = wrapper.module if wrapper else model, _clock(*module.parameters(), args, kwargs)
     with unchanged(module), _arrivals(module, clock) as arrived:
         runs = [_run(run, args, kwargs, loss or _sum, clock, arrived) for _ in range(repeat + 1)][1:]

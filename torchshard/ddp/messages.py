@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from torchshard import _torch
-from torchshard.buckets import PlannedBucket
+from torchshard.buckets import PlannedBucket, names_text
 
 UNFINALIZED = (
     "Expected finalize_backward() of DistributedDataParallel after the last backward: "
@@ -49,6 +49,16 @@ def thawed_text(name: str) -> str:
         f"DistributedDataParallel: {name} has got a gradient, but did not require one when the module was wrapped: its "
         "gradient, and that of any other like it, is not averaged over the ranks. Wrap the module anew once they "
         "require gradients; or wrap it before they are frozen, with find_unused_parameters=True"
+    )
+
+
+def replaced_text(gone: Sequence[str], new: Sequence[str]) -> str:
+    """Parameters were replaced after the module was wrapped."""
+    before, after = names_text(tuple(gone)), names_text(tuple(new))
+    return (
+        f"DistributedDataParallel: {before} of the wrapped module are no longer in it, and {after} "
+        "that are trained in their place are not averaged over the ranks (load_state_dict(assign=True), "
+        "parametrizations and assignments replace parameters): wrap the module anew"
     )
 
 

@@ -12,6 +12,7 @@ from torchshard.buckets import BucketPolicy
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.layouts import Events
+from torchshard.ddp.members import Members
 from torchshard.ddp.optimizers import SteppingHook
 from torchshard.ddp.passes import Mode
 from torchshard.ddp.recording import Step
@@ -33,10 +34,12 @@ class ObservedReducer(Reducer):
         has_learned: whether the buckets are those of a backward that was seen.
         link: between the ranks, if sizes of buckets are to be chosen by it.
         unused_bytes: of parameters that had no gradient in the last backward that was recorded.
+        members: the parameters as they were wrapped.
         noting: a context that notes what is raised inside, for who asks later.
     """
 
     noting: Callable[[], AbstractContextManager[None]] = nullcontext
+    members: Members | None = None
     step: Step | None = None
     has_learned = False
     link: LinkSpeed | None = None
@@ -189,7 +192,15 @@ class ObservedReducer(Reducer):
             self._hooks.put(self)
         if self.traced is not None:
             self.traced.before_forward(self, self._excluded())
+        if self.members and sync and not self.in_backward:
+            self.members.look(self._armed, self.usage.absent)
         super().before_forward(sync)
+
+    def remove_hooks(self) -> None:
+        """As for Reducer."""
+        super().remove_hooks()
+        if self.members:
+            self.members.remove()
 
     def _excluded(self) -> str | None:
         """The setting by which gradients cannot be averaged one by one under compiled autograd, if there is one."""

@@ -31,8 +31,15 @@ class States:
     """The part of the wrapper that loads state dicts."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of torch.nn.Module; keys may also lack, or have more of, the names that wrappers put in front."""
+        """As of torch.nn.Module; keys may also lack, or have more of, the names that wrappers put in front.
+
+        Raises:
+            RuntimeError: parameters were replaced (assign), so that nothing averages the new ones' gradients.
+        """
         meant = wrappers.renamed(state_dict, self.state_dict())  # type: ignore[attr-defined]
         given = OrderedDict((meant[key], value) for key, value in state_dict.items())
         _torch.keep_metadata(given, state_dict, meant)
-        return super().load_state_dict(given, strict, assign)  # type: ignore[misc]
+        found = super().load_state_dict(given, strict, assign)  # type: ignore[misc]
+        if assign:
+            self.reducer.members.check()  # type: ignore[attr-defined]
+        return found

@@ -74,9 +74,14 @@ def broadcast_coalesced(
         source: the rank within the group whose values count.
 
     Raises:
-        RuntimeError: a tensor is expanded, so that it cannot be written to; on all ranks.
+        RuntimeError: a tensor is sparse, or expanded, so that it cannot be written to; on all ranks.
     """
     for t in tensors:
+        if t.layout is not torch.strided:
+            raise RuntimeError(
+                f"a parameter or buffer of shape {list(t.shape)} has the layout {t.layout}, which is not broadcast; "
+                "leave it out: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
+            )
         if 0 in t.stride() and any(step == 0 < n - 1 for step, n in zip(t.stride(), t.shape, strict=True)):
             raise RuntimeError(
                 f"a parameter or buffer of shape {list(t.shape)} with strides {list(t.stride())} has more than "

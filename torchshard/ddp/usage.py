@@ -21,11 +21,13 @@ class Usage:
         never: parameters that are known to get no gradient.
         is_static: each backward has to have gradients for the same parameters.
         static: whether each backward so far had them.
+        absent: parameters without a gradient in the last backward, where that is known.
         broken: a gradient came that should not, and no forward has been told yet what the backward has left out.
     """
 
     tolerant = attentive = learning = broken = is_static = False
     static = True
+    absent: Collection[int] | None = None
 
     def __init__(self, count: int) -> None:
         self.all = range(count)
@@ -76,7 +78,6 @@ class ChangingUsage(Usage):
     def __init__(self, count: int, skips: bool) -> None:
         super().__init__(count)
         self._skips = skips
-        self._absent: Collection[int] | None = None
         self._skipped: list[int] | None = None  # in the last backward
 
     def skipped(self, buckets: Sequence[FlatBucket], touched: Set[int], exchange: Exchange) -> Collection[int]:
@@ -93,8 +94,8 @@ class ChangingUsage(Usage):
 
     def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
         """As for Usage."""
-        self.static = self.static and self._absent in (None, absent)
-        self._absent = absent
+        self.static = self.static and self.absent in (None, absent)
+        self.absent = absent
         with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):  # as torch's, in profiles
             self.anywhere = _used_anywhere(self.all, set(absent).difference(touched), exchange)
         return self.anywhere

@@ -21,10 +21,10 @@ from torchshard.ddp.engine import Engine
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.explaining import Explaining
 from torchshard.ddp.joining import Joining
+from torchshard.ddp.members import Members
 from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.states import States
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
-from torchshard.ddp.thawed import Watch
 
 
 class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States, TorchDistributedDataParallel):
@@ -144,9 +144,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size, wait=wait)
 
     def _build_reducer(self, exchange: Exchange, verified: bool) -> None:
-        every = options.reduced(self.module, self.parameters_to_ignore)
-        named = [(n, p) for n, p in every if p.requires_grad]
-        watch = Watch([(n, p) for n, p in every if not p.requires_grad])
+        members = Members(self.module, self.parameters_to_ignore)
+        named = members.trained
         self._precision = self._choose_precision()
         self.reducer = ObservedReducer(
             named,
@@ -158,6 +157,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             reduce_dtype=self._precision.reduce_dtype if self._precision else None,
             verified=verified,
         )
+        self.reducer.members = members
         if self._chooses_buckets:
             with exchange.agreement.waiting_for("the link's measurement"):
                 link = link_of(self.process_group, self.device)
@@ -165,7 +165,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self._build_logger()
         self._connect_precision()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
-        self._on_end = weakref.finalize(self, _remove, self.reducer, watch)
+        self._on_end = weakref.finalize(self, self.reducer.remove_hooks)
         self._on_end.atexit = False
 
     # ---------------------------------------------------------------------------------------------- forward
@@ -261,9 +261,3 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self.process_group = _torch.default_group()
         torch.nn.Module.__setstate__(self, state)
         self._build_reducer(Exchange(self.process_group, self.device, alone="copies"), verified=False)
-
-
-def _remove(reducer: ObservedReducer, watch: Watch) -> None:
-    """Take all hooks off the parameters."""
-    reducer.remove_hooks()
-    watch.remove()

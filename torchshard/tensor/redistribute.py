@@ -190,5 +190,5 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
             expected="pieces of one size on every rank",
             got=found,
             where=f"a tensor on the mesh {mesh}, placements {layout.placements}",
-            fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; without local_map",
+            fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; not local_map",
         )

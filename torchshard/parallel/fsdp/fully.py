@@ -65,7 +65,7 @@ def _require_torch_can_say(
 ) -> None:
     """Raise ShardingError where what FSDP will hold is not what torch's placements say that it holds."""
     layout: TensorLayout = parameter._spec
-    _, smallest = layout.sharding.box(layout.shape, [n - 1 for n in layout.mesh.shape])
+    smallest = layout.sharding.part(layout.shape, [n - 1 for n in layout.mesh.shape])
     if 0 in smallest and 0 not in layout.shape:
         raise ShardingError(
             "Some ranks hold nothing of a parameter, and FSDP cannot reduce gradients that are empty.",

@@ -1,0 +1,72 @@
+"""Which parameters are averaged: those that were to be trained when the module was wrapped, and no others."""
+
+import warnings
+import weakref
+from collections.abc import Collection, Sequence
+
+import torch
+
+from torchshard import _torch
+from torchshard.ddp import messages, options
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+class Members:
+    """Notices when others are trained: frozen ones that no longer are, and new ones in the place of those.
+
+    Args:
+        module: that is wrapped; may go before this does.
+        ignored: names of parameters that are not to be averaged.
+
+    Attributes:
+        trained: the parameters to be averaged, with their names.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
+        self._module, self._ignored = weakref.ref(module), ignored
+        every = options.reduced(module, ignored)
+        self.trained: Named = [(n, p) for n, p in every if p.requires_grad]
+        frozen = [(n, p) for n, p in every if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+        self._names = {id(p): n for n, p in frozen}
+        self._handles = [_torch.register_after_grad(p, self._warn) for _, p in frozen if not p.is_inference()]
+        self._pins = [weakref.ref(p) for _, p in self.trained]  # torch swaps no tensor that has one, and says so
+        self._silent = 0
+        self._absent: Collection[int] | None = None
+
+    def look(self, silent: bool, absent: Collection[int] | None) -> None:
+        """See to it, now and then, that the parameters are in their places; raises if others are there.
+
+        Args:
+            silent: the last forward to be reduced brought no gradient.
+            absent: those that had none in the last backward.
+        """
+        self._silent = self._silent + 1 if silent else 0
+        seldom = self._silent and not self._silent & (self._silent - 1)  # 1, 2, 4, 8 ...
+        if seldom or absent != self._absent:
+            self._absent = absent
+            self.check()
+
+    def check(self) -> None:
+        """Raise RuntimeError if parameters have taken the place of others."""
+        module = self._module()
+        now = {id(p): (n, p) for n, p in options.reduced(module, self._ignored)} if module else {}
+        gone = [n for n, p in self.trained if id(p) not in now]
+        known = {*self._names, *[id(p) for _, p in self.trained]}
+        new = [n for key, (n, p) in now.items() if p.requires_grad and key not in known]
+        if gone and new:
+            raise RuntimeError(messages.replaced_text(gone, new))
+
+    @_torch.untraced
+    def _warn(self, param: torch.Tensor) -> None:
+        self._stop_watching()
+        warnings.warn(messages.thawed_text(self._names[id(param)]), stacklevel=2)
+
+    def _stop_watching(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def remove(self) -> None:
+        """Leave the parameters as they were found."""
+        self._stop_watching()
+        self._pins.clear()
