@@ -285,9 +285,10 @@ def plan(
         network = Network(world_size, link, algorithm, ranks_per_node, inside)
         module, args = named.load(model, inputs or ())
         found = explain(module, *args, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
+        times = times or measure(module, *args)
         if not found.buckets:
             raise ValueError(f"no gradient is reduced in a graph, so that there is no step to simulate\n{found}")
-        step = simulate_step(found.buckets, network, times or measure(module, *args))
+        step = simulate_step(found.buckets, network, times)
     typer.echo(f"{found}\n\n{step}")
     if trace:
         trace.write_text(step.chrome_trace())

@@ -61,10 +61,35 @@ class Cond(Parts):
         return self.c(x)
 
 
+class Looks(Parts):
+    """The second graph returns nothing but views, the first of them of its input."""
+
+    def forward(self, x):
+        h = F.gelu(self.a(x))
+        torch._dynamo.graph_break()
+        z = self.c(F.gelu(self.b(h)))
+        return h.flatten(), z[:, :16], z[:, 16:]
+
+
+def _looks(model, module, rank, size):
+    return _plain(lambda x: torch.cat(model(x)[1:], 1), module, rank, size)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(16, 32, sparse=True), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.out(x + self.table((x[:, 0] * 4).long().clamp(0, 15)))
+
+
 STEPS = {  # module, objective, worst error, gradients in the graph
     "reentrant": (Reentrant, _plain, 1e-5, None),
     "selective": (Selective, _plain, 1e-5, 6),
     "cond": (Cond, _plain, 1e-5, 6),
+    "views after a break": (Looks, _looks, 1e-5, 6),
+    "sparse embedding": (Sparse, _plain, 1e-5, 2),
     "batch norm": (BatchNormed, _plain, 1e-4, 8),
     "autocast": (Parts, _autocast, 3e-2, 6),
     "bfloat16": (lambda: Parts().bfloat16(), _low, 3e-2, 6),
@@ -84,7 +109,8 @@ def test_forwards_of_many_kinds(trial, name):
     steps = [made.step(objective) for _ in range(3)]
     assert all(worst < limit for worst, *_ in steps), steps
     if in_graph is not None:
-        assert steps[2][1:] == (in_graph, 0, 0), steps
+        sparse = sum(p.grad.is_sparse for p in made.ddp.parameters())
+        assert steps[2][1:] == (in_graph, sparse, 0), steps
 
 
 def test_parameters_in_another_order_of_memory(trial):

@@ -12,7 +12,7 @@ from tests.compiler.models import batch, make
 from tests.compiler.traced import traced
 from tests.older import require
 from torchshard import _torch
-from torchshard.compiler import explain, named, writing
+from torchshard.compiler import explain, measure, named, writing
 from torchshard.ddp import DistributedDataParallel
 
 
@@ -362,3 +362,32 @@ def test_a_file_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     model, (x,) = named.load(f"{path}:mlp", ["2,4"])
     assert x.shape == (2, 4)
     assert model[0].num_batches_tracked == 0  # the trial left no trace
+
+
+class Counts(torch.nn.Module):
+    """A buffer that forward replaces, and rows of a weight that it shortens."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Embedding(10, 8, max_norm=0.1)
+        self.register_buffer("n", torch.zeros(1))
+
+    def forward(self, x):
+        self.n = self.n + 1
+        return self.rows(x) * self.n
+
+
+@pytest.mark.parametrize("ask", [explain, measure])
+def test_a_model_is_as_before(ask):
+    model = Counts()
+    before, values = dict(model.named_buffers()), {n: t.clone() for n, t in model.state_dict().items()}
+    ask(model, torch.arange(10))
+    assert all(b is before[n] for n, b in model.named_buffers())
+    assert all(torch.equal(t, values[n]) for n, t in model.state_dict().items())
+
+
+def test_nothing_is_measured_on_the_meta_device():
+    with torch.device("meta"):
+        model = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="the model lies on the meta device, where nothing is computed"):
+        measure(model, torch.ones(2, 4, device="meta"))

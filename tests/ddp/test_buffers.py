@@ -122,3 +122,23 @@ def test_hooks_run_before_or_after_forward():
     for found, used in run_ranks(2, _hooks):
         assert found == [1.0, 1.0, 2.0, 2.0]  # summed before adding 1, and after
         assert used == 51.0
+
+
+def _odd(rank, world):
+    """Half-precision buffers under autocast to the other kind; kinds that are not sent at all."""
+    module = nn.Linear(2, 2)
+    for name in ("a", "b"):
+        module.register_buffer(name, torch.full((2,), rank + 1.0, dtype=torch.float16))
+    with torch.autocast("cpu", torch.bfloat16):
+        _wrap(module)(torch.ones(1, 2))
+    module.register_buffer("c", torch.eye(2).to_sparse())
+    with pytest.raises(RuntimeError, match=r"shape \[2, 2\] has the layout torch.sparse_coo, which is not broadcast"):
+        _wrap(module)
+    module.c = torch.zeros(2, dtype=torch.uint16)
+    with pytest.raises(RuntimeError, match="every rank answers; the transport says: Invalid scalar type"):
+        _wrap(module)
+    return module.a.tolist() + module.b.tolist()
+
+
+def test_unusual_kinds():
+    assert run_ranks(2, _odd) == [[1.0] * 4] * 2

@@ -100,3 +100,27 @@ def _hooked(rank, world):
 
 def test_communication_hooks_in_graphs():
     assert run_ranks(2, _hooked) == [16, 16]
+
+
+def _delayed(rank, world, backend):
+    """All gradients come at once from a compiled graph, those that are reduced with delay after their trigger's."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module = mlp(8, 3)
+    reference = copy.deepcopy(module)
+    late = [(n, p) for n, p in module.named_parameters() if not n.startswith("0")]
+    ddp = DistributedDataParallel(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
+    model = torch.compile(ddp, backend=backend)
+    for step in range(3):
+        x = torch.randn(world, 4, 8, generator=torch.Generator().manual_seed(step))
+        for m, batch in ((model, x[rank]), (reference, x.flatten(0, 1))):
+            m.zero_grad()
+            m(batch).square().mean().backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "torchshard"])
+def test_delayed_gradients_of_a_compiled_module(backend):
+    run_ranks(2, _delayed, backend, timeout=120)

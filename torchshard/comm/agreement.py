@@ -99,23 +99,24 @@ class Agreement:
             self._compare(store, text, position)
             self._followed = [(position, text)]
 
-    def check(self, position: int, what: str) -> None:
+    def check(self, position: int, what: str, error: Exception | None = None) -> None:
         """Called while waiting: raise RankMismatchError if the reason is another plan on some rank, or a lost rank.
 
         Args:
             position: how many collectives this rank has issued so far; those before are agreed.
             what: is waited for.
+            error: how it failed, if it has.
         """
         if self._store is None:
             return
         try:
-            self._look(self._store, what)
+            self._look(self._store, what, error)
             if self._store.check([f"{self._asked}/first"]):
                 self._judge(self._store, position)
         except RankMismatchError:
             raise
-        except RuntimeError as error:  # the store's
-            self.blame(what, error)
+        except RuntimeError as broken:  # the store's
+            self.blame(what, broken)
 
     def _judge(self, store: Store, position: int) -> None:
         """Somebody compares a plan: is it at a collective that this rank has issued already?"""
@@ -177,12 +178,12 @@ class Agreement:
             return None
         return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}"
 
-    def _look(self, store: Store, what: str) -> None:
+    def _look(self, store: Store, what: str, error: Exception | None = None) -> None:
         """Raise what another rank has found."""
         if store.check(["verdict"]):
             self._raise_verdict(store)
         if store.check(["lost"]):
-            self.blame(what)
+            self.blame(what, error)
 
     def _compare(self, store: Store, text: str, position: int) -> None:
         key, self._asked = str(self._asked), self._asked + 1

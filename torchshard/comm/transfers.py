@@ -116,7 +116,7 @@ def _wait(works: Sequence[dist.Work], device: torch.device, circle: Circle) -> N
     while not done.wait(_GLANCE):
         circle.agreement.check(circle.exchanges, _WHAT)
     if failed:
-        circle.agreement.check(circle.exchanges, _WHAT)
+        circle.agreement.check(circle.exchanges, _WHAT, failed[0])
         circle.agreement.blame(_WHAT, failed[0])
 
 

@@ -32,7 +32,8 @@ def measure(
         repeat: how often; the first run besides is not counted.
 
     Raises:
-        ValueError: less than one repetition, a model on the meta device, or a loss without a gradient: no output that goes into it has one.
+        ValueError: less than one repetition, a model on the meta device, or a loss without a gradient: no output that
+            goes into it has one.
     """
     if repeat < 1:
         raise ValueError(f"measure: repeat={repeat} measures nothing; give 1 or more")

@@ -34,7 +34,7 @@ class Delayed:
         self._views: dict[int, torch.Tensor] = {}
         self._sync = False  # a forward that is to be reduced has run since the last reduction
         self._arrived: set[int] = set()
-        self._is_awaited = self._is_late = self._was_missed = False
+        self._is_awaited = self._is_late = self._was_missed = self._said = False
         self._works: list[Any] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for p in params:
@@ -52,9 +52,9 @@ class Delayed:
 
     def after_forward(self, sync: bool) -> None:
         """Have the coming backward accumulate in the buffer; sync: and reduce it."""
-        if self._was_missed:
+        if self._was_missed and not self._said:
+            self._said = True
             warnings.warn(messages.NOT_TRIGGERED, stacklevel=4)
-            self._was_missed = False
         self._sync = self._sync or sync
         for p in self._params:
             view = self._views[id(p)]
