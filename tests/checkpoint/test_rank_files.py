@@ -152,6 +152,19 @@ def test_what_differs_is_kept_once_a_rank(folder, tmp_path):
     assert loaded["state.rank1"].tolist() == [1, 1]
 
 
+def test_what_only_some_ranks_hold_has_their_numbers(tmp_path):
+    for rank in range(12):
+        state = {"common": torch.ones(2)}
+        state |= {"last": torch.full((2,), float(rank))} if rank in (2, 3, 11) else {}
+        state |= {"own": {"seed": 7}} if rank == 1 else {}
+        torch.save(state, tmp_path / f"m_rank{rank}.pt")
+    with pytest.warns(UserWarning, match=r"kept once a rank: own\.seed, last$"):
+        ck = checkpoint.open(tmp_path)
+    assert set(ck) == {"common", "last.rank2", "last.rank3", "last.rank11", "own.seed.rank1"}
+    for rank in (2, 3, 11):
+        assert ck[f"last.rank{rank}"].numpy().tolist() == [rank, rank]
+
+
 def test_strided_splits(tmp_path):
     run_ranks(4, write_strided, str(tmp_path))
     entry = checkpoint.open(tmp_path)["weight"]
