@@ -192,16 +192,16 @@ def _options(
 def _check_apart(source: Path, index: Index, target: Path) -> None:
     """Neither may lie within the other."""
     there = os.path.realpath(target)
-    own = source if source.is_dir() else None
-    for here in map(
-        os.path.realpath, [own or source, *[files.root / name for files in index.opened for name in index.files]]
-    ):
-        if os.path.commonpath([here, there]) in (here, there):
-            raise CheckpointError(
-                "The destination is the source, lies in it or around it, and the source is never touched.",
-                got=target,
-                where=source,
-            )
+    inner = [] if source.is_dir() else [files.root / name for files in index.opened for name in index.files]
+    for path in (source, *inner):
+        above, name = os.path.split(os.path.abspath(path))
+        for here in (os.path.realpath(path), os.path.join(os.path.realpath(above), name)):  # a link, and where it leads
+            if os.path.commonpath([here, there]) in (here, there):
+                raise CheckpointError(
+                    "The destination is the source, lies in it or around it, and the source is never touched.",
+                    got=target,
+                    where=source,
+                )
 
 
 def _rows(out: Output) -> tuple[tuple[str, ...], ...]:
