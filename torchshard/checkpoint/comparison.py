@@ -193,11 +193,10 @@ def _apart(x: "NDArray[Any]", y: "NDArray[Any]", rtol: float, atol: float) -> "N
     distance, allowed = _distance(x, y), atol + rtol * np.abs(_wide(y))
     if distance.dtype == np.uint64:
         whole = np.where(allowed < 2.0**64, allowed, 0).astype(np.uint64)
-        apart: NDArray[Any] = (distance > whole) & (allowed < 2.0**64)
-        return apart
-    both_nan = np.isnan(x) & np.isnan(y)
-    apart = ~((distance <= allowed) | (x == y) | both_nan)
-    return apart
+        near: NDArray[Any] = (distance <= whole) | (allowed >= 2.0**64)
+    else:
+        near = (distance <= allowed) | (x == y) | (np.isnan(x) & np.isnan(y))
+    return ~near
 
 
 def _distance(x: "NDArray[Any]", y: "NDArray[Any]") -> "NDArray[Any]":

@@ -125,8 +125,8 @@ def convert(
         CheckpointError: whatever is wrong with source or destination; names file and field.
 
     Warns:
-        UserWarning: names the keys that the format of the destination cannot hold, and those whose tensors share memory
-            in the source, but cannot in the destination.
+        UserWarning: names the keys and the metadata of safetensors files that the format of the destination cannot
+            hold, and the keys whose tensors share memory in the source, but cannot in the destination.
 
     Example:
         >>> convert("step_1000", "model.safetensors", to="safetensors")  # doctest: +SKIP
@@ -150,6 +150,9 @@ def convert(
             work.run(overwrite=overwrite, fsync=fsync, resume=resume)
     if out.left_out:
         warnings.warn(f"{to} holds tensors only; left out: {_some(out.left_out)}", stacklevel=2)
+    if out.unsaid:
+        names = _some(list(map(printable, out.unsaid)))
+        warnings.warn(f"{to} has no place for metadata of the source; left out: {names}", stacklevel=2)
     if out.apart:
         groups = [" and ".join(map(printable, group)) for group in out.apart]
         warnings.warn(f"Tensors that share memory in the source are written apart: {_some(groups)}", stacklevel=2)

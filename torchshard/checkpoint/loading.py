@@ -218,7 +218,8 @@ def _check_room(local: "Tensor", box: Box, where: str) -> None:
     """Raise CheckpointError unless each element of the box has memory of its own in the tensor."""
     import torch
 
-    what = got = fix = None
+    what = fix = None
+    got: object = None
     if local.is_meta:
         what, got = "A tensor of the state dict has no memory to load into.", "one on the meta device"
         fix = "model.to_empty(device=...) first"
