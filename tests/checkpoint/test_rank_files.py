@@ -38,7 +38,7 @@ def write(rank, world, folder):
             "columns": torch.nn.Parameter(cut(full(), mesh, [upstream.Shard(1)])),
             "replicated": cut(full(), mesh, [upstream.Replicate()]),
             "two axes": cut(full(), both, [upstream.Replicate(), upstream.Shard(0)]),
-            "few": cut(full(1, 2), mesh, [upstream.Shard(0)]),
+            "few": cut(full(1, 2), mesh, [upstream.Shard(0)]).requires_grad_(),
             "plain": torch.ones(2),
             "lr": 0.5,
         }
@@ -120,6 +120,14 @@ def test_shardedtensors(folder):
             assert ck["columns"].boxes == (Box((0, 0), (5, 1)), Box((0, 1), (5, 2)))
     with pytest.raises(CheckpointError, match="Boxes are missing"):
         checkpoint.open(folder / "our_sharded_rank0.pt")
+
+
+@pytest.mark.parametrize("whose", ["torch", "ours"])
+def test_dtensors_that_ask_for_gradients(folder, tmp_path, whose):
+    checkpoint.convert(folder / f"{whose}_rank*.pt", tmp_path / "out.pt", to="torch")
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert {key for key, value in loaded.items() if key != "lr" and value.requires_grad} == {"columns", "few"}
+    assert [key for key, value in loaded.items() if isinstance(value, torch.nn.Parameter)] == ["columns"]
 
 
 def test_fsdp1_dicts(folder, tmp_path):

@@ -100,6 +100,8 @@ class TensorEntry:
         key: name in the checkpoint.
         stored: type of the elements in the files, where values are cast as they are read; "" for `dtype`.
         sharding: the mesh and placements that it was saved with, where the format says them.
+        requires_grad: whether it asked for gradients, where the format says so.
+        parameter: whether it was an nn.Parameter, where the format says so.
     """
 
     dtype: str
@@ -108,6 +110,8 @@ class TensorEntry:
     key: str = ""
     stored: str = ""
     sharding: Sharding | None = None
+    requires_grad: bool = False
+    parameter: bool = False
 
     @property
     def boxes(self) -> tuple[Box, ...]:

@@ -113,7 +113,7 @@ def lay_out(tree: object, start: int, box: Box | None = None) -> ArchivePlan:
         CheckpointError: something that is not plain data.
     """
     numbered = _Numbered(box)
-    data = dump(tree, numbered.view)
+    data = dump(tree, numbered.view, grads=box is None)
     if box is None and numbered.join():
         data = dump(tree, numbered.view)
     small = [("data.pkl", data), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
