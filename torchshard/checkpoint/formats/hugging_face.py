@@ -83,7 +83,7 @@ def read_folder(paths: list[Path]) -> Index:
         CheckpointError: a part missing, a key in two files, or pieces that do not make up their tensor.
     """
     _check_all_there(paths)
-    files = Files(paths[0].parent)
+    files = Files(paths[0].parent, found=[path.name for path in paths])
     parts = {path.name: safetensors.read(files, path.name) for path in paths}
     cut = [name for name, part in parts.items() if SHARDING in part.metadata]
     if cut and len(cut) < len(parts):

@@ -76,7 +76,7 @@ def read(paths: Sequence[Path]) -> Index:
     Warns:
         UserWarning: names what differs from rank to rank without saying how.
     """
-    files = Files(paths[0].parent)
+    files = Files(paths[0].parent, found=[path.name for path in paths])
     parts = [torch_file.read_part(files, path.name) for path in paths]
     merged: dict[str, dict[int, Entry]] = {}
     for path, part in zip(paths, parts, strict=True):
