@@ -209,6 +209,18 @@ def test_bad_arguments(dcp_two, tmp_path):
         to_safetensors(tmp_path / "nothing", tmp_path / "x")
 
 
+@pytest.mark.parametrize("place", [".", "..", "", "folder/..", "/"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_destination_without_a_name_of_its_own(dcp_two, tmp_path, monkeypatch, place, overwrite):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    with pytest.raises(CheckpointError, match="has no name of its own"):
+        checkpoint.convert(dcp_two, place, to="dcp", overwrite=overwrite)
+    assert os.listdir(tmp_path) == ["folder"]
+    checkpoint.convert(dcp_two, "../folder/./ck", to="dcp")
+    assert os.listdir(tmp_path / "folder") == ["ck"]
+
+
 def test_room_is_checked_first(dcp_two, tmp_path, monkeypatch):
     import shutil
 

@@ -132,7 +132,7 @@ def convert(
         >>> convert("step_1000", "model.safetensors", to="safetensors")  # doctest: +SKIP
     """
     start = time.perf_counter()
-    sources, target = _paths(src), Path(dst)
+    sources, target = _paths(src), _target(dst)
     options = _options(to, shard_size, mesh, placements)
     dtypes = {"*": dtype} if isinstance(dtype, str) else dict(dtype or {})
     edits = Edits(tuple(select), tuple(exclude), dtypes, rename)
@@ -170,6 +170,13 @@ def _paths(src: Source | Sequence[Source]) -> tuple[Path, ...]:
     if not src:
         raise CheckpointError("There is nothing to convert.", expected="a path, or several")
     return tuple([Path(one) for one in src])
+
+
+def _target(dst: Source) -> Path:
+    path = Path(dst)
+    if path.name in ("", ".."):
+        raise CheckpointError("The destination has no name of its own.", expected="a file or folder", got=str(path))
+    return path
 
 
 def _options(
