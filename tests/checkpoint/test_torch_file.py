@@ -191,6 +191,24 @@ def test_lists_and_tuples_that_hold_no_tensor_are_one_entry(tmp_path):
     assert ck.keys() == flat(state).keys() | {"e", "f"}
 
 
+KEYS = [
+    tuple(range(20)), (*range(19), 20), 2**70, 2**70 + 1, 2**1900, 2**1900 + 1, b"x" * 200 + b"1", b"x" * 200 + b"2",
+    ("a, b",), ("a", "b"), ("a" * 200, 1), ("a" * 200, 2), (1,), (None, 1.5, True), torch.float16, torch.float32,
+    torch.Size([2, 3]), -1.5, True, None, 1j, (2**70, 1), (2**70 + 1, 1), ("'", '"'), (b"a",), (torch.bfloat16, 1),
+]  # fmt: skip
+
+
+def test_keys_that_are_not_text_have_names_of_their_own(tmp_path):
+    state = {"x": {key: torch.full((1,), i) for i, key in enumerate(KEYS)}}
+    loaded = again(tmp_path, state)
+    assert_same_tree(loaded, state)
+    with checkpoint.open(tmp_path / "a.pt") as ck:
+        assert [ck[key].numpy().tolist() for key in ck] == [[i] for i in range(len(KEYS))]
+        assert set(ck) == {f"x.{key}" for key in KEYS}
+    torch.save({2**20_000: torch.ones(1), 2**20_000 + 1: torch.ones(2)}, tmp_path / "long.pt")
+    assert [entry.shape for entry in checkpoint.open(tmp_path / "long.pt").values()] == [(1,), (2,)]
+
+
 def test_an_empty_state_dict(tmp_path):
     assert again(tmp_path, {}) == {}
     checkpoint.convert(tmp_path / "a.pt", tmp_path / "c.safetensors", to="safetensors")
