@@ -112,6 +112,11 @@ def test_safetensors_of_torchs_checkpoints(tmp_path):
     for name in ("cut", "joined"):
         ck = checkpoint.open(tmp_path / name)
         assert all(ck[key].numpy().tolist() == expected for key in ("rows", "columns")), name
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpoint.convert(tmp_path / name, tmp_path / f"{name}.pt", to="torch")
+        checkpoint.convert(tmp_path / name, tmp_path / f"{name}.safetensors", to="safetensors")
+        assert checkpoint.open(tmp_path / f"{name}.safetensors").metadata == {"format": "pt"}
     assert len(checkpoint.open(tmp_path / "cut")["columns"].boxes) == 2
     os.remove(next((tmp_path / "cut").glob("shard-00002*")))
     ck = checkpoint.open(tmp_path / "cut")  # the format does not say how large a tensor is
