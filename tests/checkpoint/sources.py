@@ -217,9 +217,10 @@ def bytes_of(tensor):
 
 
 def assert_same_tree(ours, theirs):
-    """Same nesting, same kinds of containers, same plain data, tensors bit by bit."""
+    """Same nesting, same kinds of containers and tensors, same plain data, tensors bit by bit."""
     if isinstance(theirs, torch.Tensor):
-        assert isinstance(ours, torch.Tensor)
+        assert type(ours) is type(theirs)
+        assert ours.requires_grad == theirs.requires_grad
         assert same_bits(ours, theirs)
     elif isinstance(theirs, dict):
         assert type(ours) is type(theirs)

@@ -54,6 +54,20 @@ def test_tolerances_and_bits(tmp_path):
         checkpoint.diff(a, b, rtol=-1)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64], ids=str)
+def test_tolerances_of_whole_numbers_are_exact(tmp_path, dtype):
+    ends = [torch.iinfo(dtype).min, torch.iinfo(dtype).max]
+    a = saved(tmp_path / "a.pt", w=torch.tensor([2**53, 2**62, *ends], dtype=dtype))
+    b = saved(tmp_path / "b.pt", w=torch.tensor([2**53 + 1, 2**62 - 3, *ends], dtype=dtype))
+    found = {atol: checkpoint.diff(a, b, atol=atol).changes for atol in (0.5, 1, 2.9, 3, 2**70)}
+    assert [(c[0].different, c[0].largest) if c else None for c in found.values()] == [
+        (2, 3.0), (1, 3.0), (1, 3.0), None, None,
+    ]  # fmt: skip
+    assert not checkpoint.diff(a, b, rtol=1e-15)
+    far = saved(tmp_path / "far.pt", w=torch.tensor([0, 0, *reversed(ends)], dtype=dtype))
+    assert checkpoint.diff(a, far).changes[0].largest == float(2**64 - 1)
+
+
 def test_formats_do_not_matter(dcp_two, tmp_path):
     checkpoint.convert(dcp_two, tmp_path / "a.pt", to="torch")
     assert not checkpoint.diff(dcp_two, tmp_path / "a.pt")

@@ -1,5 +1,6 @@
 """What is converted is, bit by bit, what torch itself loads."""
 
+import json
 import os
 import warnings
 import zipfile
@@ -166,6 +167,25 @@ def test_the_source_is_not_touched(dcp_two, tmp_path):
     assert before == {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in dcp_two.iterdir()}
 
 
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_a_destination_around_the_source_is_refused(tmp_path, to):
+    folder, blobs = tmp_path / "ck", tmp_path / "blobs"
+    folder.mkdir()
+    blobs.mkdir()
+    safetensors.torch.save_file({"w": torch.ones(2), "b": torch.ones(1)}, folder / "model.safetensors")
+    weight_map = {"w": "model.safetensors", "b": "model.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    safetensors.torch.save_file({"w": torch.ones(2)}, blobs / "77")
+    (folder / "link.safetensors").symlink_to(blobs / "77")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    options = {"to": to, "shard_size": 2**20, "overwrite": True}
+    for name in ("model.safetensors", "model.safetensors.index.json", "link.safetensors"):
+        for place in (folder, tmp_path):
+            with pytest.raises(CheckpointError, match="never touched"):
+                checkpoint.convert(folder / name, place, **options)
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_a_dry_run_says_the_size_and_writes_nothing(dcp_two, tmp_path):
     dry = to_safetensors(dcp_two, tmp_path / "out.safetensors", dry_run=True)
     assert not dry.written
@@ -187,6 +207,18 @@ def test_bad_arguments(dcp_two, tmp_path):
         to_safetensors(dcp_two, tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         to_safetensors(tmp_path / "nothing", tmp_path / "x")
+
+
+@pytest.mark.parametrize("place", [".", "..", "", "folder/..", "/"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_destination_without_a_name_of_its_own(dcp_two, tmp_path, monkeypatch, place, overwrite):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    with pytest.raises(CheckpointError, match="has no name of its own"):
+        checkpoint.convert(dcp_two, place, to="dcp", overwrite=overwrite)
+    assert os.listdir(tmp_path) == ["folder"]
+    checkpoint.convert(dcp_two, "../folder/./ck", to="dcp")
+    assert os.listdir(tmp_path / "folder") == ["ck"]
 
 
 def test_room_is_checked_first(dcp_two, tmp_path, monkeypatch):

@@ -46,6 +46,9 @@ def load(rank, world, folder):
         sharded = init_from_local_shards([shard], 7, 10)
         checkpoint.load_into(path, {"w": sharded})
         assert torch.equal(shard.tensor, full[2 * rank : 2 * rank + rows])
+    wrong = upstream.DTensor.from_local(torch.zeros(1, 10), mesh, [S(0), R()], shape=(7, 10), stride=(10, 1))
+    with pytest.raises(CheckpointError, match="not the box that its layout says"):
+        checkpoint.load_into(path, {"w": wrong})
     assert torch.distributed.is_initialized()
     return read
 
@@ -102,3 +105,62 @@ def test_nothing_is_loaded_where_an_object_is_refused(tmp_path):
         checkpoint.load_into(tmp_path / "ck", state)
     assert state["args"] == 7
     assert not state["w"].any()
+
+
+def test_autograd_notices_that_values_were_replaced(tmp_path):
+    torch.save({"w": torch.zeros(3), "m": torch.zeros(2, 3)}, tmp_path / "a.pt")
+    for key, w in (("w", torch.ones(3)), ("m", torch.ones(3, 2).t())):
+        leaf = w.requires_grad_()
+        squares = (leaf * leaf).sum()
+        checkpoint.load_into(tmp_path / "a.pt", {key: leaf})
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            squares.backward()
+
+
+def test_into_tensors_of_inference_mode(tmp_path):
+    torch.save({"w": torch.arange(3.0)}, tmp_path / "a.pt")
+    with torch.inference_mode():
+        w = torch.zeros(3)
+        checkpoint.load_into(tmp_path / "a.pt", {"w": w})
+    assert w.tolist() == [0, 1, 2]
+
+
+def refused(path, state):
+    """What is said of a state dict, of which nothing is loaded."""
+    first = torch.zeros(3)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_into(path, {"first": first, **state})
+    assert not first.any()
+    return str(caught.value)
+
+
+def test_memory_that_cannot_be_loaded_into(tmp_path):
+    torch.save({"first": torch.ones(3), "w": torch.ones(2, 3)}, tmp_path / "a.pt")
+    targets = {
+        "no memory": torch.zeros(2, 3, device="meta"),
+        "not dense": torch.eye(2, 3).to_sparse(),
+        "share their memory": torch.zeros(1, 3).expand(2, 3),
+    }
+    for message, target in targets.items():
+        said = refused(tmp_path / "a.pt", {"w": target})
+        assert message in said
+        assert "where:    w" in said
+
+
+def test_a_module_is_no_state_dict(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="is no state dict") as caught:
+        checkpoint.load_into(tmp_path / "a.pt", model)
+    assert caught.value.got == "a Linear"
+    assert "state_dict()" in caught.value.fix
+
+
+def test_into_conjugated_and_negated_views(tmp_path):
+    values = torch.randn(4, dtype=torch.complex64)
+    torch.save({"conj": values, "neg": values.real.clone()}, tmp_path / "a.pt")
+    conj = torch.zeros(4, dtype=torch.complex64).conj()
+    neg = torch.zeros(4, dtype=torch.complex64).conj().imag
+    checkpoint.load_into(tmp_path / "a.pt", {"conj": conj, "neg": neg})
+    assert torch.equal(conj, values)
+    assert torch.equal(neg, values.real)

@@ -1,5 +1,6 @@
 """A checkpoint as a lazy mapping, of every format."""
 
+import json
 import pickle
 
 import numpy as np
@@ -191,6 +192,44 @@ def test_the_file_that_is_named_may_be_a_link(tmp_path):
     (tmp_path / "ranks" / "m_rank0.pt").symlink_to(tmp_path / "there" / "a.pt")
     with pytest.raises(CheckpointError, match="outside of its folder"):  # found, not named
         checkpoint.open(tmp_path / "ranks")
+
+
+ODD_NAMES = ["model\u00a0v2", "\u200d", "mod\nel", "m\udcff", "\x1b[31m", "a b*", "-x", "..x", ".x"]
+
+
+@pytest.mark.parametrize("odd", ODD_NAMES, ids=ascii)
+def test_files_of_any_name(tmp_path, odd):
+    folder = tmp_path / odd
+    folder.mkdir()
+    file = folder / f"{odd}.pt"
+    torch.save({"w": torch.arange(3)}, tmp_path / "plain.pt")
+    (tmp_path / "plain.pt").rename(file)
+    checkpoint.convert(file, folder / f"{odd}.safetensors", to="safetensors", verify=True)
+    checkpoint.convert(file, folder / f"{odd}.ck", to="dcp", verify=True)
+    (folder / "parts").mkdir()
+    checkpoint.convert(file, folder / "parts" / f"{odd}.safetensors", to="safetensors")
+    (folder / "ranks").mkdir()
+    file.rename(folder / "ranks" / f"{odd}_rank0.pt")
+    index = folder / f"{odd}.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "whole"}}))
+    (folder / "whole").write_bytes((folder / "ranks" / f"{odd}_rank0.pt").read_bytes())
+    for path in (
+        folder / f"{odd}.safetensors", folder / f"{odd}.ck", folder / "parts", folder / "ranks", index,
+        folder / "ranks" / "*rank*.pt",
+    ):  # fmt: skip
+        with checkpoint.open(path) as ck:
+            assert ck["w"].numpy().tolist() == [0, 1, 2]
+            assert ck.layout("w").files
+
+
+def test_names_inside_of_a_checkpoint_are_text(tmp_path):
+    torch.save({"w": torch.arange(3)}, tmp_path / "a\nb")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "a\nb"}}))
+    for path in (index, tmp_path):
+        with pytest.raises(CheckpointError, match="not text") as caught:
+            checkpoint.open(path)
+        assert caught.value.got == r"'a\nb'"
 
 
 def test_the_cache_of_hugging_face(tmp_path):

@@ -38,7 +38,7 @@ def write(rank, world, folder):
             "columns": torch.nn.Parameter(cut(full(), mesh, [upstream.Shard(1)])),
             "replicated": cut(full(), mesh, [upstream.Replicate()]),
             "two axes": cut(full(), both, [upstream.Replicate(), upstream.Shard(0)]),
-            "few": cut(full(1, 2), mesh, [upstream.Shard(0)]),
+            "few": cut(full(1, 2), mesh, [upstream.Shard(0)]).requires_grad_(),
             "plain": torch.ones(2),
             "lr": 0.5,
         }
@@ -122,6 +122,14 @@ def test_shardedtensors(folder):
         checkpoint.open(folder / "our_sharded_rank0.pt")
 
 
+@pytest.mark.parametrize("whose", ["torch", "ours"])
+def test_dtensors_that_ask_for_gradients(folder, tmp_path, whose):
+    checkpoint.convert(folder / f"{whose}_rank*.pt", tmp_path / "out.pt", to="torch")
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert {key for key, value in loaded.items() if key != "lr" and value.requires_grad} == {"columns", "few"}
+    assert [key for key, value in loaded.items() if isinstance(value, torch.nn.Parameter)] == ["columns"]
+
+
 def test_fsdp1_dicts(folder, tmp_path):
     whole = torch.load(folder / "whole.pt")
     for name, prefix in (("fsdp", "model."), ("full", "")):
@@ -150,6 +158,19 @@ def test_what_differs_is_kept_once_a_rank(folder, tmp_path):
         "epoch": 3, "seed.rank0": 0, "seed.rank1": 1,
     }  # fmt: skip
     assert loaded["state.rank1"].tolist() == [1, 1]
+
+
+def test_what_only_some_ranks_hold_has_their_numbers(tmp_path):
+    for rank in range(12):
+        state = {"common": torch.ones(2)}
+        state |= {"last": torch.full((2,), float(rank))} if rank in (2, 3, 11) else {}
+        state |= {"own": {"seed": 7}} if rank == 1 else {}
+        torch.save(state, tmp_path / f"m_rank{rank}.pt")
+    with pytest.warns(UserWarning, match=r"kept once a rank: own\.seed, last$"):
+        ck = checkpoint.open(tmp_path)
+    assert set(ck) == {"common", "last.rank2", "last.rank3", "last.rank11", "own.seed.rank1"}
+    for rank in (2, 3, 11):
+        assert ck[f"last.rank{rank}"].numpy().tolist() == [rank, rank]
 
 
 def test_strided_splits(tmp_path):

@@ -1,6 +1,7 @@
 """The safetensors format: what the reference library writes and reads."""
 
 import json
+import warnings
 
 import pytest
 import safetensors.torch
@@ -65,6 +66,7 @@ BAD = {
     "overlap": (GOOD | {"v": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, "overlap or leave a gap"),
     "beyond": ({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, "not as long as its header says"),
     "metadata": (GOOD | {"__metadata__": {"a": 1}}, "metadata is not text"),
+    "metadata is half a letter": (b'{"__metadata__":{"a":"\\ud800"}}', "metadata is not text"),
     "metadata is a list": (GOOD | {"__metadata__": [1]}, "metadata is not text"),
 }  # fmt: skip
 
@@ -113,3 +115,51 @@ def test_metadata_are_kept(tmp_path):
     with pytest.warns(UserWarning, match=r"metadata that differ are left out: rank$"):
         checkpoint.convert([a, b], tmp_path / "d.safetensors", to="safetensors")
     assert checkpoint.open(tmp_path / "d.safetensors").metadata == {"format": "pt", "by": "me"}
+
+
+def in_parts(folder, *metadata):
+    """A folder of safetensors files, one for each of these."""
+    folder.mkdir()
+    for i, one in enumerate(metadata):
+        name = f"model-{i + 1:05}-of-{len(metadata):05}.safetensors"
+        safetensors.torch.save_file({f"{i}": torch.ones(1)}, folder / name, metadata=one)
+    return folder
+
+
+def test_metadata_of_parts_are_kept(tmp_path):
+    parts = in_parts(tmp_path / "parts", {"by": "me", "scale": "2"}, None, {"by": "me", "format": "pt"})
+    weight_map = {f"{i}": f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)}
+    expected = {"format": "pt", "by": "me", "scale": "2"}
+    for i in range(2):
+        checkpoint.convert(parts, tmp_path / f"{i}.safetensors", to="safetensors")
+        assert checkpoint.open(tmp_path / f"{i}.safetensors").metadata == expected
+        checkpoint.convert(parts, tmp_path / f"{i}", to="safetensors", shard_size=8)
+        for file in (tmp_path / f"{i}").glob("*.safetensors"):
+            assert checkpoint.open(file).metadata == expected
+        index = {"metadata": {"total_size": 12}, "weight_map": weight_map}
+        (parts / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert checkpoint.open(parts).metadata == {"total_size": "12"}
+
+
+def test_metadata_of_parts_that_differ_are_named(tmp_path):
+    parts = in_parts(tmp_path / "parts", {"by": "me", "rank": "0"}, {"by": "me", "rank": "1"})
+    with pytest.warns(UserWarning, match=r"metadata that differ are left out: rank$") as caught:
+        checkpoint.convert(parts, tmp_path / "a.safetensors", to="safetensors")
+    assert len(caught) == 1
+    assert checkpoint.open(tmp_path / "a.safetensors").metadata == {"format": "pt", "by": "me"}
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("shard_size", [None, 2**20])
+def test_metadata_that_a_format_has_no_place_for_are_named(tmp_path, to, shard_size):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    safetensors.torch.save_file({"x": torch.ones(1)}, a, metadata={"format": "pt", "quant": "scale=0.1", "by\n": "me"})
+    safetensors.torch.save_file({"x": torch.ones(1)}, b, metadata={"format": "pt"})
+    options = {"to": to, "shard_size": shard_size, "overwrite": True}
+    with pytest.warns(UserWarning, match=r"no place for metadata of the source; left out: ") as caught:
+        checkpoint.convert(a, tmp_path / "out", **options)
+    (said,) = [str(w.message) for w in caught]
+    assert set(said.partition("left out: ")[2].split(", ")) == {"quant", r"'by\n'"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.convert(b, tmp_path / "out", **options)

@@ -26,8 +26,65 @@ def again(tmp_path, state, **kwargs):
 def test_nested_state_with_plain_data_survives(tmp_path):
     state = sources.plain()
     expected = torch.load(io.BytesIO(saved(state)), weights_only=True)
-    expected["model"]["param"] = expected["model"]["param"].data  # values survive, not autograd's view of them
     assert_same_tree(again(tmp_path, state), expected)
+
+
+def parameters():
+    """Tensors that ask for gradients, parameters, and views of one's memory."""
+    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    return {
+        "weight": weight, "tied": weight, "row": weight.data[1], "alike": torch.nn.Parameter(weight.data),
+        "frozen": torch.nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False),
+        "leaf": torch.ones(2, requires_grad=True), "eight": torch.nn.Parameter(torch.ones(2).to(torch.float8_e5m2)),
+        "inside": ({1}, [{"deep": torch.nn.Parameter(torch.ones(1))}]), "plain": torch.ones(2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_parameters_and_requires_grad_survive(tmp_path, zipped):
+    state = parameters()
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", verify=True)
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert_same_tree(loaded, state)
+    assert loaded["tied"] is loaded["weight"]
+    for key in ("row", "alike"):
+        assert loaded[key].untyped_storage().data_ptr() == loaded["weight"].untyped_storage().data_ptr()
+
+
+def test_parameters_stay_so_when_cast_renamed_and_in_parts(tmp_path):
+    state = parameters()
+    torch.save(state, tmp_path / "a.pt")
+    edits = {"dtype": "bfloat16", "select": ["weight", "frozen", "leaf"], "rename": lambda key: f"model.{key}"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", **edits)
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "parts", to="torch", shard_size=20)
+        checkpoint.convert(tmp_path / "parts", tmp_path / "c.pt", to="torch")
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    expected = {
+        "weight": torch.nn.Parameter(state["weight"].data.bfloat16()), "frozen": state["frozen"],
+        "leaf": torch.ones(2).bfloat16().requires_grad_(),
+    }  # fmt: skip
+    assert_same_tree({key.removeprefix("model."): value for key, value in loaded.items()}, expected)
+    for key, value in torch.load(tmp_path / "c.pt", weights_only=True).items():
+        assert_same_tree(value, state[key] if key in state else flat(state)[key])
+
+
+def test_what_torch_cannot_load_as_it_was_saved_is_written_without_gradients(tmp_path):
+    x = torch.ones(2).to(torch.float8_e5m2).requires_grad_()
+    assert_same_tree(again(tmp_path, {"x": x}), {"x": x.detach()})
+
+
+def test_a_checkpoint_folder_holds_plain_tensors(tmp_path):
+    state = {key: value for key, value in parameters().items() if key in ("weight", "leaf")}
+    torch.save(state, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "ck", to="dcp")
+    checkpoint.convert(tmp_path / "ck", tmp_path / "b.pt", to="torch")
+    expected = {key: value.detach() for key, value in state.items()}
+    assert_same_tree(torch.load(tmp_path / "b.pt", weights_only=True), expected)
+    for archive in (tmp_path / "ck").glob("*.distcp"):
+        assert b"_rebuild_parameter" not in archive.read_bytes()
 
 
 def saved(state):
@@ -132,6 +189,24 @@ def test_lists_and_tuples_that_hold_no_tensor_are_one_entry(tmp_path):
     assert set(ck) == {"a", "b.0", "b.1.0", "c.0.d", "e", "f"}
     assert ck["a"].value() == [1, [2, (3,)]]
     assert ck.keys() == flat(state).keys() | {"e", "f"}
+
+
+KEYS = [
+    tuple(range(20)), (*range(19), 20), 2**70, 2**70 + 1, 2**1900, 2**1900 + 1, b"x" * 200 + b"1", b"x" * 200 + b"2",
+    ("a, b",), ("a", "b"), ("a" * 200, 1), ("a" * 200, 2), (1,), (None, 1.5, True), torch.float16, torch.float32,
+    torch.Size([2, 3]), -1.5, True, None, 1j, (2**70, 1), (2**70 + 1, 1), ("'", '"'), (b"a",), (torch.bfloat16, 1),
+]  # fmt: skip
+
+
+def test_keys_that_are_not_text_have_names_of_their_own(tmp_path):
+    state = {"x": {key: torch.full((1,), i) for i, key in enumerate(KEYS)}}
+    loaded = again(tmp_path, state)
+    assert_same_tree(loaded, state)
+    with checkpoint.open(tmp_path / "a.pt") as ck:
+        assert [ck[key].numpy().tolist() for key in ck] == [[i] for i in range(len(KEYS))]
+        assert set(ck) == {f"x.{key}" for key in KEYS}
+    torch.save({2**20_000: torch.ones(1), 2**20_000 + 1: torch.ones(2)}, tmp_path / "long.pt")
+    assert [entry.shape for entry in checkpoint.open(tmp_path / "long.pt").values()] == [(1,), (2,)]
 
 
 def test_an_empty_state_dict(tmp_path):

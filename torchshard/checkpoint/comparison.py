@@ -172,19 +172,17 @@ def _compare_values(
         if x.tobytes() == y.tobytes():
             continue
         x, y = decoded(x, a.dtype), decoded(y, b.dtype)
-        wide = np.complex128 if x.dtype.kind == "c" else np.float64
-        apart = _apart(x, y, wide, *tolerance)
-        count = int(apart.sum())
-        if count:
-            different += count
-            with np.errstate(invalid="ignore", over="ignore"):
-                here = np.abs(x[apart].astype(wide) - y[apart].astype(wide))
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart = _apart(x, y, *tolerance)
+            here = _distance(x[apart], y[apart])
+        if here.size:
+            different += here.size
             largest = max(largest, float(here.max())) if not math.isnan(largest) else largest
             largest = math.nan if np.isnan(here).any() else largest
     return Change(key, "values", _short(a), _short(b), different, largest) if different else None
 
 
-def _apart(x: "NDArray[Any]", y: "NDArray[Any]", wide: Any, rtol: float, atol: float) -> "NDArray[Any]":
+def _apart(x: "NDArray[Any]", y: "NDArray[Any]", rtol: float, atol: float) -> "NDArray[Any]":
     """Which elements differ."""
     import numpy as np
 
@@ -192,9 +190,26 @@ def _apart(x: "NDArray[Any]", y: "NDArray[Any]", wide: Any, rtol: float, atol: f
         bits = np.dtype(f"V{x.dtype.itemsize}")
         unequal: NDArray[Any] = x.view(bits) != y.view(bits)
         return unequal
-    with np.errstate(invalid="ignore", over="ignore"):
-        a, b = x.astype(wide), y.astype(wide)
-        near = (np.abs(a - b) <= atol + rtol * np.abs(b)) | (a == b)
-        both_nan = np.isnan(a) & np.isnan(b)
-    apart: NDArray[Any] = ~(near | both_nan)
-    return apart
+    distance, allowed = _distance(x, y), atol + rtol * np.abs(_wide(y))
+    if distance.dtype == np.uint64:
+        whole = np.where(allowed < 2.0**64, allowed, 0).astype(np.uint64)
+        near: NDArray[Any] = (distance <= whole) | (allowed >= 2.0**64)
+    else:
+        near = (distance <= allowed) | (x == y) | (np.isnan(x) & np.isnan(y))
+    return ~near
+
+
+def _distance(x: "NDArray[Any]", y: "NDArray[Any]") -> "NDArray[Any]":
+    """How far elements are from one another: exactly if they are whole numbers."""
+    import numpy as np
+
+    if x.dtype.kind in "biu":
+        distance: NDArray[Any] = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
+    else:
+        distance = np.abs(_wide(x) - _wide(y))
+    return distance
+
+
+def _wide(x: "NDArray[Any]") -> "NDArray[Any]":
+    """Elements as the widest numbers that they fit into, more or less."""
+    return x.astype("complex128" if x.dtype.kind == "c" else "float64")

@@ -125,14 +125,14 @@ def convert(
         CheckpointError: whatever is wrong with source or destination; names file and field.
 
     Warns:
-        UserWarning: names the keys that the format of the destination cannot hold, and those whose tensors share memory
-            in the source, but cannot in the destination.
+        UserWarning: names the keys and the metadata of safetensors files that the format of the destination cannot
+            hold, and the keys whose tensors share memory in the source, but cannot in the destination.
 
     Example:
         >>> convert("step_1000", "model.safetensors", to="safetensors")  # doctest: +SKIP
     """
     start = time.perf_counter()
-    sources, target = _paths(src), Path(dst)
+    sources, target = _paths(src), _target(dst)
     options = _options(to, shard_size, mesh, placements)
     dtypes = {"*": dtype} if isinstance(dtype, str) else dict(dtype or {})
     edits = Edits(tuple(select), tuple(exclude), dtypes, rename)
@@ -150,6 +150,9 @@ def convert(
             work.run(overwrite=overwrite, fsync=fsync, resume=resume)
     if out.left_out:
         warnings.warn(f"{to} holds tensors only; left out: {_some(out.left_out)}", stacklevel=2)
+    if out.unsaid:
+        names = _some(list(map(printable, out.unsaid)))
+        warnings.warn(f"{to} has no place for metadata of the source; left out: {names}", stacklevel=2)
     if out.apart:
         groups = [" and ".join(map(printable, group)) for group in out.apart]
         warnings.warn(f"Tensors that share memory in the source are written apart: {_some(groups)}", stacklevel=2)
@@ -167,6 +170,13 @@ def _paths(src: Source | Sequence[Source]) -> tuple[Path, ...]:
     if not src:
         raise CheckpointError("There is nothing to convert.", expected="a path, or several")
     return tuple([Path(one) for one in src])
+
+
+def _target(dst: Source) -> Path:
+    path = Path(dst)
+    if path.name in ("", ".."):
+        raise CheckpointError("The destination has no name of its own.", expected="a file or folder", got=str(path))
+    return path
 
 
 def _options(
@@ -192,16 +202,16 @@ def _options(
 def _check_apart(source: Path, index: Index, target: Path) -> None:
     """Neither may lie within the other."""
     there = os.path.realpath(target)
-    own = source if source.is_dir() else None
-    for here in map(
-        os.path.realpath, [own or source, *[files.root / name for files in index.opened for name in index.files]]
-    ):
-        if os.path.commonpath([here, there]) in (here, there):
-            raise CheckpointError(
-                "The destination is the source, lies in it or around it, and the source is never touched.",
-                got=target,
-                where=source,
-            )
+    inner = [] if source.is_dir() else [files.root / name for files in index.opened for name in index.files]
+    for path in (source, *inner):
+        above, name = os.path.split(os.path.abspath(path))
+        for here in (os.path.realpath(path), os.path.join(os.path.realpath(above), name)):  # a link, and where it leads
+            if os.path.commonpath([here, there]) in (here, there):
+                raise CheckpointError(
+                    "The destination is the source, lies in it or around it, and the source is never touched.",
+                    got=target,
+                    where=source,
+                )
 
 
 def _rows(out: Output) -> tuple[tuple[str, ...], ...]:

@@ -1,12 +1,11 @@
 """Another state dict from that of a checkpoint: merged, chosen, renamed, cast. Only names and boxes change."""
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, TensorEntry, narrowed
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, TensorEntry, common_notes, narrowed
 from torchshard.checkpoint.moving import casting
 from torchshard.checkpoint.pickles.inert import OrderedDict
 from torchshard.checkpoint.text import check_matches, printable, said_of
@@ -102,6 +101,9 @@ def merged(indices: Sequence[Index]) -> Index:
 
     Raises:
         CheckpointError: names a key that two of them have.
+
+    Warns:
+        UserWarning: names the notes that differ, which are left out.
     """
     if len(indices) == 1:
         return indices[0]
@@ -127,13 +129,8 @@ def merged(indices: Sequence[Index]) -> Index:
         return whole
 
     opened = tuple([files for index in indices for files in index.opened])
-    metadata = {key: value for index in indices for key, value in index.metadata.items()}
-    apart = [k for k, v in metadata.items() if any(index.metadata.get(k, v) != v for index in indices)]
-    if apart:
-        warnings.warn(f"metadata that differ are left out: {', '.join(map(printable, apart))}", stacklevel=3)
-    metadata = {key: value for key, value in metadata.items() if key not in apart}
     formats = " and ".join(dict.fromkeys(index.format for index in indices))
-    return Index(formats, entries, tree, files, metadata, opened)
+    return Index(formats, entries, tree, files, {}, opened, common_notes(indices))
 
 
 def _merge(into: dict[Any, Any], tree: Any) -> None:

@@ -1,12 +1,14 @@
 """What a checkpoint holds: tensors as boxes that lie somewhere in a file, objects, and the index of both."""
 
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout import Box, Sharding, check_tiling, contiguous_stride, tiles, whole
 
@@ -98,6 +100,8 @@ class TensorEntry:
         key: name in the checkpoint.
         stored: type of the elements in the files, where values are cast as they are read; "" for `dtype`.
         sharding: the mesh and placements that it was saved with, where the format says them.
+        requires_grad: whether it asked for gradients, where the format says so.
+        parameter: whether it was an nn.Parameter, where the format says so.
     """
 
     dtype: str
@@ -106,6 +110,8 @@ class TensorEntry:
     key: str = ""
     stored: str = ""
     sharding: Sharding | None = None
+    requires_grad: bool = False
+    parameter: bool = False
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -180,6 +186,7 @@ class Index:
         files: names and sizes of the files that hold the values.
         metadata: what the format says about itself.
         opened: what the files are read through.
+        notes: what the writer has noted beside the tensors, as the metadata of safetensors files.
     """
 
     format: str
@@ -188,6 +195,24 @@ class Index:
     files: dict[str, int]
     metadata: Mapping[str, str]
     opened: tuple[Files, ...]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def common_notes(indices: Iterable[Index]) -> dict[str, str]:
+    """The notes of checkpoints that become one; of those that differ none.
+
+    Warns:
+        UserWarning: names those that differ.
+    """
+    found: dict[str, str] = {}
+    apart: dict[str, None] = {}
+    for index in indices:
+        for name, text in index.notes.items():
+            if found.setdefault(name, text) != text:
+                apart[name] = None
+    if apart:
+        warnings.warn(f"metadata that differ are left out: {', '.join(map(printable, apart))}", stacklevel=4)
+    return {name: text for name, text in found.items() if name not in apart}
 
 
 _MANY = 2000  # boxes: which of more are wrong would take long to find

@@ -3,7 +3,7 @@
 import functools
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torchshard.checkpoint.text import printable
@@ -35,10 +35,12 @@ class Files:
     Args:
         root: the folder.
         named: a file in it that the user named himself: the one that may be a link to anywhere.
+        found: files that were seen in the folder. Their names, and the one that the user gave, may be odd.
     """
 
-    def __init__(self, root: Path, named: str | None = None) -> None:
+    def __init__(self, root: Path, named: str | None = None, found: Iterable[str] = ()) -> None:
         self.root, self.named = root, named
+        self._known = frozenset((named, *found))
         real = os.path.realpath(root)
         self._inside = (real, *_blobs(real))
         self._handle = functools.lru_cache(maxsize=OPEN_FILES)(self._open)
@@ -48,11 +50,16 @@ class Files:
         """Where the file is.
 
         Raises:
-            CheckpointError: the name is absolute, climbs out of the folder, or is a link that leads out of it.
+            CheckpointError: the name is absolute, climbs out of the folder, or is a link that leads out of it; or it is
+                not text, and comes from inside of the checkpoint.
         """
         parts = name.replace(os.sep, "/").split("/")
-        if not name or not name.isprintable() or os.path.isabs(name) or ".." in parts:
+        if not name or os.path.isabs(name) or ".." in parts:
             raise self._leaves(name)
+        if not name.isprintable() and name not in self._known:
+            raise CheckpointError(
+                "The checkpoint names a file by what is not text.", got=printable(name), where=self.root
+            )
         path = self.root / name
         if name != self.named:
             real = os.path.realpath(path)

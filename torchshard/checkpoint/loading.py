@@ -61,11 +61,18 @@ def load_into(
 
     Raises:
         CheckpointError: a key that the checkpoint lacks, another shape, a type that is not cast, a tensor on the meta
-            device; nothing is loaded then. Or the files are damaged; some tensors are filled then.
+            device, sparse or expanded; nothing is loaded then. Or the files are damaged; some tensors are filled then.
 
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
     """
+    if not isinstance(state_dict, (Mapping, list)):
+        raise CheckpointError(
+            "What is to be loaded into is no state dict.",
+            expected="nested dicts and lists of tensors",
+            got=printable(state_dict),
+            fix="model.state_dict()",
+        )
     with opening.open(path) as checkpoint:
         parts: list[_Part] = []
         entries = edited(checkpoint.index, Edits(rename=rename)).entries
@@ -202,17 +209,29 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[_Part]:
         held = [(Box(tuple(c.offsets), tuple(c.sizes)), tensor.to_local()) for c in tensor.__create_chunk_list__()]
     else:
         held = [(whole(entry.shape), tensor)]
-    if any(local.is_meta for _, local in held):
-        raise CheckpointError(
-            "A tensor of the state dict has no memory to load into.",
-            expected="tensors of a device",
-            got="the meta device",
-            where=printable(key),
-            fix="model.to_empty(device=...) first",
-        )
     for box, local in held:
-        assert tuple(local.shape) == box.size, f"the local tensor of {key} is not the box that it says it is"
+        _check_room(local, box, printable(key))
     return [_Part(entry, box, local.detach()) for box, local in held if box.numel]
+
+
+def _check_room(local: "Tensor", box: Box, where: str) -> None:
+    """Raise CheckpointError unless each element of the box has memory of its own in the tensor."""
+    import torch
+
+    what = fix = None
+    got: object = None
+    if local.is_meta:
+        what, got = "A tensor of the state dict has no memory to load into.", "one on the meta device"
+        fix = "model.to_empty(device=...) first"
+    elif local.layout != torch.strided:
+        what, got = "A tensor of the state dict is not dense.", local.layout
+    elif tuple(local.shape) != box.size:
+        what, got = "The local part of a tensor is not the box that its layout says it is.", tuple(local.shape)
+    elif any(n > 1 and not step for n, step in zip(local.shape, local.stride(), strict=True)):
+        what, got = "Elements of a tensor of the state dict share their memory.", f"strides {local.stride()}"
+        fix = "tensor.contiguous()"
+    if what is not None:
+        raise CheckpointError(what, expected=f"a tensor of shape {box.size}", got=got, where=where, fix=fix)
 
 
 def _of_torch(tensor: Any) -> "list[tuple[Box, Tensor]]":
@@ -236,7 +255,7 @@ def _load(part: _Part) -> Iterator[int]:
     import torch
 
     entry, box, local = part
-    if local.device.type == "cpu" and local.is_contiguous():
+    if local.device.type == "cpu" and local.is_contiguous() and not local.is_conj() and not local.is_neg():
         if not local.is_inference():
             torch.autograd.graph.increment_version(local)  # as NumPy's writes are not counted
         flat = local.reshape(-1).view(torch.uint8).numpy().data

@@ -146,7 +146,7 @@ def _read_folder(path: Path) -> Index:
     if (path / dcp.METADATA).exists():
         return dcp.read(path)
     if (index := hugging_face.find_index(path)) is not None:
-        return hugging_face.read_indexed(Files(path), index.name)
+        return hugging_face.read_indexed(Files(path, found=[index.name]), index.name)
     if parts := hugging_face.find_parts(path):
         return hugging_face.read_folder(parts)
     if ranks := rank_files.find(path):

@@ -5,12 +5,14 @@ from functools import partial
 from typing import Any
 
 from torchshard.checkpoint.entries import Entry, ObjectEntry, TensorEntry
-from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record
+from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
 NESTING = 100  # how deep containers may be nested; far more than any state dict, far less than Python's stack
 _SPARE = 100_000  # places of lists that may stay empty, as an empty dict among dicts leaves one
+
+_LONG = 4000  # bits of an integer of which Python makes decimals in no time
 
 Steps = tuple[str | int, ...]
 
@@ -110,7 +112,21 @@ def _inner(value: Any) -> Mapping[Any, object] | None:
 
 
 def _step(key: object) -> str:
-    return key if isinstance(key, str) else printable(key)
+    """A key of a dict as text: what str() makes of torch's own."""
+    return key if isinstance(key, str) else _spelled(key)
+
+
+def _spelled(key: object) -> str:
+    if isinstance(key, tuple):
+        items = [_spelled(item) for item in key]
+        if isinstance(key, Size):
+            return f"torch.Size([{', '.join(items)}])"
+        return f"({', '.join(items)}{',' * (len(items) == 1)})"
+    if isinstance(key, Record):
+        return f"{key.name}({', '.join(map(printable, key.args))})"
+    if isinstance(key, int) and key.bit_length() > _LONG:
+        return hex(key)
+    return repr(key)
 
 
 def _itself(value: object) -> object:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torchshard.checkpoint.entries import Index, TensorEntry
 from torchshard.checkpoint.formats.dcp import METADATA
-from torchshard.checkpoint.formats.out import Options, OutFile, Output
+from torchshard.checkpoint.formats.out import Options, OutFile, Output, unsaid
 from torchshard.checkpoint.formats.torch_file import ArchivePlan, lay_out
 from torchshard.checkpoint.pickles.inert import Global, Record, Size
 from torchshard.checkpoint.pickles.write import Call, View, dump
@@ -99,7 +99,7 @@ def write(index: Index, options: Options) -> Output:
     body = _metadata(found, chunks, places, ranks)
     files.append(OutFile(METADATA, (), len(body), lambda crcs: iter([(0, body)])))
     tensors = {key: value for key, _, value in found if isinstance(value, TensorEntry)}
-    return Output(tuple(files), apart=tuple(overlapping(tensors)))
+    return Output(tuple(files), apart=tuple(overlapping(tensors)), unsaid=unsaid(index.notes))
 
 
 def _leaves(index: Index) -> list[tuple[str, Steps, object]]:

@@ -2,7 +2,7 @@
 
 With an index: `model.safetensors.index.json` or `pytorch_model.bin.index.json` says which file holds which key.
 Without: all `*.safetensors` of the folder. Files that torch.distributed.checkpoint wrote in this format say in their
-metadata where each tensor lies in the full one (DCP_SHARDING_INFO); their pieces are put together.
+metadata where each tensor lies in the full one (DCPSHARDING_INFO); their pieces are put together.
 """
 
 import re
@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchshard.checkpoint.entries import Entry, Index, TensorEntry, check_pieces, narrowed
+from torchshard.checkpoint.entries import Entry, Index, TensorEntry, check_pieces, common_notes, narrowed
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import safetensors, torch_file
 from torchshard.checkpoint.formats.json_text import parse
+from torchshard.checkpoint.formats.safetensors import SHARDING
 from torchshard.checkpoint.pickles.torch_values import sizes
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
 _SUFFIX = ".index.json"
-_SHARDING = "DCP_SHARDING_INFO"
 _ONE_RANK = "shard-"
 _INDEX_LIMIT = 2**28  # bytes of an index
 _PART = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors\Z", re.DOTALL)
@@ -83,12 +83,12 @@ def read_folder(paths: list[Path]) -> Index:
         CheckpointError: a part missing, a key in two files, or pieces that do not make up their tensor.
     """
     _check_all_there(paths)
-    files = Files(paths[0].parent)
+    files = Files(paths[0].parent, found=[path.name for path in paths])
     parts = {path.name: safetensors.read(files, path.name) for path in paths}
-    cut = [name for name, part in parts.items() if _SHARDING in part.metadata]
+    cut = [name for name, part in parts.items() if SHARDING in part.metadata]
     if cut and len(cut) < len(parts):
         raise CheckpointError(
-            "Some files hold pieces of tensors, and some do not.", got=f"{_SHARDING} in {cut[0]}", where=files.root
+            "Some files hold pieces of tensors, and some do not.", got=f"{SHARDING} in {cut[0]}", where=files.root
         )
     entries = _of_pieces(parts, files.root) if cut else _of_whole(parts, files.root)
     return _index(files, entries, parts, {}, {})
@@ -100,12 +100,12 @@ def of_whole_tensors(index: Index, path: Path) -> Index:
     Raises:
         CheckpointError: it holds pieces of tensors, as one rank writes them.
     """
-    if _SHARDING not in index.metadata:
+    if SHARDING not in index.metadata:
         return index
     if path.name.startswith(_ONE_RANK):
         raise CheckpointError("The file holds one rank's pieces of tensors.", where=path, fix="Open its folder.")
     _of_pieces({path.name: index}, path.parent)
-    return replace(index, metadata={key: text for key, text in index.metadata.items() if key != _SHARDING})
+    return replace(index, metadata={key: text for key, text in index.metadata.items() if key != SHARDING})
 
 
 def _check_all_there(paths: list[Path]) -> None:
@@ -135,7 +135,7 @@ def _of_pieces(parts: Mapping[str, Index], folder: Path) -> dict[str, Entry]:
     """Tensors put together; the full shape is as far as their pieces reach."""
     found: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = {}
     for name, part in parts.items():
-        offsets = parse(part.metadata[_SHARDING].encode(), f"field {_SHARDING}", folder / name)
+        offsets = parse(part.metadata[SHARDING].encode(), f"field {SHARDING}", folder / name)
         for key, entry in part.entries.items():
             assert isinstance(entry, TensorEntry), "safetensors holds tensors only"
             found.setdefault(key, []).append(
@@ -175,4 +175,5 @@ def _index(
     tree: dict[str, Entry] = dict(entries)
     sized = {**more, **{name: size for part in parts.values() for name, size in part.files.items()}}
     kinds = {part.format for part in parts.values()} or {"safetensors"}
-    return Index(f"{' and '.join(sorted(kinds))}, in parts", entries, lambda: tree, sized, metadata, (files,))
+    notes = common_notes(parts.values())
+    return Index(f"{' and '.join(sorted(kinds))}, in parts", entries, lambda: tree, sized, metadata, (files,), notes)

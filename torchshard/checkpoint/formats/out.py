@@ -1,6 +1,6 @@
 """What a writer hands over to be moved: files, where the bytes of each tensor go in them, and how the rest is made."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,11 @@ class Slot(NamedTuple):
     def nbytes(self) -> int:
         """Length of the stretch."""
         return self.box.numel * DTYPES[self.entry.dtype].itemsize
+
+
+def unsaid(notes: Iterable[str]) -> tuple[str, ...]:
+    """Names of notes that are lost where there is no place for any: all but the one that says a format."""
+    return tuple([name for name in notes if name != "format"])
 
 
 def whole_slot(entry: TensorEntry, offset: int) -> Slot:
@@ -67,11 +72,13 @@ class Output:
         files: one named "" or several with names.
         left_out: keys that the format cannot hold, each with the reason in brackets where it is not plain data.
         apart: groups of keys whose tensors share memory in the source, and will not.
+        unsaid: names of notes that the format has no place for.
     """
 
     files: tuple[OutFile, ...]
     left_out: tuple[str, ...] = ()
     apart: tuple[Sequence[str], ...] = ()
+    unsaid: tuple[str, ...] = ()
 
     @property
     def is_folder(self) -> bool:

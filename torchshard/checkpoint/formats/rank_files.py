@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def read(paths: Sequence[Path]) -> Index:
     Warns:
         UserWarning: names what differs from rank to rank without saying how.
     """
-    files = Files(paths[0].parent)
+    files = Files(paths[0].parent, found=[path.name for path in paths])
     parts = [torch_file.read_part(files, path.name) for path in paths]
     merged: dict[str, dict[int, Entry]] = {}
     for path, part in zip(paths, parts, strict=True):
@@ -143,7 +144,7 @@ def _merged(key: str, entries: Sequence[Entry], ranks: int, where: Path) -> Entr
     pieces: dict[Box, Piece] = {}
     for piece in [piece for entry in tensors for piece in entry.pieces]:
         pieces.setdefault(piece.box, piece)  # of replicas, the first rank's
-    made = TensorEntry(first.dtype, first.shape, tuple(pieces.values()), sharding=first.sharding)
+    made = replace(first, pieces=tuple(pieces.values()))
     check_pieces(made.shape, made.pieces, f"{where}: {printable(key)}")
     return made
 

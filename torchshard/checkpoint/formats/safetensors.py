@@ -6,7 +6,7 @@ after another without gaps. Only tensors, under flat names; no objects.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from torchshard.layout import contiguous_stride, whole
 
 HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 _METADATA = "__metadata__"
+SHARDING = "DCP_SHARDING_INFO"
+OF_PIECES = (SHARDING, "DCP_VERSION")  # what torch.distributed.checkpoint says of pieces of tensors
 _PAGE = 4096  # bytes: tensors begin at a page of the file, so that pages are written, and mapped, as a whole
 
 
@@ -46,14 +48,15 @@ def read(files: Files, name: str) -> Index:
         )
     header = parse(files.read(name, 8, length), "safetensors header", path)
     metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    if not isinstance(metadata, dict) or not all(map(_is_text, [*metadata, *metadata.values()])):
         raise CheckpointError("The safetensors metadata is not text.", where=f"{path}: {_METADATA}")
     entries: dict[str, Entry] = {}
     for key, fields in header.items():
         entries[key] = _entry(files, name, key, fields, 8 + length)
     _check_ranges(entries, path, 8 + length, total)
     tree: dict[str, Entry] = dict(entries)
-    return Index("safetensors", entries, lambda: tree, {name: total}, metadata, (files,))
+    notes = {name: text for name, text in metadata.items() if name not in OF_PIECES}
+    return Index("safetensors", entries, lambda: tree, {name: total}, metadata, (files,), notes)
 
 
 def _entry(files: Files, name: str, key: str, fields: Any, data_at: int) -> TensorEntry:
@@ -106,27 +109,26 @@ def _check_ranges(entries: dict[str, Entry], path: Path, data_at: int, total: in
 def write(index: Index, options: Options) -> Output:
     """The file, or parts with an index, that hold the tensors under their dotted names, those inside of objects too.
 
-    Wider types come first in a file, so that each tensor is aligned to its type. The metadata of a safetensors file are
-    kept.
+    Wider types come first in a file, so that each tensor is aligned to its type. Each file has the notes of the source.
 
     Raises:
         CheckpointError: a type or a name that the format cannot hold; names the key.
     """
     tensors, left_out = _tensors(index)
     apart = tuple(overlapping(tensors))
-    facts = dict(index.metadata) if index.format == "safetensors" else {}
+    notes = index.notes
     if options.shard_size is None:
-        return Output((_file("", tensors, facts),), tuple(left_out), apart)
+        return Output((_file("", tensors, notes),), tuple(left_out), apart)
     parts = parts_of({key: entry.nbytes for key, entry in tensors.items()}, options.shard_size)
     named_parts = named("model", ".safetensors", parts)
-    files = [_file(name, {key: tensors[key] for key in keys}, facts) for name, keys in named_parts]
+    files = [_file(name, {key: tensors[key] for key in keys}, notes) for name, keys in named_parts]
     files.append(index_file("model.safetensors.index.json", "model", ".safetensors", parts, tensors))
     return Output(tuple(files), tuple(left_out), apart)
 
 
-def _file(name: str, tensors: dict[str, TensorEntry], facts: dict[str, str]) -> OutFile:
+def _file(name: str, tensors: dict[str, TensorEntry], notes: Mapping[str, str]) -> OutFile:
     order = sorted(tensors, key=lambda key: -tensors[key].itemsize)
-    head = _header(order, tensors, facts)
+    head = _header(order, tensors, notes)
     at = len(head)
     slots = []
     for key in order:
@@ -159,8 +161,8 @@ def _tensors(index: Index) -> tuple[dict[str, TensorEntry], list[str]]:
     return tensors, left_out
 
 
-def _header(order: Sequence[str], tensors: dict[str, TensorEntry], facts: dict[str, str]) -> bytes:
-    header: dict[str, object] = {_METADATA: {"format": "pt", **facts}}
+def _header(order: Sequence[str], tensors: dict[str, TensorEntry], notes: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {_METADATA: {"format": "pt", **notes}}
     at = 0
     for key in order:
         entry = tensors[key]
@@ -179,9 +181,11 @@ def _header(order: Sequence[str], tensors: dict[str, TensorEntry], facts: dict[s
     return len(body).to_bytes(8, "little") + body
 
 
-def _is_text(key: str) -> bool:
+def _is_text(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
     try:
-        key.encode()
+        value.encode()
     except UnicodeEncodeError:
         return False
     return True

@@ -12,7 +12,7 @@ from torchshard.checkpoint import zips
 from torchshard.checkpoint.entries import Index, TensorEntry, check_pieces
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import torch_legacy
-from torchshard.checkpoint.formats.out import Options, OutFile, Output, Slot, whole_slot
+from torchshard.checkpoint.formats.out import Options, OutFile, Output, Slot, unsaid, whole_slot
 from torchshard.checkpoint.formats.parts import index_file, named, parts_of
 from torchshard.checkpoint.moving.checksums import crc32
 from torchshard.checkpoint.pickles.inert import RefusedGlobal
@@ -83,14 +83,14 @@ def write(index: Index, options: Options) -> Output:
     """
     try:
         if options.shard_size is None:
-            return Output((_file("", index.tree()),))
+            return Output((_file("", index.tree()),), unsaid=unsaid(index.notes))
         sizes = {key: entry.nbytes if isinstance(entry, TensorEntry) else 0 for key, entry in index.entries.items()}
         parts = parts_of(sizes, options.shard_size)
         files = [_file(name, {key: index.entries[key] for key in keys}) for name, keys in named(_STEM, ".bin", parts)]
         tensors = {key: entry for key, entry in index.entries.items() if isinstance(entry, TensorEntry)}
         files.append(index_file(f"{_STEM}.bin.index.json", _STEM, ".bin", parts, tensors))
         apart = [group for group in overlapping(tensors) if not any(set(group) <= set(part) for part in parts)]
-        return Output(tuple(files), apart=tuple(apart))
+        return Output(tuple(files), apart=tuple(apart), unsaid=unsaid(index.notes))
     except RefusedGlobal as error:
         fix = "Save again without it, leave it out (exclude), or convert to safetensors, which holds only tensors."
         raise RefusedGlobal(error.name, error.where, fix) from error
@@ -113,7 +113,7 @@ def lay_out(tree: object, start: int, box: Box | None = None) -> ArchivePlan:
         CheckpointError: something that is not plain data.
     """
     numbered = _Numbered(box)
-    data = dump(tree, numbered.view)
+    data = dump(tree, numbered.view, grads=box is None)
     if box is None and numbered.join():
         data = dump(tree, numbered.view)
     small = [("data.pkl", data), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]

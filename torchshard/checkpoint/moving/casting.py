@@ -45,12 +45,13 @@ def cast(raw: "NDArray[Any]", source: str, target: str) -> "NDArray[Any]":
     import numpy as np
 
     values = decoded(raw, source)
-    if target != "bfloat16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            simple: NDArray[Any] = values.astype(target)
-        return simple
     with np.errstate(over="ignore", invalid="ignore"):
-        bits = values.astype(np.float32).view(np.uint32)
+        if DTYPES[target].itemsize == 2:
+            values = values.astype(np.float32)  # as torch does, so that float64 is rounded twice
+        if target != "bfloat16":
+            simple: NDArray[Any] = values.astype(target)
+            return simple
+    bits = values.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     result: NDArray[Any] = np.where(nan, 0x7FC0, rounded).astype(np.uint16)

@@ -6,6 +6,7 @@ from the metadata of the shards. The classes have moved between modules from tor
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -50,7 +51,8 @@ def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> TensorEntry:
         if isinstance(made, TensorEntry):
             return made
     elif function.name == _WRAPPER and kind.name in _DTENSORS:
-        return _dtensor(state)
+        parameter = _attributes(state).get("_is_param") is True
+        return replace(_dtensor(state), requires_grad=args[7:8] == (True,), parameter=parameter)
     elif function.name == _WRAPPER and kind.name == _SHARDED:
         return _sharded_tensor(state)
     raise CheckpointError("A tensor is of a class that is not read.", got=kind.name)
@@ -251,7 +253,7 @@ def _sharded_tensor(state: Any) -> TensorEntry:
     return TensorEntry(name, shape, tuple(pieces))
 
 
-def _our_sharded_tensor(shape: Any, dtype: Any, _grad: Any, _described: Any, parts: Any, *_: Any) -> TensorEntry:
+def _our_sharded_tensor(shape: Any, dtype: Any, grad: Any, _described: Any, parts: Any, *_: Any) -> TensorEntry:
     """torchshard's own, which pickles as a call with the offsets, sizes and tensors of this rank's parts."""
     if not isinstance(parts, list):
         raise TypeError("a ShardedTensor without parts")
@@ -262,7 +264,7 @@ def _our_sharded_tensor(shape: Any, dtype: Any, _grad: Any, _described: Any, par
         if not isinstance(local, TensorEntry):
             raise TypeError("a part without a tensor")
         pieces += _placed(local, sizes(offset, "offsets", None), sizes(size, "sizes", None), shape, name)
-    return TensorEntry(name, shape, tuple(pieces))
+    return TensorEntry(name, shape, tuple(pieces), requires_grad=grad is True)
 
 
 def _dtype(value: Any) -> str:

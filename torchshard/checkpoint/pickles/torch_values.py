@@ -4,6 +4,7 @@ The table ALLOWED is the whole of what is read. It is a little less than torch.l
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -87,7 +88,7 @@ def sizes(value: object, what: str, where: object) -> tuple[int, ...]:
     raise CheckpointError(f"The {what} is not a list of sizes.", got=printable(value), where=where)
 
 
-def _tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, stride: Any) -> TensorEntry:
+def _tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, stride: Any, grad: Any) -> TensorEntry:
     if not isinstance(storage, Storage) or dtype is None:
         raise TypeError("a tensor without a storage or a type")
     where = storage.where
@@ -110,20 +111,23 @@ def _tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, stride: An
         extent = storage.find()
         return Place(extent, extent.offset + offset * itemsize, stride)
 
-    return TensorEntry(dtype, shape, () if empty else (Piece(whole(shape), find),))
+    pieces = () if empty else (Piece(whole(shape), find),)
+    return TensorEntry(dtype, shape, pieces, requires_grad=grad is True)
 
 
-def _rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> TensorEntry:
-    _check_plain(rest[2:])
-    return _tensor(storage, getattr(storage, "dtype", None), offset, shape, stride)
+def _rebuild_v2(
+    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any = False, _hooks: Any = None, *rest: Any
+) -> TensorEntry:
+    _check_plain(rest)
+    return _tensor(storage, getattr(storage, "dtype", None), offset, shape, stride, grad)
 
 
 def _rebuild_v3(
-    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *rest: Any
+    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, _hooks: Any, dtype: Any, *rest: Any
 ) -> TensorEntry:
     _check_plain(rest)
     name = dtype.name.removeprefix("torch.") if isinstance(dtype, Global) else None
-    return _tensor(storage, name if name in DTYPES else None, offset, shape, stride)
+    return _tensor(storage, name if name in DTYPES else None, offset, shape, stride, grad)
 
 
 def _check_plain(metadata: Sequence[object]) -> None:
@@ -133,10 +137,10 @@ def _check_plain(metadata: Sequence[object]) -> None:
         )
 
 
-def _rebuild_parameter(tensor: Any, *_: Any) -> TensorEntry:
+def _rebuild_parameter(tensor: Any, grad: Any = False, *_: Any) -> TensorEntry:
     if not isinstance(tensor, TensorEntry):
         raise TypeError("a parameter without a tensor")
-    return tensor
+    return replace(tensor, requires_grad=grad is True, parameter=True)
 
 
 def _encode(text: Any, encoding: Any = None) -> bytes:

@@ -33,18 +33,19 @@ class View(NamedTuple):
 Viewing = Callable[[TensorEntry], View]
 
 
-def dump(tree: object, view: Viewing, records: Collection[str] = ()) -> bytes:
+def dump(tree: object, view: Viewing, records: Collection[str] = (), *, grads: bool = True) -> bytes:
     """The pickle of a state dict.
 
     Args:
         tree: plain data, with TensorEntries and ObjectEntries anywhere inside.
         view: says in which record a tensor will lie, and how.
         records: names of classes whose Records are written too.
+        grads: whether parameters, and tensors that ask for gradients, stay so.
 
     Raises:
         CheckpointError: something that is not plain data, or containers nested too deep.
     """
-    writer = _Writer(view, records)
+    writer = _Writer(view, records, grads)
     writer.put(tree)
     return b"\x80\x02" + bytes(writer.out) + b"."
 
@@ -57,9 +58,9 @@ class Call(NamedTuple):
 
 
 class _Writer:
-    def __init__(self, view: Viewing, records: Collection[str]) -> None:
+    def __init__(self, view: Viewing, records: Collection[str], grads: bool) -> None:
         self.out = bytearray()
-        self.view, self.records = view, records
+        self.view, self.records, self.grads = view, records, grads
         self.texts: dict[str, int] = {}
         self.globals: dict[tuple[str, str], int] = {}
         self.objects: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that the id stays its own
@@ -219,6 +220,18 @@ class _Writer:
             raise CheckpointError("This is not plain data, and cannot be written.", got=value.name, where=self.at)
 
     def _tensor(self, entry: TensorEntry) -> None:
+        grad = self.grads and entry.requires_grad
+        if not (self.grads and entry.parameter):
+            self._data(entry, grad)
+            return
+        self._global("torch._utils", "_rebuild_parameter")
+        self.out += b"("
+        self._data(entry, False)
+        self.put(grad)
+        self._call("collections", "OrderedDict", ())
+        self.out += b"tR"
+
+    def _data(self, entry: TensorEntry, grad: bool) -> None:
         dtype = DTYPES[entry.dtype]
         number, length, first, shape, stride = self.view(entry)
         self._global("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
@@ -228,7 +241,7 @@ class _Writer:
         for item in (str(number), "cpu", length if dtype.storage else length * dtype.itemsize):
             self.put(item)
         self.out += b"tQ"
-        for value in (first, shape, stride, False):
+        for value in (first, shape, stride, grad and dtype.storage is not None):  # torch loads no others that ask
             self.put(value)
         self._call("collections", "OrderedDict", ())
         if not dtype.storage:
