@@ -61,7 +61,9 @@ def _replaced(rank, world):
     model = wrapped(find_unused_parameters=True)
     model.module[2] = nn.Linear(8, 8)
     _step(model, rank)
-    with pytest.raises(RuntimeError, match=r"2\.weight, 2\.bias of the wrapped module are no longer in it, and 2\.weight"):
+    with pytest.raises(
+        RuntimeError, match=r"2\.weight, 2\.bias of the wrapped module are no longer in it, and 2\.weight"
+    ):
         _step(model, rank)
 
     model = wrapped()

@@ -1,10 +1,14 @@
 """distribute_tensor, distribute_module and the factories."""
 
+import os
 import warnings
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import meet, run_ranks
+from torchshard.errors import RankMismatchError, ShardingError
 
 
 def tensors(rank, world):
@@ -127,3 +131,91 @@ def test_factories():
             assert all(all(p) for p in pairs), pairs
             assert empty == ((5, 3), True, True)
             assert inside
+
+
+def diverging(rank, world):
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.raises(RankMismatchError, match="have different tensors to distribute") as caught:
+        distribute_tensor(torch.zeros(10 + 2 * rank, 3), mesh, [Shard(0)])
+    return str(caught.value)
+
+
+def test_tensors_of_other_shapes_on_other_ranks():
+    for message in run_ranks(2, diverging):
+        assert "torch.float32 of shape (10, 3) as (0=2:S(0)), from place 0" in message
+        assert "torch.float32 of shape (12, 3) as (0=2:S(0)), from place 0" in message
+
+
+def orders(rank, world):
+    """Parts lie in memory in the order that the whole does, results of convolutions too."""
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
+    w = torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last)
+    want = torch.nn.functional.conv2d(x, w)
+    for source in (0, None):
+        for at in (Shard(0), Replicate(), Shard(1), Shard(2)):
+            part = distribute_tensor(x, mesh, [at], src_data_rank=source)
+            assert part.stride() == x.stride()
+            assert part.to_local().is_contiguous(memory_format=torch.channels_last), (source, at)
+            for kernels in (Shard(0), Replicate()):
+                found = torch.nn.functional.conv2d(part, distribute_tensor(w, mesh, [kernels], src_data_rank=source))
+                assert found.stride() == want.stride(), (source, at, kernels)
+                assert found.to_local().is_contiguous(memory_format=torch.channels_last), (source, at, kernels)
+    t = distribute_tensor(torch.arange(12.0).view(3, 4).t(), mesh, [Shard(0)])
+    return t.stride() == (1, 4) and t.to_local().stride() == (1, 2)
+
+
+def test_parts_lie_in_memory_as_the_whole_does():
+    assert all(run_ranks(2, orders))
+
+
+def lost(rank, world, place):
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = distribute_tensor(torch.arange(6.0), mesh["a"], [Shard(0)])
+    meet(place, rank, world)
+    if rank == world - 1:
+        os._exit(0)
+    message = ""
+    if rank == 1:  # the others are in a group with none that is lost
+        with pytest.raises(RankMismatchError) as caught:
+            x.redistribute(placements=[Replicate()]).to_local()
+        message = str(caught.value)
+    dist.destroy_process_group()
+    return message
+
+
+def test_a_rank_that_is_lost(tmp_path):
+    message = run_ranks(4, lost, str(tmp_path / "place"), expect_dead=(3,), timeout=60)[1]
+    assert (
+        "waited in vain for a collective of DTensors of a group; its ranks 0, 1, ... are [1, 3] of the world" in message
+    )
+    assert "no answer within 3 s from rank 1" in message
+
+
+def crossing(rank, world):
+    """torch's DTensor orders pieces by rank, not by place in the mesh."""
+    import torch.distributed.tensor as upstream
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from torchshard import DTensor, Replicate, Shard, distribute_tensor
+    from torchshard.state_dict import to_full
+
+    mesh = DeviceMesh("cpu", [1, 0])
+    ours = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    theirs = upstream.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    assert ours.full_tensor().tolist() == theirs.full_tensor().tolist() == [0, 1, 2, 3]
+    for cross in (ours.to_torch, lambda: DTensor.from_torch(theirs), lambda: to_full({"x": theirs})):
+        with pytest.raises(ShardingError, match="Ranks do not ascend along an axis that splits"):
+            cross()
+    whole = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
+    return whole.to_torch().full_tensor().tolist()
+
+
+def test_meshes_whose_ranks_do_not_ascend():
+    assert run_ranks(2, crossing) == [[0, 1, 2, 3]] * 2

@@ -130,3 +130,27 @@ def wrapped(rank, world):
 
 def test_whole_numbers_that_wrap():
     assert run_ranks(2, wrapped) == [[], []]
+
+
+def moved_under_autocast(rank, world):
+    """Moves leave dtypes alone, with pieces of any length, whatever operators would do to them."""
+    from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64):
+        full = torch.arange(15.0).view(5, 3).to(dtype)
+        for kind in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", kind):
+                x = distribute_tensor(full, mesh, [Shard(0)])
+                moves = [x, x.redistribute(placements=[Shard(1)]), x.redistribute(placements=[Replicate()])]
+                moves.append(DTensor.from_local(full / world, mesh, [Partial()]).redistribute(placements=[Shard(0)]))
+                moves = [y.full_tensor() for y in moves]
+            for y in moves:
+                assert y.dtype is dtype
+                torch.testing.assert_close(y, full, rtol=1e-2, atol=0)
+            found.append(len(moves))
+    return len(found)
+
+
+def test_moves_under_autocast():
+    assert run_ranks(2, moved_under_autocast) == [10, 10]

@@ -223,8 +223,14 @@ def several(rank, world):
 
     mesh = init_device_mesh("cpu", (world,))
     x, y, p = (put(VALUES, mesh, text) * 1 for text in ("S0", "S1", "P"))
-    with pytest.raises(UnsupportedOperatorError, match=r"_foreach_mul_.Scalar writes to several tensors"):
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"_foreach_mul_.Scalar writes to several tensors of the same mem"
+    ):
         torch._foreach_mul_([x, x[1:3], x[:2]], 2.0)
+    moved = x[1:3], y[:, 1:], y * 1
+    torch._foreach_mul_(moved, 2.0)
+    for t, rows, columns in ((x, slice(1, 3), slice(None)), (y, slice(None), slice(1, None))):
+        t[rows, columns] = t[rows, columns] / 2
     p = p.redistribute(placements=[Partial("max")])
     for wrong in (
         lambda: torch._foreach_mul_([p, x, p], 0.5),

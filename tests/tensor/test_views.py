@@ -1,5 +1,7 @@
 """Views: they share memory with their base, or refuse what would show that they do not."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -152,3 +154,39 @@ def with_gaps(rank, world):
 
 def test_views_with_gaps():
     assert run_ranks(2, with_gaps) == [True, True]
+
+
+def of_length_one(rank, world):
+    """A split dim of length 1 goes on in another one; so do gradients of heads with one output."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+    from torchshard.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    for shape, at, into, there in (
+        ((1, 1), 1, (1,), 0),
+        ((1, 1, 4), 0, (1, 4), 0),
+        ((3, 1, 1), 1, (3, 1), 1),
+        ((6, 1), 1, (2, 1, 3), 1),
+        ((1, 3), 0, (3, 1), 1),
+    ):
+        base, full = distribute_tensor(torch.ones(shape), mesh, [Shard(at)]), torch.ones(shape)
+        view = base.view(into)
+        assert view.placements == (Shard(there),), (shape, at, into)
+        view.mul_(3)
+        assert torch.equal(base.full_tensor(), 3 * full)
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(6, 1)
+    head = parallelize_module(deepcopy(plain), mesh, ColwiseParallel())
+    norms = []
+    for m in (plain, head):
+        m(torch.ones(3, 6)).square().sum().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+        torch.optim.AdamW(m.parameters(), fused=True).step()
+    assert head.bias.grad.placements == (Shard(0),)
+    torch.testing.assert_close(norms[1].full_tensor(), norms[0])
+    for p, q in zip(head.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
+def test_dims_of_length_one():
+    run_ranks(2, of_length_one)
