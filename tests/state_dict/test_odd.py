@@ -1,10 +1,12 @@
 """Odd tensors and odd dicts: what is filled in another order, tied, empty, without values, or goes by one name twice."""
 
 import re
-from collections import namedtuple
+from collections import UserDict, defaultdict, namedtuple
+from types import MappingProxyType
 
 import pytest
 
+from tests.keys.test_keys import Shared
 from tests.ranks import run_ranks
 
 Pair = namedtuple("Pair", "a b")
@@ -97,6 +99,16 @@ def _odd(rank, world):
         for back in ([Shard(1), Shard(0)], [Replicate(), Shard(1)], placements):
             for x in (parts, state_dict.to_torch(parts)):
                 assert torch.equal(state_dict.to_full(state_dict.to_dtensor(x, grid, back)), whole)
+
+    # Mappings of other classes are made anew.
+    for kind in (Shared, MappingProxyType, UserDict, lambda items: defaultdict(list, items)):
+        sd = kind({"w": whole, "inner": kind({"v": whole})})
+        made = state_dict.to_dtensor(sd, mesh, [Shard(0)])
+        assert type(made) is type(sd) is type(made["inner"])
+        assert made["w"] is made["inner"]["v"]
+        assert isinstance(made["w"], DTensor)
+        assert sd["w"] is sd["inner"]["v"] is whole
+        assert getattr(made, "default_factory", list) is list
 
     # Without elements, without values, not dense.
     for shape in ((0, 3), (5, 0)):
