@@ -20,10 +20,10 @@ def _address(x):
 
 def _odd(rank, world):
     import torch
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor import DeviceMesh, Partial, Replicate, Shard
 
     from torchshard import DTensor, ShardedTensor, init_device_mesh, state_dict
-    from torchshard.errors import ShardingError
+    from torchshard.errors import RankMismatchError, ShardingError
     from torchshard.tensor.sharded import specs
 
     mesh = init_device_mesh("cpu", (world,))
@@ -57,6 +57,33 @@ def _odd(rank, world):
     sd = state_dict.to_dtensor(sd, mesh, [Shard(0)], src_rank=2)
     assert sd["a"] is sd["b"]
     assert torch.equal(sd["a"].full_tensor(), whole)
+
+    # With a source, what stays a plain tensor has its values too, on the other ranks of the mesh; else it is refused.
+    def given(of, device="meta", **more):
+        sd = {"w": whole, "n": torch.tensor(7 + rank), "v": whole + rank, "e": whole[:0], **more}
+        return sd if rank == of else {name: torch.empty_like(x, device=device) for name, x in sd.items()}
+
+    some = DeviceMesh("cpu", [1, 2, 3])
+    for source, there in ((0, mesh), (3, mesh), (0, some)):
+        for device in ("meta", "cpu"):
+            sd = given(source, device)
+            placements = {"w": [Shard(0)], "*": None}
+            made = state_dict.to_dtensor(sd, there, placements, src_rank=source)
+            assert {name: type(x) for name, x in made.items() if name != "w"} == dict.fromkeys("nve", torch.Tensor)
+            assert made["n"].tolist() == 7 + source
+            assert torch.equal(made["v"], whole + source)
+            assert made["e"].shape == (0, 3)
+            assert {made[name].device.type for name in "nve"} == {"cpu"}
+            assert rank != source or _address(made["v"]) == _address(sd["v"])
+            assert sd["v"].device.type == device or rank == source
+    made = state_dict.to_dtensor(given(1), mesh, [Shard(0)], src_rank=1)
+    assert made["n"].tolist() == 8
+    eye = torch.eye(3).to_sparse()
+    refused(
+        lambda: state_dict.to_dtensor({"s": eye}, mesh, {"s": None}, src_rank=0), "Only dense tensors.*sparse_coo.*s"
+    )
+    with pytest.raises(ShardingError if rank == 2 else RankMismatchError, match="meta device has no values"):
+        state_dict.to_dtensor({"n": torch.empty((), device="meta")}, mesh, [Shard(0)], src_rank=2)
 
     # A conjugate, a negated view and another part of the same memory are tensors of their own.
     z = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ from torchshard.errors import ShardingError
 from torchshard.layout.placements import Shard
 from torchshard.state_dict.converting import convert
 from torchshard.state_dict.forms import Form, take_replicas
-from torchshard.state_dict.targets import InParts, OnMesh, Target, Whole
+from torchshard.state_dict.targets import AsOn, InParts, OnMesh, Target, Whole
 from torchshard.state_dict.trees import identity, leaves, with_leaves
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import from_torch as sharding_from_torch
@@ -93,8 +93,9 @@ def to_dtensor(
             placements are None is left as it is.
         strict: whether each key must fit a pattern, and each pattern a key. Otherwise keys without a pattern are left
             as they are.
-        src_rank: the global rank whose plain tensors count; others give tensors of the same shapes, on the meta device
-            for example. Without it all ranks are taken to have the same values, and nothing is sent for them.
+        src_rank: the global rank whose plain tensors count, also those that stay plain; others give tensors of the same
+            shapes, on the meta device for example. Without it all ranks are taken to have the same values, and nothing
+            is sent for them.
         reduce_partial: take the value of Partial tensors, which are refused otherwise.
 
     Raises:
@@ -107,7 +108,9 @@ def to_dtensor(
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
         found = chosen(path, x)
         if found is None:
-            return None
+            if src_rank is None or form.holding is not None or _here() not in (src_rank, *mesh.ranks):
+                return None
+            return AsOn(src_rank, mesh)
         sharding = sharding_from_torch(found, mesh, form.shape)
         if sharding.partial:
             raise ShardingError("Values cannot be converted to terms.", expected="Shard(dim) or Replicate()", got=found)
