@@ -5,6 +5,7 @@ from collections import UserDict, defaultdict, namedtuple
 from types import MappingProxyType
 
 import pytest
+import torch
 
 from tests.keys.test_keys import Shared
 from tests.ranks import run_ranks
@@ -19,7 +20,6 @@ def _address(x):
 
 
 def _odd(rank, world):
-    import torch
     from torch.distributed.tensor import DeviceMesh, Partial, Replicate, Shard
 
     from torchshard import DTensor, ShardedTensor, init_device_mesh, state_dict
@@ -157,3 +157,21 @@ def _odd(rank, world):
 
 def test_odd_tensors_and_dicts():
     run_ranks(4, _odd)
+
+
+def test_patterns_are_found_in_order_and_looked_up_where_they_are_names(monkeypatch):
+    from torchshard.state_dict import conversions
+
+    asked = []
+    fits = conversions.fnmatchcase
+    monkeypatch.setattr(conversions, "fnmatchcase", lambda *pair: asked.append(pair) or fits(*pair))
+    x = torch.ones(2)
+    sd = {f"layers.{k}": x for k in range(100)}
+    chosen = conversions._chooser(sd, {key: [key] for key in reversed(sd)}, strict=True)
+    assert [chosen(key, x) for key in sd] == [[key] for key in sd]
+    assert not asked
+    patterns = {"a.b": [1], "a.*": [2], "a.c": [3], "d[12]": [4], "*": None, "z": [5]}
+    found = conversions._chooser({}, patterns, strict=False)
+    assert [found(key, x) for key in ("a.b", "a.c", "d2", "d[12]", "z")] == [[1], [2], [4], None, None]
+    with pytest.raises(ValueError, match=r"no pattern: e; no tensor: d, \[g\]"):
+        conversions._chooser({"e": x, "f.0": x, "[g]": x}, {"d": None, "f.*": None, "[[]g]": None, "[g]": None}, True)

@@ -129,12 +129,31 @@ def _chooser(sd: Any, placements: Placements, strict: bool) -> Callable[[str, Te
     patterns = placements
     if strict:
         _check_patterns([path for path, leaf in leaves(sd) if isinstance(leaf, Tensor)], list(patterns))
-    return lambda path, _: next((p for pattern, p in patterns.items() if fnmatchcase(path, pattern)), None)
+    first = _first_fit(list(patterns))
+    return lambda path, _: None if (pattern := first(path)) is None else patterns[pattern]
+
+
+def _first_fit(patterns: Sequence[str]) -> Callable[[str], str | None]:
+    """What finds the first pattern that fits a key; names are looked up, only those with wildcards are tried."""
+    places = {pattern: place for place, pattern in enumerate(patterns)}
+    wild = {pattern: place for pattern, place in places.items() if _is_wild(pattern)}
+
+    def first(key: str) -> str | None:
+        name = key if key in places and key not in wild else None
+        before = len(places) if name is None else places[name]
+        return next((p for p, place in wild.items() if place < before and fnmatchcase(key, p)), name)
+
+    return first
+
+
+def _is_wild(pattern: str) -> bool:
+    return any(sign in pattern for sign in "*?[")
 
 
 def _check_patterns(keys: Sequence[str], patterns: Sequence[str]) -> None:
-    idle = [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)]
-    left = [key for key in keys if not any(fnmatchcase(key, pattern) for pattern in patterns)]
+    known, first = set(keys), _first_fit(patterns)
+    idle = [p for p in patterns if not (any(fnmatchcase(key, p) for key in keys) if _is_wild(p) else p in known)]
+    left = [key for key in keys if first(key) is None]
     if idle or left:
         raise ShardingError(
             "Keys and patterns of placements do not cover one another.",
