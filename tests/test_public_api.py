@@ -72,6 +72,7 @@ Placement: torch's own
 Replicate: torch's own
 Shard: torch's own
 class ShardedTensor(TracedByParts, Tensor)
+    backward(self, gradient=None, *args, **options)
     cpu(self, memory_format=torch.preserve_format, process_group=None)
     cuda(self, device=None, non_blocking=False, memory_format=torch.preserve_format, process_group=None)
     data: property

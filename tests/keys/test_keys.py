@@ -1,6 +1,9 @@
 """Key rules on numpy arrays: renames, prefixes, fused tensors, transposes, optimizers; what is refused, and how it is said."""
 
 import re
+from collections import ChainMap, OrderedDict, UserDict
+from collections.abc import MutableMapping
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -165,6 +168,97 @@ def test_optimizers_follow():
     flat = {f"state.{name}.exp_avg": value["exp_avg"] for name, value in state.items()}
     tails = KeyRules([fuse([f"{pattern}.exp_avg" for pattern in QKV], r"b.\1.w.exp_avg", dim=1)])
     assert list(there_and_back(tails, flat)) == ["state.b.0.w.exp_avg", "state.bias.exp_avg"]
+
+
+def test_lists_of_optimizers_follow():
+    names = ["q", "k", "bias"]
+    state = {name: {"step": 3, "exp_avg": np.full((2, 3), k)} for k, name in enumerate(names)}
+    optimizer = {"state": state, "param_groups": [{"lr": np.array(0.1), "params": names}]}
+    sd = {"model": arrays(*names), "optimizers": [optimizer, (optimizer, "text")], "losses": [0.5, [np.ones(2)]]}
+    rules = KeyRules([transpose("q"), transpose("k"), fuse(["q", "k"], "qk"), rename("bias", "b")], strict=True)
+    new = there_and_back(rules, sd)
+    assert list(new["model"]) == ["qk", "b"]
+    for made in (new["optimizers"][0], new["optimizers"][1][0]):
+        assert made["state"]["qk"]["exp_avg"].shape == (6, 2)
+        assert [group["params"] for group in made["param_groups"]] == [["qk", "b"]]
+    assert new["optimizers"][1][1] == "text"
+    assert same(new["losses"], sd["losses"])
+    numbered = {"state": {0: {"exp_avg": np.ones(2)}}, "param_groups": [{"params": [0]}]}
+    assert "go by numbers" in refused(rules, {"model": arrays(*names), "optimizers": [numbered]})
+    assert "no rule: other" in refused(rules, {"models": [arrays(*names), arrays("other")]})
+    assert list(KeyRules([rename("a", "b")])((arrays("a.x"), arrays("c")))[0]) == ["b.x"]
+
+
+def test_names_beside_the_numbers_of_an_optimizer_follow():
+    group = {"lr": 0.1, "params": [0, 1, 2], "param_names": ["a.q", "a.k", "bias"]}
+    sd = {"state": {0: {"exp_avg": np.ones((2, 2))}}, "param_groups": [group]}
+    new = there_and_back(KeyRules([rename("a", "b")]), sd)
+    assert new["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2], "param_names": ["b.q", "b.k", "bias"]}]
+    assert "get_optimizer_state_dict" in refused(KeyRules([fuse(["q", "k"], "qk")]), {**sd, "state": {}})
+
+
+class Shared(MutableMapping):
+    """A mapping of which a copy has the same items."""
+
+    def __init__(self, items):
+        self.items_ = items
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
+@pytest.mark.parametrize("kind", [Shared, MappingProxyType, UserDict, ChainMap, OrderedDict])
+def test_mappings_keep_their_class_and_what_is_given_in_is_not_changed(kind):
+    sd = kind({"model": kind(arrays("a.x", "c"))})
+    new = KeyRules([rename("a", "b")])(sd)
+    assert (type(new), type(new["model"])) == (kind, kind)
+    assert sorted(new["model"]) == ["b.x", "c"]
+    assert sorted(sd["model"]) == ["a.x", "c"]
+
+
+def test_a_mapping_that_cannot_be_made_anew_is_named():
+    class Fixed(Shared):
+        def __init__(self):
+            super().__init__(arrays("a"))
+
+    assert re.search("of this class.*got: +Fixed", refused(KeyRules([rename("a", "b")]), Fixed()), re.S)
+
+
+def module_dict(*keys, **modules):
+    sd = OrderedDict(arrays(*keys))
+    sd._metadata = OrderedDict(
+        {"": {"version": 1}, **{k.replace("__", "."): {"version": v} for k, v in modules.items()}}
+    )
+    return sd
+
+
+def test_the_metadata_of_modules_follow():
+    sd = module_dict("a.0.weight", "a.0.bias", "a.2.q.weight", "c.weight", a=1, a__0=2, a__1=3, a__2__q=4, c=5, d=6)
+
+    def versions(*rules):
+        return {name: value["version"] for name, value in KeyRules(rules)(sd)._metadata.items()}
+
+    own = {name: value["version"] for name, value in sd._metadata.items()}
+    assert versions() == versions(rename("weight", "w")) == own
+    assert versions(rename("a", "b.x")) == {"": 1, "b.x": 1, "b.x.0": 2, "b.x.1": 3, "b.x.2.q": 4, "c": 5, "d": 6}
+    assert versions(rename("a.0", "e")) == {"": 1, "a": 1, "e": 2, "a.1": 3, "a.2.q": 4, "c": 5, "d": 6}
+    assert versions(add_prefix("m.")) == {"m" + "." * bool(k) + k: v for k, v in own.items()}
+    assert versions(split("c.weight", ["e.weight", "f.weight"]))["e"] == 5
+    assert {name: value["version"] for name, value in sd._metadata.items()} == own
+    prefixed = module_dict("module.bn.weight", module=7, module__bn=2)
+    assert KeyRules([strip_prefix("module.")])(prefixed)._metadata == {"": {"version": 7}, "bn": {"version": 2}}
 
 
 def refused(rules, sd):

@@ -1,10 +1,13 @@
 """Odd tensors and odd dicts: what is filled in another order, tied, empty, without values, or goes by one name twice."""
 
 import re
-from collections import namedtuple
+from collections import UserDict, defaultdict, namedtuple
+from types import MappingProxyType
 
 import pytest
+import torch
 
+from tests.keys.test_keys import Shared
 from tests.ranks import run_ranks
 
 Pair = namedtuple("Pair", "a b")
@@ -17,11 +20,10 @@ def _address(x):
 
 
 def _odd(rank, world):
-    import torch
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor import DeviceMesh, Partial, Replicate, Shard
 
     from torchshard import DTensor, ShardedTensor, init_device_mesh, state_dict
-    from torchshard.errors import ShardingError
+    from torchshard.errors import RankMismatchError, ShardingError
     from torchshard.tensor.sharded import specs
 
     mesh = init_device_mesh("cpu", (world,))
@@ -55,6 +57,33 @@ def _odd(rank, world):
     sd = state_dict.to_dtensor(sd, mesh, [Shard(0)], src_rank=2)
     assert sd["a"] is sd["b"]
     assert torch.equal(sd["a"].full_tensor(), whole)
+
+    # With a source, what stays a plain tensor has its values too, on the other ranks of the mesh; else it is refused.
+    def given(of, device="meta", **more):
+        sd = {"w": whole, "n": torch.tensor(7 + rank), "v": whole + rank, "e": whole[:0], **more}
+        return sd if rank == of else {name: torch.empty_like(x, device=device) for name, x in sd.items()}
+
+    some = DeviceMesh("cpu", [1, 2, 3])
+    for source, there in ((0, mesh), (3, mesh), (0, some)):
+        for device in ("meta", "cpu"):
+            sd = given(source, device)
+            placements = {"w": [Shard(0)], "*": None}
+            made = state_dict.to_dtensor(sd, there, placements, src_rank=source)
+            assert {name: type(x) for name, x in made.items() if name != "w"} == dict.fromkeys("nve", torch.Tensor)
+            assert made["n"].tolist() == 7 + source
+            assert torch.equal(made["v"], whole + source)
+            assert made["e"].shape == (0, 3)
+            assert {made[name].device.type for name in "nve"} == {"cpu"}
+            assert rank != source or _address(made["v"]) == _address(sd["v"])
+            assert sd["v"].device.type == device or rank == source
+    made = state_dict.to_dtensor(given(1), mesh, [Shard(0)], src_rank=1)
+    assert made["n"].tolist() == 8
+    eye = torch.eye(3).to_sparse()
+    refused(
+        lambda: state_dict.to_dtensor({"s": eye}, mesh, {"s": None}, src_rank=0), "Only dense tensors.*sparse_coo.*s"
+    )
+    with pytest.raises(ShardingError if rank == 2 else RankMismatchError, match="meta device has no values"):
+        state_dict.to_dtensor({"n": torch.empty((), device="meta")}, mesh, [Shard(0)], src_rank=2)
 
     # A conjugate, a negated view and another part of the same memory are tensors of their own.
     z = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
@@ -98,6 +127,16 @@ def _odd(rank, world):
             for x in (parts, state_dict.to_torch(parts)):
                 assert torch.equal(state_dict.to_full(state_dict.to_dtensor(x, grid, back)), whole)
 
+    # Mappings of other classes are made anew.
+    for kind in (Shared, MappingProxyType, UserDict, lambda items: defaultdict(list, items)):
+        sd = kind({"w": whole, "inner": kind({"v": whole})})
+        made = state_dict.to_dtensor(sd, mesh, [Shard(0)])
+        assert type(made) is type(sd) is type(made["inner"])
+        assert made["w"] is made["inner"]["v"]
+        assert isinstance(made["w"], DTensor)
+        assert sd["w"] is sd["inner"]["v"] is whole
+        assert getattr(made, "default_factory", list) is list
+
     # Without elements, without values, not dense.
     for shape in ((0, 3), (5, 0)):
         x = state_dict.to_dtensor(torch.ones(shape), mesh, [Shard(0)])
@@ -118,3 +157,21 @@ def _odd(rank, world):
 
 def test_odd_tensors_and_dicts():
     run_ranks(4, _odd)
+
+
+def test_patterns_are_found_in_order_and_looked_up_where_they_are_names(monkeypatch):
+    from torchshard.state_dict import conversions
+
+    asked = []
+    fits = conversions.fnmatchcase
+    monkeypatch.setattr(conversions, "fnmatchcase", lambda *pair: asked.append(pair) or fits(*pair))
+    x = torch.ones(2)
+    sd = {f"layers.{k}": x for k in range(100)}
+    chosen = conversions._chooser(sd, {key: [key] for key in reversed(sd)}, strict=True)
+    assert [chosen(key, x) for key in sd] == [[key] for key in sd]
+    assert not asked
+    patterns = {"a.b": [1], "a.*": [2], "a.c": [3], "d[12]": [4], "*": None, "z": [5]}
+    found = conversions._chooser({}, patterns, strict=False)
+    assert [found(key, x) for key in ("a.b", "a.c", "d2", "d[12]", "z")] == [[1], [2], [4], None, None]
+    with pytest.raises(ValueError, match=r"no pattern: e; no tensor: d, \[g\]"):
+        conversions._chooser({"e": x, "f.0": x, "[g]": x}, {"d": None, "f.*": None, "[[]g]": None, "[g]": None}, True)

@@ -110,6 +110,7 @@ def _faults(rank, world):
         "owner": told(lambda: ShardedTensor.from_local_shards(parts(2 * rank, 2, owner=0 if rank == 1 else None), 8)),
         "missing": told(lambda: ShardedTensor.from_local_shards(parts(2 * rank, 2) if rank != 2 else [], 8)),
         "none": told(lambda: ShardedTensor.from_local_shards([], 8)),
+        "kind": told(lambda: ShardedTensor.from_local_shards([torch.ones(2)] if rank == 1 else parts(2 * rank, 2), 8)),
     }
     x = ShardedTensor.from_local_shards(parts(2 * rank, 2), 8)
     wrong = copy.deepcopy(x.metadata())
@@ -301,6 +302,13 @@ def _checkpointing(rank, world, folder):
         dcp.load(theirs, checkpoint_id=path)
         got = _gathered(ShardedTensor.from_torch(theirs["w"]), torch, rank)
         assert rank or torch.equal(got, whole)
+    # Empty parts where others begin; and no element anywhere.
+    parts = [specs.Shard.from_tensor_and_offsets(torch.ones(n, 3), [2 * rank, 0], rank) for n in (0, 2)]
+    sd = {"w": ShardedTensor.from_local_shards(parts, 8, 3), "e": factories.ones(_chunk(specs), 0, 3)}
+    dcp.save(sd, checkpoint_id=f"{folder}/empty")
+    loaded = {"w": factories.zeros(_chunk(specs, 1), 8, 3), "e": factories.ones(_chunk(specs), 0, 3)}
+    dcp.load(loaded, checkpoint_id=f"{folder}/empty")
+    assert loaded["w"].local_tensor().all()
     return True
 
 
@@ -335,6 +343,7 @@ def test_all_ranks_agree_that_all_is_right(done):
         ("owner", "does not agree in its rank.*rank 1"),
         ("missing", "Boxes are missing.*8 elements.*6 in 3 boxes.*rank 3: "),
         ("none", "No rank holds a part"),
+        ("kind", "A part is no Shard.*got: +Tensor.*part 0 of rank 1"),
     ],
 )
 def test_every_rank_is_told_what_does_not_fit(done, fault, words):

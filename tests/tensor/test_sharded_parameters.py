@@ -112,6 +112,55 @@ def test_sharded_tensors_as_parameters():
     run_ranks(4, _parameters)
 
 
+def _asking(rank, world):
+    """What asks for gradients does so as one of torch's own, and cut anew; gradients are ShardedTensors, too."""
+    import torch
+    from torch import nn
+
+    from torchshard import ShardedTensor, state_dict
+    from torchshard.errors import ShardingError
+    from torchshard.tensor.sharded import factories, specs
+
+    rows, columns = (specs.ChunkShardingSpec(d, [f"rank:{r}/cpu" for r in range(world)]) for d in (0, 1))
+
+    def asks(x):
+        said = x.requires_grad, x.metadata().tensor_properties.requires_grad
+        return {*said, *[shard.tensor.requires_grad for shard in x.local_shards()]}
+
+    asked = factories.ones(rows, 4, 2, requires_grad=True)
+    made = [asked, factories.ones(rows, 4, 2).requires_grad_(), nn.Parameter(factories.ones(rows, 4, 2)), 2 * asked]
+    for x in made:
+        address = x.local_tensor().data_ptr()
+        for theirs in (x.to_torch(), state_dict.to_torch({"x": x})["x"]):
+            assert asks(theirs) == {True}
+            assert asks(ShardedTensor.from_torch(theirs)) == {True}
+            assert asks(state_dict.from_torch([theirs])[0]) == {True}
+            assert theirs.local_shards()[0].tensor.data_ptr() == address
+        assert asks(x.detach().to_torch()) == {False}
+        again = ShardedTensor.from_shards_and_metadata(x.local_shards(), x.metadata())
+        x.reshard(columns).reshard(rows)
+        assert x.requires_grad
+        moved = ShardedTensor.from_shards_and_metadata(x.local_shards(), x.metadata())
+        assert moved.requires_grad == again.requires_grad
+    assert asks(asked.requires_grad_(False).to_torch()) == {False}
+
+    x = factories.ones(rows, 4, 2).requires_grad_()
+    for wrong, words in (
+        (torch.ones(4, 2), "backward: argument 0 is a plain tensor"),
+        (columns, "cut in different ways"),
+    ):
+        gradient = wrong if isinstance(wrong, torch.Tensor) else factories.ones(wrong, 4, 2)
+        with pytest.raises(ShardingError, match=words):
+            (2 * x).backward(gradient)
+    assert x.grad is None
+    (2 * x).backward(factories.ones(rows, 4, 2), retain_graph=True)
+    assert x.grad.local_tensor().tolist() == [[2.0, 2.0]] * (4 // world)
+
+
+def test_gradients_are_asked_for_and_given_alike():
+    run_ranks(2, _asking)
+
+
 def _lost(rank, world, store):
     import torch
     import torch.distributed as dist

@@ -13,10 +13,12 @@ dots, anywhere in a key; so what follows a parameter's name (`layers.0.weight.ex
 becomes of every key is worked out, and checked, before any value is touched.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torchshard.errors import ShardingError
+from torchshard.keys.containers import like, modules_renamed
 from torchshard.keys.rules import Fuse, Prefix, Rule, Split, Transpose, Value, Values, listed
 
 
@@ -90,17 +92,19 @@ class KeyRules:
         """The state dict with new keys.
 
         Args:
-            sd: keys and arrays; or dicts of such dicts (`{"model": {...}, "optimizer": {...}}`), whose own keys stay as
-                they are, also those of arrays beside the dicts (a step counter). In the state dict of an optimizer
-                ("state" and "param_groups") the names of parameters follow the rules, and what is kept for a parameter
-                is cut, joined and transposed as it is.
+            sd: keys and arrays; or dicts, lists and tuples of such dicts (`{"model": {...}, "optimizers": [{...}]}`),
+                whose own keys stay as they are, also those of arrays beside the dicts (a step counter). In the state
+                dict of an optimizer ("state" and "param_groups") the names of parameters follow the rules, and what is
+                kept for a parameter is cut, joined and transposed as it is.
 
         Raises:
             ShardingError: keys that collide, parts that are missing, a rename that cannot be undone for a key; with
                 `strict`, keys without a rule and rules without a key. All before any value is touched.
         """
-        self._check(list(self._levels(sd)))
-        return self._applied(sd)
+        levels: list[Mapping[Any, Any]] = []
+        self._changed(sd, lambda level: levels.append(level) or level)  # type: ignore[func-returns-value]
+        self._check(levels)
+        return self._changed(sd, self._of_names)
 
     def renamed(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """New key -> the old keys that its value is made of."""
@@ -146,13 +150,7 @@ class KeyRules:
             _, fits = self._work_out(keys)
             idle -= {k for k, (fit, _) in enumerate(fits) if fit}
             left += [key for key in keys if not any(key in sources for _, sources in fits)]
-            if len(keys) < len(level) and any(isinstance(rule, Fuse | Split | Transpose) for rule in self.rules):
-                raise ShardingError(
-                    "Parameters that go by numbers cannot be joined, taken apart or transposed.",
-                    expected="an optimizer's state by names of parameters",
-                    got=[key for key in level if not isinstance(key, str)][:3],
-                    fix="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
-                )
+            self._check_numbers([key for key in level if not isinstance(key, str)])
         if self.strict == "rules":
             left = []
         if self.strict and (idle or left):
@@ -162,37 +160,50 @@ class KeyRules:
                 got="\n".join([f"no rule: {key}" for key in left] + [f"no key: {self.rules[k]}" for k in sorted(idle)]),
             )
 
-    def _levels(self, tree: Any) -> Iterator[Mapping[Any, Any]]:
-        """The dicts whose keys are names of parameters."""
-        if self._is_names(tree):
-            yield tree
-        elif isinstance(tree, Mapping):
-            for key, value in tree.items():
-                if key == "state" and "param_groups" in tree:
-                    yield value
-                else:
-                    yield from self._levels(value)
+    def _check_numbers(self, keys: Sequence[Any]) -> None:
+        """Check that parameters which go by numbers are renamed only."""
+        if keys and any(isinstance(rule, Fuse | Split | Transpose) for rule in self.rules):
+            raise ShardingError(
+                "Parameters that go by numbers cannot be joined, taken apart or transposed.",
+                expected="an optimizer's state by names of parameters",
+                got=keys[:3],
+                fix="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
+            )
 
-    def _is_names(self, tree: Any) -> bool:
+    def _changed(self, tree: Any, change: Callable[[Mapping[Any, Any]], Any]) -> Any:
+        """The same containers, in which the dicts whose keys are names of parameters are `change(dict)`."""
+        if isinstance(tree, (list, tuple)):
+            values = [self._changed(value, change) for value in tree]
+            return tree if all(map(operator.is_, tree, values)) else like(tree, values)
+        if not isinstance(tree, Mapping):
+            return tree
+        if _is_optimizer(tree):
+            own = {"state": change(tree["state"]), "param_groups": [self._of_group(g) for g in tree["param_groups"]]}
+            return like(tree, {key: own[key] if key in own else self._changed(tree[key], change) for key in tree})
+        if self._is_names(tree):
+            return change(tree)
+        return like(tree, {key: self._changed(value, change) for key, value in tree.items()})
+
+    def _is_names(self, tree: Mapping[Any, Any]) -> bool:
         """Whether a dict has arrays, and no dicts of them: but for what a module keeps as its extra state."""
-        if not isinstance(tree, Mapping) or all(self.arrays.ndim(value) is None for value in tree.values()):
+        if all(self.arrays.ndim(value) is None for value in tree.values()):
             return False
         return not any(self._has_arrays(x) for key, x in tree.items() if not str(key).endswith("_extra_state"))
 
     def _has_arrays(self, tree: Any) -> bool:
+        """Whether this is a dict that has arrays, or holds one that has."""
+        if isinstance(tree, (list, tuple)):
+            return any(map(self._has_arrays, tree))
         if not isinstance(tree, Mapping):
             return False
         return any(self.arrays.ndim(x) is not None or self._has_arrays(x) for x in tree.values())
 
-    def _applied(self, tree: Any) -> Any:
-        if self._is_names(tree):
-            return self._of_names(tree)
-        if not isinstance(tree, Mapping):
-            return tree
-        if not {"state", "param_groups"} <= set(tree):
-            return _like(tree, {key: self._applied(value) for key, value in tree.items()})
-        groups = [{**group, "params": self._of_list(group["params"])} for group in tree["param_groups"]]
-        return _like(tree, {**tree, "state": self._of_names(tree["state"]), "param_groups": groups})
+    def _of_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A group of an optimizer's parameters: their numbers or names, and beside numbers their names."""
+        own = {what: self._of_list(group[what]) for what in ("params", "param_names") if what in group}
+        if len(set(map(len, own.values()))) > 1:
+            self._check_numbers(group["params"])
+        return {**group, **own}
 
     def _of_list(self, names: Sequence[Any]) -> list[Any]:
         by_name = all(isinstance(name, str) for name in names)
@@ -201,7 +212,11 @@ class KeyRules:
     def _of_names(self, level: Mapping[Any, Any]) -> Any:
         values, _ = self._work_out([key for key in level if isinstance(key, str)])
         numbered = {key: value for key, value in level.items() if not isinstance(key, str)}
-        return _like(level, {**numbered, **{new: self._made(value, level) for new, value in values.items()}})
+        made = like(level, {**numbered, **{new: self._made(value, level) for new, value in values.items()}})
+        if isinstance(modules := getattr(made, "_metadata", None), Mapping):
+            keys = [(old, new) for new, value in values.items() for old in _sources(value)]
+            made._metadata = like(modules, {new: modules[old] for old, new in modules_renamed(modules, keys)})
+        return made
 
     def _made(self, value: Value, level: Mapping[str, Any]) -> Any:
         if value.key is not None:
@@ -272,8 +287,5 @@ def _sources(value: Value) -> Iterator[str]:
         yield from _sources(part)
 
 
-def _like(level: Mapping[Any, Any], items: Mapping[Any, Any]) -> Any:
-    """A dict of the same class."""
-    made: Any = type(level)()
-    made.update(items)
-    return made
+def _is_optimizer(tree: Mapping[Any, Any]) -> bool:
+    return isinstance(tree.get("state"), Mapping) and isinstance(tree.get("param_groups"), (list, tuple))

@@ -23,7 +23,7 @@ from torchshard.errors import ShardingError
 from torchshard.layout.placements import Shard
 from torchshard.state_dict.converting import convert
 from torchshard.state_dict.forms import Form, take_replicas
-from torchshard.state_dict.targets import InParts, OnMesh, Target, Whole
+from torchshard.state_dict.targets import AsOn, InParts, OnMesh, Target, Whole
 from torchshard.state_dict.trees import identity, leaves, with_leaves
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import from_torch as sharding_from_torch
@@ -93,8 +93,9 @@ def to_dtensor(
             placements are None is left as it is.
         strict: whether each key must fit a pattern, and each pattern a key. Otherwise keys without a pattern are left
             as they are.
-        src_rank: the global rank whose plain tensors count; others give tensors of the same shapes, on the meta device
-            for example. Without it all ranks are taken to have the same values, and nothing is sent for them.
+        src_rank: the global rank whose plain tensors count, also those that stay plain; others give tensors of the same
+            shapes, on the meta device for example. Without it all ranks are taken to have the same values, and nothing
+            is sent for them.
         reduce_partial: take the value of Partial tensors, which are refused otherwise.
 
     Raises:
@@ -107,7 +108,9 @@ def to_dtensor(
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
         found = chosen(path, x)
         if found is None:
-            return None
+            if src_rank is None or form.holding is not None or _here() not in (src_rank, *mesh.ranks):
+                return None
+            return AsOn(src_rank, mesh)
         sharding = sharding_from_torch(found, mesh, form.shape)
         if sharding.partial:
             raise ShardingError("Values cannot be converted to terms.", expected="Shard(dim) or Replicate()", got=found)
@@ -126,12 +129,31 @@ def _chooser(sd: Any, placements: Placements, strict: bool) -> Callable[[str, Te
     patterns = placements
     if strict:
         _check_patterns([path for path, leaf in leaves(sd) if isinstance(leaf, Tensor)], list(patterns))
-    return lambda path, _: next((p for pattern, p in patterns.items() if fnmatchcase(path, pattern)), None)
+    first = _first_fit(list(patterns))
+    return lambda path, _: None if (pattern := first(path)) is None else patterns[pattern]
+
+
+def _first_fit(patterns: Sequence[str]) -> Callable[[str], str | None]:
+    """What finds the first pattern that fits a key; names are looked up, only those with wildcards are tried."""
+    places = {pattern: place for place, pattern in enumerate(patterns)}
+    wild = {pattern: place for pattern, place in places.items() if _is_wild(pattern)}
+
+    def first(key: str) -> str | None:
+        name = key if key in places and key not in wild else None
+        before = len(places) if name is None else places[name]
+        return next((p for p, place in wild.items() if place < before and fnmatchcase(key, p)), name)
+
+    return first
+
+
+def _is_wild(pattern: str) -> bool:
+    return any(sign in pattern for sign in "*?[")
 
 
 def _check_patterns(keys: Sequence[str], patterns: Sequence[str]) -> None:
-    idle = [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)]
-    left = [key for key in keys if not any(fnmatchcase(key, pattern) for pattern in patterns)]
+    known, first = set(keys), _first_fit(patterns)
+    idle = [p for p in patterns if not (any(fnmatchcase(key, p) for key in keys) if _is_wild(p) else p in known)]
+    left = [key for key in keys if first(key) is None]
     if idle or left:
         raise ShardingError(
             "Keys and patterns of placements do not cover one another.",

@@ -125,7 +125,9 @@ def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[J
 def _without_values(path: str, form: Form, parts: Sequence[tuple[Box, Tensor]]) -> ShardingError | None:
     """What is wrong with a tensor of which this rank has nothing that could be copied."""
     if form.holding is None and not form.parts:
-        return ShardingError("Only dense tensors can be cut.", expected=torch.strided, got=form.text, where=path)
+        return ShardingError(
+            "Only dense tensors can be cut or sent.", expected=torch.strided, got=form.text, where=path
+        )
     if any(part.is_meta for _, part in parts):
         return ShardingError(
             "A tensor on the meta device has no values to convert.",

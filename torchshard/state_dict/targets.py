@@ -113,8 +113,7 @@ class OnMesh:
 
     def device(self, form: Form) -> torch.device:
         """As of Target."""
-        kind = self.mesh.device_mesh.device_type
-        return form.device if form.device.type == kind else torch.device(kind)
+        return _device_on(self.mesh, form)
 
     def room(self, form: Form, box: Box) -> Tensor:
         """As of Target."""
@@ -126,6 +125,48 @@ class OnMesh:
         local = parts[0].to(device) if parts else torch.empty(0, dtype=form.dtype, device=device)
         layout = layout_for(self.sharding, form.shape, dense_stride(form.shape, form.stride), form.dtype)
         return wrap(local, layout).requires_grad_(form.requires_grad)
+
+
+@dataclass(frozen=True)
+class AsOn:
+    """Plain tensors on the ranks of a mesh, with the values of one rank, which keeps its own.
+
+    Attributes:
+        source: the global rank.
+        mesh: of the others.
+    """
+
+    source: int
+    mesh: BoundMesh
+
+    @property
+    def text(self) -> str:
+        """As of Target."""
+        return f"as on rank {self.source}, on the ranks {list(self.mesh.ranks)}"
+
+    def holding(self, form: Form, memory: Memory) -> Holding:
+        """As of Target."""
+        key = self, form.shape
+        others = [rank for rank in self.mesh.ranks if rank != self.source]
+        return memory.get(key) or memory.setdefault(key, Holding.everywhere(form.shape, others))
+
+    def boxes(self, form: Form) -> list[Box]:
+        """As of Target."""
+        return [] if _here() == self.source else [whole(form.shape)]
+
+    def device(self, form: Form) -> torch.device:
+        """As of Target."""
+        return _device_on(self.mesh, form)
+
+    def room(self, form: Form, box: Box) -> Tensor:
+        """As of Target."""
+        return _room(form, box, self.device(form))
+
+    def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
+        """As of Target."""
+        if not parts:
+            return form.parts[0][1].requires_grad_(form.requires_grad)
+        return (parts[0] if form.device.type == "meta" else parts[0].to(form.device)).requires_grad_(form.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -185,6 +226,12 @@ class InParts:
             for part, s in zip(parts, mine, strict=True)
         ]
         return made(shards, metadata, self.spec, self.group)
+
+
+def _device_on(mesh: BoundMesh, form: Form) -> torch.device:
+    """That of the tensor, if it is of the mesh's kind."""
+    kind = mesh.device_mesh.device_type
+    return form.device if form.device.type == kind else torch.device(kind)
 
 
 def _room(form: Form, box: Box, device: torch.device) -> Tensor:

@@ -1,6 +1,5 @@
 """Nested containers: their tensors by path, the same containers with other leaves, and which tensors are one."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from operator import itemgetter
@@ -11,6 +10,7 @@ import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
 from torchshard.errors import ShardingError
+from torchshard.keys.containers import like
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
@@ -56,13 +56,9 @@ def with_leaves(tree: Any, change: Callable[[str, Any], Any], path: str = "") ->
         return with_leaves(value, change, f"{path}.{key}" if path else str(key))
 
     if isinstance(tree, Mapping):
-        made: Any = copy.copy(tree)  # keeps the class, and attributes such as the _metadata of a module's state dict
-        for key, value in tree.items():
-            made[key] = below(key, value)
-        return made
+        return like(tree, {key: below(key, value) for key, value in tree.items()})
     if isinstance(tree, (list, tuple)):
-        values = [below(k, value) for k, value in enumerate(tree)]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        return like(tree, [below(k, value) for k, value in enumerate(tree)])
     return change(path, tree)
 
 

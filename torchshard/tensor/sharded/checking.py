@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import RankMismatchError, ShardingError
-from torchshard.tensor.sharded.specs import ShardedTensorMetadata, TensorProperties, holding_of
+from torchshard.tensor.sharded.specs import Shard, ShardedTensorMetadata, TensorProperties, holding_of
 
 
 def local_metadata(shards: Sequence[Any], size: Sequence[int], rank: int, ranks: Sequence[int]) -> Any:
@@ -17,6 +17,15 @@ def local_metadata(shards: Sequence[Any], size: Sequence[int], rank: int, ranks:
     Raises:
         ShardingError: the parts are no dense tensors of one dtype, or not this rank's.
     """
+    for number, shard in enumerate(shards):
+        if not isinstance(shard, Shard):
+            raise ShardingError(
+                "A part is no Shard.",
+                expected=f"{Shard.__module__}.{Shard.__name__}, a tensor with its metadata",
+                got=type(shard).__name__,
+                where=f"part {number} of rank {rank}",
+                fix="Shard.from_tensor_and_offsets(tensor, offsets, rank)",
+            )
     if not shards:
         return None
     properties = TensorProperties.create_from_tensor(shards[0].tensor)

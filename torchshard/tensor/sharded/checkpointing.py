@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchshard.errors import ShardingError
+from torchshard.layout.boxes import Box
 from torchshard.tensor.checkpointing import items
 from torchshard.tensor.sharded.moving import parts
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
@@ -20,14 +21,22 @@ def write_items(x: ShardedTensor, name: str) -> list[WriteItem]:
 
 def chunks(x: ShardedTensor) -> list[ChunkStorageMetadata]:
     """Offsets and sizes of what this rank holds."""
-    return [ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size)) for box, _ in parts(x)]
+    return [ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size)) for box, _ in _named(x)]
 
 
 def shard(x: ShardedTensor, index: Any) -> Tensor:
     """The part that begins at the offsets of an index."""
-    for box, part in parts(x):
+    for box, part in _named(x):
         if box.offset == tuple(index.offset):
             return part
     raise ShardingError(
-        "This rank has no part with these offsets.", expected=[box for box, _ in parts(x)], got=index.offset
+        "This rank has no part with these offsets.", expected=[box for box, _ in _named(x)], got=index.offset
     )
+
+
+def _named(x: ShardedTensor) -> list[tuple[Box, Tensor]]:
+    """This rank's parts, which go by their offsets: without the empty ones, which may lie where another begins.
+
+    Of a tensor without elements all are empty, and all alike.
+    """
+    return [(box, part) for box, part in parts(x) if box.numel or not x.numel()]

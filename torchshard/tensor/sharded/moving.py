@@ -93,7 +93,8 @@ def cut(x: ShardedTensor, spec: Any) -> ShardedTensor:
         plan = f"{x.dtype} of shape {tuple(x.shape)}, to {cuts}"
         device = x._metadata.shards_metadata[0].placement.device()
         carry([Job("reshard", plan, x.dtype, source, target, parts(x), goals, device, None, group)])
-    shards = [specs.Shard(tensor, s) for tensor, s in zip(tensors, mine, strict=True)]
+    asking = metadata.tensor_properties.requires_grad
+    shards = [specs.Shard(tensor.requires_grad_(asking), s) for tensor, s in zip(tensors, mine, strict=True)]
     return made(shards, metadata, spec, group)
 
 

@@ -49,7 +49,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         )
     if on_lists(operator_names(func)[0]):
         return _run_lists(func, args, kwargs)
-    _require_alike(name, found, [*args, *kwargs.values()])
+    require_alike(name, found, [*args, *kwargs.values()])
     return _joined(func, args, kwargs, found[0])
 
 
@@ -115,7 +115,12 @@ def _parts(values: Any, k: int) -> Any:
     return values
 
 
-def _require_alike(name: str, found: Sequence[ShardedTensor], values: Sequence[Any]) -> None:
+def require_alike(name: str, found: Sequence[ShardedTensor], values: Sequence[Any]) -> None:
+    """Check that these ShardedTensors are cut alike, and that no plain tensor is beside them among the values.
+
+    Raises:
+        ShardingError: names the operator, and both cuts or the argument.
+    """
     first = found[0]
     for other in found[1:]:
         if other._metadata is not first._metadata and not _cut_alike(first, other):
@@ -190,7 +195,7 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         if isinstance(value, (list, tuple)) and len(value) == len(first):
             for pair in zip(first, value, strict=True):
                 if any(isinstance(item, ShardedTensor) for item in pair):
-                    _require_alike(func.name(), list(_sharded(pair)), pair)
+                    require_alike(func.name(), list(_sharded(pair)), pair)
 
     def spread(value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(first):

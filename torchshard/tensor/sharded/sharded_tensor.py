@@ -204,8 +204,21 @@ class ShardedTensor(TracedByParts, Tensor):
         return made(upstream.local_shards(), metadata, upstream.sharding_spec(), group)
 
     def to_torch(self) -> Any:
-        """torch's own ShardedTensor around the same shards and metadata."""
-        return their_sharded_tensor(self._local_shards, self._metadata, self._sharding_spec, self._process_group)
+        """torch's own ShardedTensor around the same memory, without history; it asks for gradients where this does."""
+        shards, metadata = specs.asking(self._local_shards, self._metadata, self.requires_grad)
+        return their_sharded_tensor(shards, metadata, self._sharding_spec, self._process_group)
+
+    def backward(self, gradient: Tensor | None = None, *args: Any, **options: Any) -> None:
+        """Gradients of the leaves, as of any tensor; `gradient` must be a ShardedTensor that is cut as this one is.
+
+        Raises:
+            ShardingError: it is a plain tensor, or cut in another way.
+        """
+        from torchshard.tensor.sharded import operators
+
+        found = [self, gradient] if isinstance(gradient, ShardedTensor) else [self]
+        operators.require_alike("backward", found, [gradient])
+        Tensor.backward(self, gradient, *args, **options)  # type: ignore[no-untyped-call]
 
     def metadata(self) -> Any:
         """The ShardedTensorMetadata of the whole tensor."""

@@ -145,6 +145,15 @@ def flat_size(size: Sequence[Any]) -> torch.Size:
     return torch.Size(dims)
 
 
+def asking(shards: Sequence[Any], metadata: Any, requires_grad: bool) -> tuple[Sequence[Any], Any]:
+    """The parts and the metadata of a tensor, or others around the same memory, that ask for gradients or do not."""
+    properties = metadata.tensor_properties
+    if properties.requires_grad == requires_grad:
+        return shards, metadata
+    changed = replace(metadata, tensor_properties=replace(properties, requires_grad=requires_grad))
+    return [Shard(s.tensor.detach().requires_grad_(requires_grad), s.metadata) for s in shards], changed
+
+
 def on_device(metadata: Any, device: torch.device) -> Any:
     """The same parts, each on this device of its rank."""
     shards = [
