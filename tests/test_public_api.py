@@ -134,7 +134,8 @@ local_map(func=None, out_placements=None, in_placements=None, in_grad_placements
 local_parameters(module)
 loss_parallel()
 parallelize_module(module, device_mesh=None, parallelize_plan=None, *, src_data_rank=0)
-placed_parameters(module)""",
+placed_parameters(module)
+placed_states(module, optimizer)""",
     )
 
 

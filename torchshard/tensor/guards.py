@@ -181,8 +181,8 @@ def guarded(plan: Callable[..., Any], cut: Sequence[int], written: Sequence[int]
     given_back = [at for at in cut if at in written]
 
     def run(*args: Any) -> Any:
-        if given_back:
-            _refuse_common([x for at in written for x in dtensors_in([args[at]])], name)
+        if given_back and len(changed := [x for at in written for x in dtensors_in([args[at]])]) > 1:
+            _refuse_common(changed, name)
         for at in given_back:
             for x in dtensors_in([args[at]]):
                 if x._spec.marks & SEVERED and (window := x._window):

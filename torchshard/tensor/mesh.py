@@ -22,7 +22,16 @@ from torchshard.tensor.layout import TensorLayout
 class BoundMesh(Mesh):
     """A Mesh with the DeviceMesh that it stands for; made by `bind`."""
 
-    __slots__ = ("_agreements", "_bridges", "_by_axes", "_groups", "_process_groups", "device_mesh", "programs")
+    __slots__ = (
+        "_agreements",
+        "_ascending",
+        "_bridges",
+        "_by_axes",
+        "_groups",
+        "_process_groups",
+        "device_mesh",
+        "programs",
+    )
     layout_type = TensorLayout
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
@@ -35,6 +44,7 @@ class BoundMesh(Mesh):
         self._process_groups: list[dist.ProcessGroup] = []
         self._bridges: dict[BoundMesh, Bridge] = {}
         self._agreements: dict[int, Agreement] = {}
+        self._ascending: dict[int, bool] = {}
         self.programs: dict[Any, Any] = {}  # see redistribute.py
 
     def group(self, axes: tuple[int, ...]) -> Group:
@@ -58,8 +68,10 @@ class BoundMesh(Mesh):
 
     def ascends(self, axis: int) -> bool:
         """Whether ranks ascend along an axis, everywhere in the mesh: the same answer on all of them."""
-        ranks = torch.tensor(self.ranks).view(self.shape)
-        return bool((ranks.diff(dim=axis) > 0).all())
+        if axis not in self._ascending:
+            ranks = torch.tensor(self.ranks).view(self.shape)
+            self._ascending[axis] = bool((ranks.diff(dim=axis) > 0).all())
+        return self._ascending[axis]
 
     def process_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         """torch's process group of the ranks of `group(axes)`."""

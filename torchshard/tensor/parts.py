@@ -77,7 +77,7 @@ def placed_states(module: nn.Module, optimizer: Any) -> Any:
         optimizer: of its parameters; a torch.optim.Optimizer.
 
     Returns:
-        The optimizer.
+        The optimizer; its `state_dict` raises NotImplementedError where states do not have the parameters' shapes.
     """
     placed = {
         id(p): _layouts(submodule)[name]
@@ -102,7 +102,14 @@ def placed_states(module: nn.Module, optimizer: Any) -> Any:
 
 
 def _state_saved(placed: "Placed", value: Tensor, part: Tensor) -> Tensor:
-    return placed.saved(value) if value.shape == part.shape and part.ndim else value
+    if value.shape == part.shape and part.ndim:
+        return placed.saved(value)
+    if value.numel() > 1 and placed.layout.sharding.splits:
+        raise NotImplementedError(
+            f"placed_states: a state of shape {tuple(value.shape)} is not like the parameter, {placed.layout}; "
+            "optimizers that keep such states are to be given DTensors, without local_parameters"
+        )
+    return value
 
 
 def _state_loaded(placed: "Placed", value: Tensor, part: Tensor) -> Tensor:
