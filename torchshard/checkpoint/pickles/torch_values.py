@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES, FROM_STORAGE
 from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
-from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Size, is_wide, record
+from torchshard.checkpoint.pickles.inert import Global, Hashes, OrderedDict, Size, record
 from torchshard.checkpoint.pickles.unpickle import load
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.zips import Archive
@@ -162,11 +162,11 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 def _set(items: Any = ()) -> set[Any]:
+    hashes = Hashes()
     for item in items:
         if not isinstance(item, (str, int, float, bytes, type(None))):
             raise TypeError(f"a set holds {printable(item)}")
-    if sum([is_wide(item) for item in items]) > 100:
-        raise ValueError("too many items of a set are integers of more than 60 bits")
+        hashes.take(item)
     return set(items)
 
 
