@@ -1,6 +1,7 @@
 """A checkpoint as a lazy mapping, of every format."""
 
 import json
+import os
 import pickle
 
 import numpy as np
@@ -230,6 +231,14 @@ def test_names_inside_of_a_checkpoint_are_text(tmp_path):
         with pytest.raises(CheckpointError, match="not text") as caught:
             checkpoint.open(path)
         assert caught.value.got == r"'a\nb'"
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.json", "pipe_rank0.pt"])
+def test_a_named_pipe_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    for path in (tmp_path / name, tmp_path / "*_rank*.pt") if "rank" in name else (tmp_path / name,):
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            checkpoint.open(path)
 
 
 def test_the_cache_of_hugging_face(tmp_path):
