@@ -119,7 +119,7 @@ def convert(
         ),
     ],
     to: Annotated[Format, typer.Option("--to", help="What to write.", show_default=False)],
-    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for buffers.")] = "64MiB",
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for modules and buffers.")] = "64MiB",
     select: Annotated[list[str] | None, typer.Option(metavar="GLOB", help=_CHOSEN)] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Leave out keys that match this.")] = None,
     rename: Annotated[

@@ -107,7 +107,10 @@ def _names(keys: Iterable[str], rename: Rename) -> Mapping[str, Sequence[str]]:
         return KeyRules(rename.rules).renamed(keys)
     found: dict[str, list[str]] = {}
     for key in keys:
-        found.setdefault(rename(key), []).append(key)
+        new = rename(key)
+        if not isinstance(new, str):
+            raise CheckpointError("The new name of a key is no text.", got=printable(new), where=printable(key))
+        found.setdefault(new, []).append(key)
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchshard.checkpoint import opening
+from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.editing import Edits, Rename, edited
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
@@ -66,6 +67,7 @@ def load_into(
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
     """
+    check_types(rename=rename)
     if not isinstance(state_dict, (Mapping, list)):
         raise CheckpointError(
             "What is to be loaded into is no state dict.",
