@@ -1,4 +1,4 @@
-"""What the arguments of `convert`, `inspect` and `load_into` must be, where any other type would only be noticed deep inside."""
+"""What arguments must be, where any other type would only be noticed deep inside."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
