@@ -119,7 +119,8 @@ def test_only_the_rows_asked_for_are_read(tmp_path, monkeypatch):
 
 def test_wrong_indices(dcp_two):
     entry = checkpoint.open(dcp_two)["model.rows"]
-    for index in ((0, 0, 0), (..., ...), ([1, 2],), (None,), 7, (0, 10)):
+    wrong = ((0, 0, 0), (..., ...), ([1, 2],), (None,), 7, (0, 10), True, (0, False), np.True_, np.array([0, 1]), 1.0)
+    for index in wrong:
         with pytest.raises(IndexError):
             entry[index]
 
