@@ -145,6 +145,8 @@ class _Live:
             made = getattr(torch, value.name.removeprefix("torch."))
         elif isinstance(value, Record) and value.name == "torch.device":
             made = self.device(value.args)
+        elif isinstance(value, Record) and value.name == inert.LAYOUT:
+            made = torch.strided
         elif isinstance(value, (Global, Record)):
             raise CheckpointError("This is not plain data, and is not loaded.", got=value.name, where=self.where)
         else:

@@ -6,6 +6,7 @@ from typing import Any
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
+LAYOUT = "torch.serialization._get_layout"  # what makes a torch.layout of its name
 _ALIKE = 100  # keys of one hash
 
 
