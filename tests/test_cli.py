@@ -340,6 +340,22 @@ def test_a_bug_in_plan_has_its_traceback(tmp_path, monkeypatch):
         app(["plan", str(tmp_path / "mine.py:mlp"), "--input", "4,256"])
 
 
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"]])
+def test_an_output_that_is_full(folder, command):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "torchshard", *command, folder],
+            env=env,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (
+        2, b"torchshard: The output cannot be written: No space left on device.\n",
+    )  # fmt: skip
+
+
 def test_a_bar_on_a_terminal(folder, tmp_path):
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (25, 100))

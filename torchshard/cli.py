@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from torchshard.errors import TorchshardError
+from torchshard.errors import CheckpointError, TorchshardError
 
 app = typer.Typer(
     name="torchshard",
@@ -105,9 +105,14 @@ def _print(found: object) -> None:
     if isinstance(found, dict):
         import json
 
-        typer.echo(json.dumps(found, indent=2))
-    else:
+        found = json.dumps(found, indent=2)
+    try:
         typer.echo(str(found))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in its buffer
+        raise CheckpointError(f"The output cannot be written: {error.strerror or error}.") from error
 
 
 @app.command()
@@ -119,7 +124,7 @@ def convert(
         ),
     ],
     to: Annotated[Format, typer.Option("--to", help="What to write.", show_default=False)],
-    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for buffers.")] = "64MiB",
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for modules and buffers.")] = "64MiB",
     select: Annotated[list[str] | None, typer.Option(metavar="GLOB", help=_CHOSEN)] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Leave out keys that match this.")] = None,
     rename: Annotated[
@@ -176,8 +181,8 @@ def convert(
             progress=progress,
         )
     if dry_run:
-        typer.echo(f"{done.table()}\n")
-    typer.echo(str(done))
+        _print(f"{done.table()}\n")
+    _print(done)
 
 
 @app.command()

@@ -61,6 +61,7 @@ def plain():
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
+        "layout": torch.strided,
         "big": 1 << 90,
         "set": {1, 2},
         5: torch.ones(1),

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tests.checkpoint import sources
 from tests.checkpoint.sources import assert_same_tree, bytes_of, same_bits, torch_loads
-from torchshard import checkpoint
+from torchshard import checkpoint, state_dict
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.moving.casting import FLOATING, TARGETS, cast
 from torchshard.errors import CheckpointError
-from torchshard.keys import KeyRules, fuse, split, transpose
+from torchshard.keys import KeyRules, fuse, rename, split, transpose
 from torchshard.layout import Box
 
 KINDS = ("torch", "safetensors", "dcp", "dcp cut", "torch parts", "safetensors parts")
@@ -170,6 +170,66 @@ def test_renames_stay_in_the_dict_that_they_name(tmp_path):
     assert torch.load(tmp_path / "c.pt", weights_only=True).keys() == {"layers.0.weight", "layers.1.weight", "norm"}
     with pytest.raises(CheckpointError, match="Two keys have the same new name"):
         checkpoint.convert(src, tmp_path / "d.pt", to="torch", rename=lambda key: "x")
+
+
+NESTED = {
+    "model": {"layers": {"0": {"w": torch.ones(1)}}},
+    "opts": [{"state": {0: {"a": torch.ones(1)}}}, {"state": {0: {"a": torch.zeros(1)}, 1: {}}}],
+    "pair": (torch.ones(1), {"state": {"a": torch.zeros(1)}}),
+}
+
+
+def test_renames_keep_the_nesting(tmp_path):
+    torch.save(NESTED, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", rename=KeyRules([rename("layers", "blocks")]))
+    expected = NESTED | {"model": {"blocks": {"0": {"w": torch.ones(1)}}}}
+    assert_same_tree(torch.load(tmp_path / "b.pt"), expected)
+
+    def new(key):
+        return key.replace("state", "st").replace("pair.0", "pair.first").replace("opts", "optims")
+
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "c.pt", to="torch", rename=new)
+    expected = {
+        "model": NESTED["model"],
+        "pair": (None, {"st": {"a": torch.zeros(1)}}),
+        "optims": [{"st": {0: {"a": torch.ones(1)}}}, {"st": {0: {"a": torch.zeros(1)}, 1: {}}}],
+        "pair.first": torch.ones(1),
+    }
+    assert_same_tree(torch.load(tmp_path / "c.pt"), expected)
+
+
+def by_name(optimizer):
+    return {"model": {"layers.0.weight": torch.ones(2, 2), "layers.1.weight": torch.zeros(2, 2)}, "optim": optimizer}
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_an_optimizer_by_name_follows_as_a_live_one_does(tmp_path, kind):
+    state = {f"layers.{i}.weight": {"exp_avg": torch.full((2, 2), float(i)), "eps": 0.5} for i in range(2)}
+    groups = [{"params": ["layers.1.weight"], "lr": 0.1}, {"params": ["layers.0.weight", "layers.2.bias"], "lr": 0.2}]
+    live = by_name({"state": state, "param_groups": groups})
+    rules = [rename(r"layers.(\d+)", r"blocks.\1"), transpose("weight")]
+    convert_saved(live, tmp_path, kind, KeyRules(rules))
+    assert_same_tree(torch.load(tmp_path / "b.pt"), state_dict.KeyRules(rules)(live))
+    outside = KeyRules([rename("optim.state.layers", "optim.layers")])
+    with pytest.raises(CheckpointError, match="renamed out of the state of its optimizer"):
+        convert_saved(live, tmp_path, kind, outside)
+
+
+def test_an_optimizer_by_number_is_not_joined(tmp_path):
+    numbered = by_name({"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": [{"params": [0], "lr": 0.1}]})
+    convert_saved(numbered, tmp_path, "torch", KeyRules([rename("layers", "blocks")]))
+    assert_same_tree(torch.load(tmp_path / "b.pt")["optim"], numbered["optim"])
+    joined = KeyRules([fuse(["layers.0.weight", "layers.1.weight"], "layers.weight")])
+    with pytest.raises(CheckpointError, match="go by numbers cannot be joined"):
+        convert_saved(numbered, tmp_path, "torch", joined)
+
+
+def convert_saved(state, tmp_path, kind, rules):
+    if kind == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    else:
+        torch.save(state, tmp_path / "a")
+    checkpoint.convert(tmp_path / "a", tmp_path / "b.pt", to="torch", rename=rules, overwrite=True)
 
 
 def test_rules_join_split_and_transpose_without_reading(tmp_path):

@@ -209,6 +209,32 @@ def test_bad_arguments(dcp_two, tmp_path):
         to_safetensors(tmp_path / "nothing", tmp_path / "x")
 
 
+WRONG = {
+    "dtype": [torch.bfloat16, {"*": torch.bfloat16}, ["bfloat16"]],
+    "rename": [{"a": "b"}, "a"],
+    "shard_size": ["5GB", 1.5, True],
+    "max_memory": ["64MiB", 2.0**26],
+    "mesh": [4, "2x2", (2.0,)],
+    "placements": [{"*": ["S(0)"]}, ["S(0)"], "S(0)"],
+    "select": ["model.*", [1]],
+    "exclude": ["model.*"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_another_type(dcp_two, tmp_path, name):
+    for value in WRONG[name]:
+        with pytest.raises(CheckpointError, match=f"The argument {name} is of another type") as caught:
+            checkpoint.convert(dcp_two, tmp_path / "x", to="dcp", **{name: value})
+        assert caught.value.expected
+    with pytest.raises(CheckpointError, match="argument select is of another type"):
+        checkpoint.inspect(dcp_two, select="model.*")
+    with pytest.raises(CheckpointError, match="argument rename is of another type"):
+        checkpoint.load_into(dcp_two, {}, rename={"a": "b"})
+    with pytest.raises(CheckpointError, match="new name of a key is no text"):
+        checkpoint.convert(dcp_two, tmp_path / "x", to="dcp", rename=lambda key: None)
+
+
 @pytest.mark.parametrize("place", [".", "..", "", "folder/..", "/"])
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_destination_without_a_name_of_its_own(dcp_two, tmp_path, monkeypatch, place, overwrite):

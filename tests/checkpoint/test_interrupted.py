@@ -276,6 +276,30 @@ def test_overwriting_a_folder(small, tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("name", ["", "journal"])
+def test_a_link_in_the_place_of_the_hidden_folder_is_not_followed(small, tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    for file in ("data", "notes"):
+        (tmp_path / "mine" / file).write_text("mine")
+    hidden = tmp_path / ".out.pt.partial"
+    if name:
+        hidden.mkdir()
+    (hidden / name).symlink_to(tmp_path / "mine" / ("notes" if name else ""))
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match=r"a link in the place|symbolic links"):
+            checkpoint.convert(small, tmp_path / "out.pt", to="torch", resume=resume)
+    assert [(tmp_path / "mine" / file).read_text() for file in ("data", "notes")] == ["mine", "mine"]
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_special_files_are_not_replaced(small, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place, dry_run in ((tmp_path / "pipe", False), (tmp_path / "pipe", True), (Path("/dev/null"), True)):
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            checkpoint.convert(small, place, to="torch", overwrite=True, dry_run=dry_run)
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_threads_that_ask_for_a_file_at_once_get_the_same(tmp_path, monkeypatch):
     """Opened once: what is done to the disk, and how often, does not depend on who comes first."""
     opened, real = [], destination._reserve

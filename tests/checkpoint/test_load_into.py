@@ -87,14 +87,14 @@ def test_objects_and_errors(tmp_path):
 def test_objects_are_torchs_own(tmp_path):
     values = {
         "pair": (torch.arange(3).bfloat16(), 3), "size": torch.Size([2, 3]), "dtype": torch.bfloat16,
-        "device": torch.device("cpu"), "list": [1, (torch.float64, {"x"})],
+        "device": torch.device("cpu"), "layout": torch.strided, "list": [1, (torch.float64, {"x"})],
     }  # fmt: skip
     sources.make(tmp_path / "ck", 1, sources.save, values)
     state = dict.fromkeys(values)
     checkpoint.load_into(tmp_path / "ck", state)
     assert torch.equal(state["pair"][0], values["pair"][0])
     assert type(state["size"]) is torch.Size
-    for key in ("size", "dtype", "device", "list"):
+    for key in ("size", "dtype", "device", "layout", "list"):
         assert state[key] == values[key], key
 
 

@@ -1,6 +1,7 @@
 """A checkpoint as a lazy mapping, of every format."""
 
 import json
+import os
 import pickle
 
 import numpy as np
@@ -118,7 +119,8 @@ def test_only_the_rows_asked_for_are_read(tmp_path, monkeypatch):
 
 def test_wrong_indices(dcp_two):
     entry = checkpoint.open(dcp_two)["model.rows"]
-    for index in ((0, 0, 0), (..., ...), ([1, 2],), (None,), 7, (0, 10)):
+    wrong = ((0, 0, 0), (..., ...), ([1, 2],), (None,), 7, (0, 10), True, (0, False), np.True_, np.array([0, 1]), 1.0)
+    for index in wrong:
         with pytest.raises(IndexError):
             entry[index]
 
@@ -230,6 +232,14 @@ def test_names_inside_of_a_checkpoint_are_text(tmp_path):
         with pytest.raises(CheckpointError, match="not text") as caught:
             checkpoint.open(path)
         assert caught.value.got == r"'a\nb'"
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.json", "pipe_rank0.pt"])
+def test_a_named_pipe_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    for path in (tmp_path / name, tmp_path / "*_rank*.pt") if "rank" in name else (tmp_path / name,):
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            checkpoint.open(path)
 
 
 def test_the_cache_of_hugging_face(tmp_path):

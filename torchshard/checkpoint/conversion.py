@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from torchshard.checkpoint import opening
+from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.editing import Edits, Rename, edited, merged
 from torchshard.checkpoint.entries import Index, Piece, TensorEntry, flat
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
@@ -103,8 +104,9 @@ def convert(
         dst: the file or, with `shard_size` or to="dcp", the folder to be written.
         to: "torch" (nested as it was saved, for torch.load), "safetensors" (tensors only, flat dotted names) or "dcp"
             (for torch.distributed.checkpoint.load).
-        max_memory: bytes that this may take over the bare interpreter. Less than 64 MiB makes buffers smaller, down to
-            1 MiB, but the modules that are needed take about 40 MiB.
+        max_memory: bytes that modules and buffers may take over the bare interpreter. Less than 64 MiB makes buffers
+            smaller, down to 1 MiB, but the modules that are needed take about 40 MiB. What describes the tensors, and
+            what is no tensor, comes on top: some 1 KiB a tensor, and ten times the bytes of pickled values.
         select: globs of keys; only those that match one are written.
         exclude: globs of keys that are left out.
         rename: gives the new name of each key; or KeyRules, which also join, split and transpose.
@@ -132,6 +134,8 @@ def convert(
         >>> convert("step_1000", "model.safetensors", to="safetensors")  # doctest: +SKIP
     """
     start = time.perf_counter()
+    check_types(max_memory=max_memory, shard_size=shard_size, mesh=mesh, placements=placements)
+    check_types(select=select, exclude=exclude, rename=rename, dtype=dtype)
     sources, target = _paths(src), _target(dst)
     options = _options(to, shard_size, mesh, placements)
     dtypes = {"*": dtype} if isinstance(dtype, str) else dict(dtype or {})

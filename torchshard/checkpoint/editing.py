@@ -1,17 +1,20 @@
 """Another state dict from that of a checkpoint: merged, chosen, renamed, cast. Only names and boxes change."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, TensorEntry, common_notes, narrowed
 from torchshard.checkpoint.moving import casting
 from torchshard.checkpoint.pickles.inert import OrderedDict
+from torchshard.checkpoint.regrouping import DROPPED, Regrouped
 from torchshard.checkpoint.text import check_matches, printable, said_of
-from torchshard.checkpoint.trees import DROPPED, edit, place
 from torchshard.errors import CheckpointError
 from torchshard.keys import KeyRules
+from torchshard.keys.rules import Fuse, Split, Transpose
 from torchshard.layout import Box, whole
 
 Rename = Callable[[str], str] | KeyRules
@@ -57,36 +60,88 @@ def edited(index: Index, edits: Edits) -> Index:
     for key, entry in index.entries.items():
         if edits.wants(key):
             chosen[key] = _cast(key, entry, dtypes.get(key)) if isinstance(entry, TensorEntry) else entry
-    entries = chosen if edits.rename is None else _renamed(chosen, edits.rename)
-    stay = {key: entry for key, entry in entries.items() if chosen.get(key) is entry}
-    moved = {key: replace(entry, key=key) for key, entry in entries.items() if key not in stay}
-    entries = {key: moved.get(key, entry) for key, entry in entries.items()}
+    entries, olds = (chosen, {}) if edits.rename is None else _renamed(chosen, edits.rename)
+    entries = {key: entry if chosen.get(key) is entry else replace(entry, key=key) for key, entry in entries.items()}
     where = f"the state dict of {index.opened[0].root}" if index.opened else "the state dict"
 
     def leaf(key: str, value: object) -> object:
-        entry = stay.get(key, DROPPED)
+        entry = entries.get(key, DROPPED)
         # An object of a torch.save file lies in the nested state dict itself.
-        return value if isinstance(entry, ObjectEntry) and not isinstance(value, ObjectEntry) else entry
+        lies_there = isinstance(entry, ObjectEntry) and not isinstance(value, ObjectEntry)
+        return value if lies_there and entry is chosen.get(key) else entry
 
     def tree() -> object:
-        before: Any = index.tree()
-        return place(edit(before, leaf, where), moved, where, like=before)
+        made = Regrouped(index.tree(), leaf, where)
+        for key, entry in entries.items():
+            if key not in made.paths:
+                made.add(key, entry, olds.get(key))
+        return made.made()
 
     return replace(index, entries=entries, tree=tree)
 
 
-def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
+def _renamed(entries: Mapping[str, Entry], rename: Rename) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The entries by new names, and the old names; of what is made of several the first."""
     if isinstance(rename, KeyRules):
         rules = KeyRules(rename.rules, strict=rename.strict)
         rules.arrays = _Entries()
-        return dict(rules(entries))
-    renamed: dict[str, Entry] = {}
-    for key, entry in entries.items():
+        renamed: dict[str, Entry] = dict(rules(entries))
+    else:
+        renamed = {}
+        for new, (old, *more) in _names(entries, rename).items():
+            if more:
+                raise CheckpointError("Two keys have the same new name.", got=printable(new), where=printable(more[0]))
+            renamed[new] = entries[old]
+    olds = {new: sources[0] for new, sources in _names(entries, rename).items()}
+    for new, entry in renamed.items():
+        old = olds.get(new, new)
+        if isinstance(entry, ObjectEntry) and (group := _GROUP.fullmatch(old)) is not None:
+            state = f"{group[1]}state.", f"{new.removesuffix(group[2])}state."
+            renamed[new] = ObjectEntry(partial(_parameters, entry, old, state, rename), entry.nbytes, old)
+    return renamed, olds
+
+
+def _names(keys: Iterable[str], rename: Rename) -> Mapping[str, Sequence[str]]:
+    """New key -> the old keys that become it."""
+    if isinstance(rename, KeyRules):
+        return KeyRules(rename.rules).renamed(keys)
+    found: dict[str, list[str]] = {}
+    for key in keys:
         new = rename(key)
-        if new in renamed:
-            raise CheckpointError("Two keys have the same new name.", got=printable(new), where=printable(key))
-        renamed[new] = entry
-    return renamed
+        if not isinstance(new, str):
+            raise CheckpointError("The new name of a key is no text.", got=printable(new), where=printable(key))
+        found.setdefault(new, []).append(key)
+    return found
+
+
+_GROUP = re.compile(r"((?:.*\.)?)(param_groups\.\d+\.params)", re.DOTALL)  # of an optimizer
+
+
+def _parameters(entry: ObjectEntry, key: str, state: tuple[str, str], rename: Rename) -> object:
+    """Which parameters a group of an optimizer has, by the names that what is kept for them gets."""
+    before, after = state
+    names: Any = entry.value()
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        if isinstance(rename, KeyRules) and any(isinstance(rule, Fuse | Split | Transpose) for rule in rename.rules):
+            raise CheckpointError(
+                "Parameters that go by numbers cannot be joined, taken apart or transposed.",
+                expected="an optimizer's state by names of parameters",
+                got=printable(names),
+                where=printable(key),
+                fix="Leave the optimizer out (exclude), or save what get_optimizer_state_dict of torch makes.",
+            )
+        return names
+    places = {before + name: place for place, name in enumerate(names)}
+    sources = _names(places, rename)
+    for new in sources:
+        if not new.startswith(after):
+            raise CheckpointError(
+                "A parameter is renamed out of the state of its optimizer.",
+                expected=f"{printable(after)}...",
+                got=printable(new),
+                where=printable(key),
+            )
+    return [new.removeprefix(after) for new in sorted(sources, key=lambda new: places[sources[new][0]])]
 
 
 def _cast(key: str, entry: TensorEntry, target: str | None) -> TensorEntry:

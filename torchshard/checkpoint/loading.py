@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchshard.checkpoint import opening
+from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.editing import Edits, Rename, edited
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
@@ -66,6 +67,7 @@ def load_into(
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
     """
+    check_types(rename=rename)
     if not isinstance(state_dict, (Mapping, list)):
         raise CheckpointError(
             "What is to be loaded into is no state dict.",
@@ -143,6 +145,8 @@ class _Live:
             made = getattr(torch, value.name.removeprefix("torch."))
         elif isinstance(value, Record) and value.name == "torch.device":
             made = self.device(value.args)
+        elif isinstance(value, Record) and value.name == inert.LAYOUT:
+            made = torch.strided
         elif isinstance(value, (Global, Record)):
             raise CheckpointError("This is not plain data, and is not loaded.", got=value.name, where=self.where)
         else:

@@ -131,8 +131,7 @@ def _read(path: Path) -> Index:
     files = Files(path.parent, path.name)
     if path.name.endswith(".json"):
         return hugging_face.read_indexed(files, path.name)
-    with path.open("rb") as file:
-        head = file.read(16)
+    head = files.read(path.name, 0, min(16, files.size(path.name)))
     if head.startswith(b"PK\3\4"):
         return torch_file.read(files, path.name)
     if head[8:9] == b"{":  # before the next: the length of a header may begin with that byte too

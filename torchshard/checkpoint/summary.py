@@ -177,6 +177,8 @@ def inspect(
 
 def _selected(index: Index, select: Sequence[str]) -> dict[str, Entry]:
     """Entries whose keys match; what edits checkpoints is imported only for this."""
+    from torchshard.checkpoint.arguments import check_types
     from torchshard.checkpoint.editing import Edits, edited
 
+    check_types(select=select)
     return edited(index, Edits(tuple(select))).entries

@@ -1,6 +1,6 @@
 """Nested state dicts: their leaves under flat names, and flat names back to nested containers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,10 +26,10 @@ def leaves(tree: object, where: object, *, into_tuples: bool = True) -> Iterator
     Raises:
         CheckpointError: nested too deep, or the same containers refer to each other so often that there is no end.
     """
-    yield from _Walk(where, into_tuples).leaves(tree, ())
+    yield from Walk(where, into_tuples).leaves(tree, ())
 
 
-class _Walk:
+class Walk:
     """Goes through containers that may refer to each other in any way, in time that goes with their number."""
 
     def __init__(self, where: object, into_tuples: bool = True) -> None:
@@ -39,11 +39,12 @@ class _Walk:
         self.again = 10_000  # visits to containers that were visited before
 
     def leaves(self, value: object, path: Steps) -> Iterator[tuple[Steps, object]]:
+        """Steps and value of each leaf at or below a value that is at `path`."""
         self.check_depth(len(path))
         if isinstance(value, dict) and value:
             self.visit(value)
             for key, item in value.items():
-                yield from self.leaves(item, (*path, _step(key)))
+                yield from self.leaves(item, (*path, as_step(key)))
         elif isinstance(value, self.inside) and self.holds_more(value, len(path)):
             self.visit(value)
             for i, item in enumerate(value):
@@ -52,12 +53,14 @@ class _Walk:
             yield path, value
 
     def visit(self, container: object) -> None:
+        """Count a visit; raise CheckpointError if those to the same containers have no end."""
         self.again -= id(container) in self.seen
         self.seen.add(id(container))
         if self.again < 0:
             raise CheckpointError("Containers refer to each other over and over.", where=self.where)
 
     def holds_more(self, value: object, depth: int) -> bool:
+        """Whether this is, or holds anywhere, a tensor or a dict."""
         if isinstance(value, (dict, TensorEntry)):
             return True
         if not isinstance(value, (list, tuple)):
@@ -69,6 +72,7 @@ class _Walk:
         return self.inner[id(value)]
 
     def check_depth(self, depth: int) -> None:
+        """Raise CheckpointError if this is too deep."""
         if depth > NESTING:
             raise CheckpointError("Containers are nested too deep.", expected=f"at most {NESTING}", where=self.where)
 
@@ -111,8 +115,8 @@ def _inner(value: Any) -> Mapping[Any, object] | None:
     return {0: value.name} if isinstance(value, Global) else None
 
 
-def _step(key: object) -> str:
-    """A key of a dict as text: what str() makes of torch's own."""
+def as_step(key: object) -> str:
+    """A key of a dict, or a place in a list, as text: what str() makes of torch's own."""
     return key if isinstance(key, str) else _spelled(key)
 
 
@@ -155,88 +159,6 @@ def flatten(tree: object, where: object) -> dict[str, Entry]:
         entry.key = entry.key or key
         entries[key] = entry
     return entries
-
-
-class _Dropped:
-    """Stands for a leaf that is taken out."""
-
-
-DROPPED = _Dropped()
-
-
-def edit(tree: object, change: Callable[[str, object], object], where: object) -> dict[Any, Any]:
-    """A copy of a state dict with other leaves.
-
-    Args:
-        tree: nested as `leaves` goes through it.
-        change: takes the dotted name and the leaf, gives the new leaf, or DROPPED. A dict that loses all it held goes
-            too; in a list or tuple None takes the place.
-        where: file, for errors.
-    """
-    if not isinstance(tree, dict):
-        raise CheckpointError("The file holds no state dict.", expected="a dict", got=printable(tree), where=where)
-    walk = _Walk(where)
-
-    def edited(value: Any, path: Steps) -> Any:
-        walk.check_depth(len(path))
-        if isinstance(value, dict) and value:
-            walk.visit(value)
-            made = OrderedDict() if type(value) is OrderedDict else {}
-            if isinstance(value, OrderedDict) and isinstance(made, OrderedDict):
-                made.attributes = value.attributes
-            for key, item in value.items():
-                if (new := edited(item, (*path, _step(key)))) is not DROPPED:
-                    made[key] = new
-            return made if made or not path else DROPPED
-        if isinstance(value, (list, tuple)) and walk.holds_more(value, len(path)):
-            walk.visit(value)
-            items = [edited(item, (*path, i)) for i, item in enumerate(value)]
-            if all(item is DROPPED for item in items):
-                return DROPPED
-            kept = [None if item is DROPPED else item for item in items]
-            return kept if isinstance(value, list) else tuple(kept)
-        return change(".".join(map(str, path)), value)
-
-    result = edited(tree, ()) if tree else {}
-    return {} if result is DROPPED else result
-
-
-def place(
-    tree: dict[Any, Any], entries: Mapping[str, Entry], where: object, like: dict[Any, Any] | None = None
-) -> dict[Any, Any]:
-    """Put entries into a state dict, each into the innermost dict whose name its own begins with.
-
-    Args:
-        tree: is changed.
-        entries: by dotted name.
-        where: file, for errors.
-        like: a state dict whose dicts count too, and are made anew where `tree` has lost them.
-
-    Raises:
-        CheckpointError: the place is taken.
-    """
-    for key, entry in entries.items():
-        inner: Any = tree
-        outline, rest = tree if like is None else like, key
-        while (name := _container(outline, rest)) is not None:
-            outline, rest = outline[name], rest[len(name) + 1 :]
-            inner = inner.setdefault(name, type(outline)())
-            if not isinstance(inner, dict):
-                break
-        if not isinstance(inner, dict) or rest in inner:
-            raise CheckpointError("Two entries have the same name.", got=printable(key), where=where)
-        inner[rest] = entry
-    return tree
-
-
-def _container(tree: dict[Any, Any], key: str) -> str | None:
-    """The key of a dict in `tree` that is the longest beginning of `key` up to a dot."""
-    at = key.rfind(".")
-    while at > 0:
-        if isinstance(tree.get(key[:at]), dict):
-            return key[:at]
-        at = key.rfind(".", 0, at)
-    return None
 
 
 def nest(entries: Mapping[str, Entry], paths: Mapping[str, Steps], where: object) -> dict[str, object]:

@@ -12,7 +12,7 @@ from torchshard.checkpoint.entries import Index, TensorEntry
 from torchshard.checkpoint.formats.dcp import METADATA
 from torchshard.checkpoint.formats.out import Options, OutFile, Output, unsaid
 from torchshard.checkpoint.formats.torch_file import ArchivePlan, lay_out
-from torchshard.checkpoint.pickles.inert import Global, Record, Size
+from torchshard.checkpoint.pickles.inert import LAYOUT, Global, Record, Size
 from torchshard.checkpoint.pickles.write import Call, View, dump
 from torchshard.checkpoint.sharing import overlapping
 from torchshard.checkpoint.text import printable, said_of
@@ -192,7 +192,7 @@ def _described(value: object, boxes: Sequence[Box]) -> Record:
 
 
 def _properties(dtype: str) -> Record:
-    layout = Call("torch.serialization._get_layout", ("torch.strided",))
+    layout = Record(LAYOUT, ("torch.strided",))
     memory_format = Call(f"{_MODULE}._MEM_FORMAT_ENCODING", (0,))
     return _record(f"{_MODULE}.TensorProperties", (Global(f"torch.{dtype}"), layout, False, memory_format, False))
 

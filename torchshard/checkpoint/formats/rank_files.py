@@ -15,8 +15,9 @@ from typing import Any
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_pieces
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import torch_file
+from torchshard.checkpoint.regrouping import DROPPED, Regrouped
 from torchshard.checkpoint.text import printable
-from torchshard.checkpoint.trees import DROPPED, edit, place, same
+from torchshard.checkpoint.trees import same
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box
 
@@ -108,16 +109,12 @@ def _index(
             entries[entry.key] = apart[entry.key] = entry
 
     def tree() -> object:
-        # The nesting of rank 0; keys that only others have come at the top, as those that differ do.
-        seen: set[str] = set()
-
-        def replaced(key: str, leaf: object) -> object:
-            seen.add(key)
-            return alike.get(key, DROPPED)
-
-        first = edit(parts[0].tree(), replaced, files.root)
-        rest = {key: entry for key, entry in alike.items() if key not in seen}
-        return place(first, {**rest, **apart}, files.root)
+        # The nesting of rank 0; keys that only others have come at the top.
+        made = Regrouped(parts[0].tree(), lambda key, leaf: alike.get(key, DROPPED), files.root)
+        for key, entry in entries.items():
+            if key not in made.paths or key in apart:
+                made.add(key, entry)
+        return made.made()
 
     sized = {name: size for part in parts for name, size in part.files.items()}
     return Index("torch, one file a rank", entries, tree, sized, {"ranks": str(len(parts))}, (files,))

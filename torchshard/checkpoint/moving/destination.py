@@ -183,12 +183,14 @@ def _locked(path: Path, destination: Path) -> int:
     """The journal, open, which no other process has.
 
     Raises:
-        CheckpointError: another has.
+        CheckpointError: another has, or its folder is a link.
     """
     while True:
         path.parent.mkdir(exist_ok=True)
+        if path.parent.is_symlink():
+            raise CheckpointError("There is a link in the place of the hidden folder.", where=path.parent)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
             continue  # its folder was removed just now, by one that was ready
         try:
@@ -284,6 +286,8 @@ def check_free(path: Path, overwrite: bool, *, folder: bool) -> None:
     """Raise CheckpointError if the destination is there, unless it may be replaced."""
     if path.is_dir() and not folder:
         raise CheckpointError("The destination is a folder; name a file.", where=path)
+    if os.path.lexists(path) and not (path.is_dir() or path.is_symlink() or path.is_file()):
+        raise CheckpointError("The destination is not a regular file, and is not replaced.", where=path)
     if not overwrite and os.path.lexists(path):
         raise CheckpointError(
             "The destination exists.", where=path, fix="Remove it, or overwrite it (overwrite=True, --overwrite)."

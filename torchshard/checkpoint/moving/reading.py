@@ -227,12 +227,20 @@ def _box_and_rest(shape: tuple[int, ...], index: Any) -> tuple[Box, tuple[Any, .
     return Box(tuple(offset), tuple(size)), tuple(rest)
 
 
+def _is_whole(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)  # to numpy a mask
+
+
 def _spelled_out(index: tuple[Any, ...], ndim: int) -> Sequence[Any]:
     """One integer or slice for each dim."""
     at = [i for i, part in enumerate(index) if part is Ellipsis]
     if len(at) > 1 or len(index) - len(at) > ndim:
         raise IndexError(f"too many indices for a tensor of {ndim} dims")
-    if not all(isinstance(part, slice) or part is Ellipsis or hasattr(part, "__index__") for part in index):
+    if not all(isinstance(part, slice) or part is Ellipsis or _is_whole(part) for part in index):
         raise IndexError("only integers, slices and ... are read from a file; index the array for more")
     split = at[0] if at else len(index)
     middle = [slice(None)] * (ndim - (len(index) - len(at)))

@@ -6,6 +6,9 @@ from typing import Any
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
+LAYOUT = "torch.serialization._get_layout"  # what makes a torch.layout of its name
+_ALIKE = 100  # keys of one hash
+
 
 class RefusedGlobal(CheckpointError):
     """A pickle names something that is not on the list of what may be read; `name` is its dotted name."""
@@ -81,6 +84,23 @@ def record(name: str) -> Global:
     return Global(name, lambda *args: Record(name, args))
 
 
-def is_wide(value: object) -> bool:
-    """Whether this is an integer of a kind that can be chosen to have one hash, so that dicts of many are slow."""
-    return type(value) is int and not -(2**60) < value < 2**60
+class Hashes:
+    """Keys that can be chosen to share one hash, as each in a dict is compared with all others that have it.
+
+    Those are tuples, complex numbers and integers of more than 60 bits. Others that are no text or bytes, whose hash is
+    not known beforehand, share it with a few.
+    """
+
+    __slots__ = ("keys",)
+
+    def __init__(self) -> None:
+        self.keys: dict[int, list[object]] = {}
+
+    def take(self, key: object) -> None:
+        """Raise ValueError if too many other keys have the hash of this one."""
+        if isinstance(key, (tuple, complex)) or (type(key) is int and not -(2**60) < key < 2**60):
+            alike = self.keys.setdefault(hash(key), [])
+            if key not in alike:
+                alike.append(key)
+            if len(alike) > _ALIKE:
+                raise ValueError("too many keys of dicts or sets share one hash")

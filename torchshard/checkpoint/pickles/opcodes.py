@@ -4,7 +4,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size, is_wide
+from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
 
 if TYPE_CHECKING:
@@ -21,10 +21,7 @@ def _checked_key(m: "Machine", key: Any) -> Any:
     for item in items:
         if type(item) not in _SCALARS:
             raise TypeError(f"a key of a dict or set is {printable(key)}")
-        if is_wide(item):
-            m.wide_keys -= 1
-            if m.wide_keys < 0:
-                raise ValueError("too many keys of dicts or sets are integers of more than 60 bits")
+    m.hashes.take(key)
     return key
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES, FROM_STORAGE
 from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
-from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Size, is_wide, record
+from torchshard.checkpoint.pickles.inert import LAYOUT, Global, Hashes, OrderedDict, Record, Size, record
 from torchshard.checkpoint.pickles.unpickle import load
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.zips import Archive
@@ -162,11 +162,11 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 def _set(items: Any = ()) -> set[Any]:
+    hashes = Hashes()
     for item in items:
         if not isinstance(item, (str, int, float, bytes, type(None))):
             raise TypeError(f"a set holds {printable(item)}")
-    if sum([is_wide(item) for item in items]) > 100:
-        raise ValueError("too many items of a set are integers of more than 60 bits")
+        hashes.take(item)
     return set(items)
 
 
@@ -186,10 +186,10 @@ def _size(items: Any = ()) -> Size:
     return Size(sizes(items, "torch.Size", None))
 
 
-def _layout(name: Any) -> str:
+def _layout(name: Any) -> Record:
     if name != "torch.strided":
         raise CheckpointError("Tensors that are not dense are not read.", expected="torch.strided", got=printable(name))
-    return "torch.strided"
+    return Record(LAYOUT, (name,))
 
 
 def _table() -> dict[str, Global]:
@@ -199,7 +199,7 @@ def _table() -> dict[str, Global]:
         "torch._utils._rebuild_tensor_v3": _rebuild_v3,
         "torch._utils._rebuild_parameter": _rebuild_parameter,
         "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
-        "torch.serialization._get_layout": _layout,
+        LAYOUT: _layout,
         "torch.Size": _size,
         "collections.OrderedDict": _ordered,
         "_codecs.encode": _encode,

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchshard.checkpoint.pickles.inert import Global, RefusedGlobal
+from torchshard.checkpoint.pickles.inert import Global, Hashes, RefusedGlobal
 from torchshard.checkpoint.pickles.opcodes import STEPS, unsigned
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
@@ -92,7 +92,7 @@ class Machine:
     """The stack machine: data and position, stack, marks, memo."""
 
     __slots__ = (
-        "advice", "allowed", "at", "budget", "data", "marks", "memo", "persistent", "stack", "where", "wide_keys",
+        "advice", "allowed", "at", "budget", "data", "hashes", "marks", "memo", "persistent", "stack", "where",
     )  # fmt: skip
 
     def __init__(
@@ -110,7 +110,7 @@ class Machine:
         self.memo: dict[int, Any] = {}
         # What calls may make out of values that the pickle holds once and refers to often.
         self.budget = 8 * len(data) + 65536
-        self.wide_keys = 10_000
+        self.hashes = Hashes()
 
     def run(self) -> object:
         """Do step after step until STOP."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
-from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size
+from torchshard.checkpoint.pickles.inert import LAYOUT, Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
@@ -207,7 +207,7 @@ class _Writer:
 
     def _record(self, value: Record) -> None:
         module, _, name = value.name.rpartition(".")
-        if value.name == "torch.device" and value.state is None:
+        if value.name in ("torch.device", LAYOUT) and value.state is None:
             self._call(module, name, value.args)
         elif value.name in self.records:
             self._global(module, name)
