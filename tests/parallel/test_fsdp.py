@@ -1,6 +1,6 @@
 """FSDP1 on tensor-parallel modules: training and state dicts against a plain model on one process."""
 
-import warnings
+import copy
 
 import pytest
 import torch
@@ -129,9 +129,7 @@ def clipped(rank, world):
         hidden = (10, 7) if library == "ours" else (10, 6)
         with install():
             model = cases.wrapped(cases.parallel(mesh, library, hidden=hidden), mesh, orig, strategy)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert model.clip_grad_norm_(1.0) == 0  # there are none yet
+        assert model.clip_grad_norm_(1.0) == 0  # there are none yet
         plain = cases.plain(hidden=hidden)
         ours, theirs = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, plain))
         for norm_type, limit in ((2.0, 0.5), (1, 100.0), (math.inf, 0.01)):
@@ -170,6 +168,42 @@ def partly_sharded(rank, world):
 
 def test_the_norm_of_what_is_cut_and_what_is_not():
     run_ranks(4, partly_sharded)
+
+
+class Unequal(torch.nn.Module):
+    """One rank of FSDP holds nothing but a part of the large parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.large, self.up = torch.nn.Parameter(torch.ones(4000)), torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.up(x) * self.large.sum()
+
+
+def lopsided(rank, world):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from torchshard import Replicate, init_device_mesh
+    from torchshard.parallel import ColwiseParallel, parallelize_module
+    from torchshard.parallel.fsdp import install
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = Unequal()
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"up": ColwiseParallel(output_layouts=Replicate())})
+    with install():
+        model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], device_id=torch.device("cpu"))
+    norms = []
+    for m in (plain, model):
+        m(torch.ones(2, 8)).square().mean().backward()
+    norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05))
+    norms.append(model.clip_grad_norm_(0.05))
+    torch.testing.assert_close(*norms)
+
+
+def test_a_rank_that_holds_parts_of_plain_parameters_only():
+    run_ranks(4, lopsided)
 
 
 def test_gradients_are_clipped_by_the_norm_of_all():

@@ -137,15 +137,22 @@ def diverging(rank, world):
     from torchshard import Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
-    with pytest.raises(RankMismatchError, match="have different tensors to distribute") as caught:
+    with pytest.raises(RankMismatchError, match="Ranks do not distribute the same tensor") as caught:
         distribute_tensor(torch.zeros(10 + 2 * rank, 3), mesh, [Shard(0)])
+    shapes = (4, 6), (6, 4)
+    for shape in shapes:  # goes on, once they do
+        assert distribute_tensor(torch.ones(shape), mesh, [Shard(0)]).full_tensor().sum() == 24
+    with pytest.raises(RankMismatchError):  # known ones, in another order
+        distribute_tensor(torch.ones(shapes[rank]), mesh, [Shard(0)])
+    with pytest.raises(RankMismatchError):
+        distribute_tensor(torch.ones(4, dtype=[torch.float32, torch.bfloat16][rank]), mesh, [Shard(0)])
     return str(caught.value)
 
 
-def test_tensors_of_other_shapes_on_other_ranks():
+def test_tensors_that_are_others_on_other_ranks():
     for message in run_ranks(2, diverging):
-        assert "torch.float32 of shape (10, 3) as (0=2:S(0)), from place 0" in message
-        assert "torch.float32 of shape (12, 3) as (0=2:S(0)), from place 0" in message
+        assert "rank 0: torch.float32 of shape (10, 3) as (0=2:S(0)), from place 0" in message
+        assert "rank 1: torch.float32 of shape (12, 3) as (0=2:S(0)), from place 0" in message
 
 
 def orders(rank, world):

@@ -91,17 +91,19 @@ class FSDPGradients:
     Attributes:
         pieces: what this rank has of the gradient of each parameter, flat; what was taken off the parameter; on how
             many ranks of the group it is the same.
+        taken: what was taken off all parameters, the same on all ranks.
         group: the ranks that FSDP splits over.
         device: of the pieces.
     """
 
     pieces: list[tuple[Tensor, Any, int]]
+    taken: list[Any]
     group: dist.ProcessGroup
     device: torch.device
 
 
 def _clip_grad_norm_(module: "weakref.ref[Any]", user: FSDPUser, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """FSDP1's clip_grad_norm_ (2.11-2.15): torch's, unless parameters are DTensors that have gradients."""
+    """FSDP1's clip_grad_norm_ (2.11-2.15): torch's, unless parameters are DTensors."""
     from torch.distributed.fsdp._runtime_utils import _lazy_init
 
     root: Any = module()
@@ -134,10 +136,9 @@ def _clip_grad_norm_(module: "weakref.ref[Any]", user: FSDPUser, max_norm: float
         ]
     if any(id(p) not in flat_ones and p.grad is not None for p in root.parameters()):
         raise NotImplementedError("clip_grad_norm_ where FSDP ignores some parameters and others are DTensors")
-    if not pieces:
-        return cast(Tensor, type(root).clip_grad_norm_(root, max_norm, norm_type))  # says that there are none
     with torch.no_grad():
-        return user.clip(FSDPGradients(pieces, root.process_group, root.compute_device), max_norm, norm_type)
+        taken = [one for handle in handles for one in handle.flat_param._param_extensions]
+        return user.clip(FSDPGradients(pieces, taken, root.process_group, root.compute_device), max_norm, norm_type)
 
 
 class _AsItIs:

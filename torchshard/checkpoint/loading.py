@@ -222,6 +222,8 @@ def _check_room(local: "Tensor", box: Box, where: str) -> None:
     """Raise CheckpointError unless each element of the box has memory of its own in the tensor."""
     import torch
 
+    from torchshard.tensor.layout import overlaps
+
     what = fix = None
     got: object = None
     if local.is_meta:
@@ -231,7 +233,7 @@ def _check_room(local: "Tensor", box: Box, where: str) -> None:
         what, got = "A tensor of the state dict is not dense.", local.layout
     elif tuple(local.shape) != box.size:
         what, got = "The local part of a tensor is not the box that its layout says it is.", tuple(local.shape)
-    elif any(n > 1 and not step for n, step in zip(local.shape, local.stride(), strict=True)):
+    elif overlaps(local.shape, local.stride()):
         what, got = "Elements of a tensor of the state dict share their memory.", f"strides {local.stride()}"
         fix = "tensor.contiguous()"
     if what is not None:

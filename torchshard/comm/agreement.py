@@ -24,6 +24,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torchshard import _torch
 from torchshard.errors import RankMismatchError
 
+NO_LOSS = RankMismatchError, NotImplementedError, torch.OutOfMemoryError
+"""Kinds of RuntimeError that tell of something else than a lost rank."""
+
 _LONGEST_LINE = 200
 _TO_ANSWER = 3.0
 """Seconds in which every rank that waits for a collective sees that it is asked whether it lives."""
@@ -36,14 +39,16 @@ class Agreement:
         group: the process group; all its ranks make their Agreements in the same order.
         device: of the tensors that the group reduces; its time limit is ours.
         what: of what the plans are, for messages.
-        alone: what this is one of, if this rank may have made it without the others, such as "copies". Such ones count
-            when they are used first, which all ranks do in the same order.
+        alone: this rank may have made it without the others, as one makes a copy. Such ones count when they are used
+            first, which all ranks do in the same order.
 
     Keys in the store carry the group's name and a number of their own for each Agreement, and are deleted when the
     last rank has read them. A group of one rank, or a fake one, has nobody to disagree with and touches no store.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, what: str = "buckets", alone: str = "") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, what: str = "buckets", alone: bool = False
+    ) -> None:
         self.rank, self.world, self.what = group.rank(), group.size(), what
         self.limit = _torch.group_timeout(group, device).total_seconds()
         self._known: dict[tuple[int, str], int] = {}
@@ -53,7 +58,8 @@ class Agreement:
         self._store: Store | None = None
         self._places: tuple[Store, str] | None = None
         if self.world > 1 and dist.get_backend(group) != "fake":
-            self._places = _torch.group_store(group), f"torchshard/{group.group_name}/{alone or 'agreements'}"
+            kind = "copies" if alone else "agreements"
+            self._places = _torch.group_store(group), f"torchshard/{group.group_name}/{kind}"
             if not alone:
                 self._common_store()
 
@@ -130,7 +136,7 @@ class Agreement:
         """Of a collective that fails within, the ranks that do not answer are named: see `blame`."""
         try:
             yield
-        except RankMismatchError:
+        except NO_LOSS:
             raise
         except RuntimeError as error:
             self.blame(what, error)
@@ -144,15 +150,7 @@ class Agreement:
         """
         if (store := self._common_store()) is None:
             raise error or RuntimeError(f"{what} failed")
-        self.fail(
-            RankMismatchError(
-                f"rank {self.rank} waited in vain for {what}",
-                expected=f"{self.world} ranks that take part",
-                got=self._who_is_silent(store) or f"every rank answers; {_said(error)}",
-                fix="read the last words of that rank; then start all ranks again, from a checkpoint",
-            ),
-            error,
-        )
+        self.fail(_lost(what, self.rank, self.world, self._who_is_silent(store), error), error)
 
     def fail(self, failure: RankMismatchError, cause: Exception | None = None) -> NoReturn:
         """Raise this, now and by `raise_failure` later."""
@@ -165,18 +163,8 @@ class Agreement:
             raise self._failure
 
     def _who_is_silent(self, store: Store) -> str | None:
-        try:
-            store.set(f"alive/{self.rank}", "")
-            store.set("lost", "")  # the others look for it while they wait, and answer
-            silent, deadline = set(range(self.world)), time.monotonic() + _TO_ANSWER
-            while silent and time.monotonic() < deadline:
-                time.sleep(0.02)
-                silent = {rank for rank in silent if not store.check([f"alive/{rank}"])}
-        except RuntimeError:
-            return "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
-        if not silent:
-            return None
-        return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}"
+        store.set("lost", "")  # the others look for it while they wait, and answer
+        return _who_is_silent(store, self.rank, self.world)
 
     def _look(self, store: Store, what: str, error: Exception | None = None) -> None:
         """Raise what another rank has found."""
@@ -240,6 +228,51 @@ class Agreement:
             time.sleep(0.02)
         self._failure = RankMismatchError(**verdict)
         raise self._failure
+
+
+def raise_lost(group: dist.ProcessGroup, what: str, error: Exception) -> NoReturn:
+    """A collective without an Agreement has failed: raise RankMismatchError with the ranks that do not answer.
+
+    Others hear of it only when their own collective fails: those that still wait are named, too. Where all ranks have
+    failed, none is lost, and the error is raised as it is.
+
+    Args:
+        group: whose collective it was.
+        what: the collective, for the message.
+        error: how it has failed.
+    """
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        raise error
+    store = PrefixStore(f"torchshard/{group.group_name}/failed", _torch.group_store(group))
+    silent = _who_is_silent(store, group.rank(), group.size())
+    if silent is None:
+        raise error
+    ranks = dist.get_process_group_ranks(group)
+    place = "" if ranks == [*range(len(ranks))] else f" of a group; its ranks 0, 1, ... are {ranks} of the world"
+    raise _lost(what + place, group.rank(), group.size(), f"{silent}: lost, or still waiting", error) from error
+
+
+def _who_is_silent(store: Store, rank: int, world: int) -> str | None:
+    """Which ranks do not leave a sign in a store within some seconds, as this one does; None if all do."""
+    try:
+        store.set(f"alive/{rank}", "")
+        silent, deadline = set(range(world)), time.monotonic() + _TO_ANSWER
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.02)
+            silent = {other for other in silent if not store.check([f"alive/{other}"])}
+    except RuntimeError:
+        return "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
+    return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}" if silent else None
+
+
+def _lost(what: str, rank: int, world: int, silent: str | None, error: Exception | None) -> RankMismatchError:
+    do = "read the last words of that rank" if silent else "mend what the transport does not take"
+    return RankMismatchError(
+        f"rank {rank} waited in vain for {what}",
+        expected=f"{world} ranks that take part",
+        got=silent or f"every rank answers; {_said(error)}",
+        fix=f"{do}; then start all ranks again, from a checkpoint",
+    )
 
 
 def _said(error: Exception | None) -> str:

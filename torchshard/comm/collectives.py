@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchshard._torch import functional_collectives, group_named, run_collectives_once, without_autocast
-from torchshard.comm.agreement import Agreement
+from torchshard.comm.agreement import NO_LOSS, raise_lost
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import prepare
 
@@ -249,14 +248,9 @@ def _wait(x: Tensor, group: Group) -> Tensor:
 
 
 def _blame(group: Group, error: RuntimeError, x: Tensor) -> NoReturn:
-    """Raise RankMismatchError with the ranks of the group that do not answer."""
-    if x.__class__ is not Tensor:
-        raise error  # of a trace
-    process_group = group_named(group.name)
-    ranks = dist.get_process_group_ranks(process_group)
-    place = "" if ranks == [*range(len(ranks))] else f" of a group; its ranks 0, 1, ... are {ranks} of the world"
-    agreement = Agreement(process_group, torch.device("cpu"), alone="collectives that failed")
-    agreement.blame(f"a collective of DTensors{place}", error)
+    if x.__class__ is not Tensor or isinstance(error, NO_LOSS):  # of a trace; of this rank alone
+        raise error
+    raise_lost(group_named(group.name), "a collective of DTensors", error)
 
 
 def _numel(shape: Sequence[int]) -> int:

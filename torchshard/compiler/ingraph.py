@@ -72,10 +72,11 @@ class InGraph:
         return outputs
 
     def _attach(self, reducer: Reducer, args: Sequence[Any], outputs: Sequence[Any]) -> None:
+        if not any(args[i].requires_grad for i in self._params):
+            return
         node = next(filter(partial(self._is_own, args), _compiled_nodes(outputs)), None)
         if node is None or self._positions is None:
-            asked = any(args[i].requires_grad for i in self._params)
-            if asked and any(isinstance(x, torch.Tensor) and x.requires_grad for x in outputs):
+            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in outputs):
                 self._note.say()
             return
         found = ((i, reducer.numbers.get(id(args[i]))) for i in self._positions)

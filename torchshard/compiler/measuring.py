@@ -137,8 +137,9 @@ def _arrivals(module: torch.nn.Module, clock: Callable[[], float]) -> Iterator[d
 @contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Leave gradients, buffers, weights that a forward shortens (max_norm) and random generators as they were."""
-    homes = [(m, name, b) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
-    shortened: list[Any] = [m.weight for m in module.modules() if getattr(m, "max_norm", None) is not None]
+    homes = [(m, n, b) for m in module.modules() for n, b in m.named_buffers(recurse=False, remove_duplicate=False)]
+    tables = [m for m in module.modules() if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+    shortened = [table.weight for table in tables if table.max_norm is not None]
     values = [(x, x.detach().clone()) for x in {id(x): x for x in [*(b for *_, b in homes), *shortened]}.values()]
     gradients = [(p, p.grad) for p in module.parameters()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}

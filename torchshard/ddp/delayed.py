@@ -34,6 +34,7 @@ class Delayed:
         self._views: dict[int, torch.Tensor] = {}
         self._sync = False  # a forward that is to be reduced has run since the last reduction
         self._arrived: set[int] = set()
+        self._when: str | None = None  # they were reduced the last time
         self._is_awaited = self._is_late = self._was_missed = self._said = False
         self._works: list[Any] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
@@ -77,13 +78,16 @@ class Delayed:
             self._ending.ask()
             self._is_late = len(self._arrived) < len(self._params)
             if not self._is_late:
-                self._reduce()
+                self._reduce("when their trigger comes")
 
     def _is_due(self) -> bool:
         return self.reducer.mode is Mode.SYNC or (self._sync and self.reducer.mode is not Mode.LOCAL)
 
-    def _reduce(self) -> None:
+    def _reduce(self, when: str) -> None:
         exchange = self.reducer.exchange
+        if when != self._when:  # other ranks, too, have to have them at this place among the buckets
+            exchange.compare(f"delayed gradients are reduced {when}")
+            self._when = when
         self._sync = self._is_awaited = self._was_missed = False
         with torch.no_grad():
             for buffer in self._buffers:
@@ -94,9 +98,7 @@ class Delayed:
     def _end(self) -> None:
         """The backward is over."""
         if self._is_late:
-            if self.reducer.params:  # whose buckets come in an order with this
-                self.reducer.exchange.confirm("gradients that are reduced with delay, at the end")
-            self._reduce()
+            self._reduce("at the end of backward")
         self._was_missed |= self._is_awaited
         self._forget()
         self._ending.come()

@@ -19,13 +19,13 @@ class Exchange:
     Args:
         group: whose ranks they are.
         device: of the gradients.
-        alone: what the wrapper is one of, if this rank may have made it without the others: see Agreement.
+        alone: this rank may have made the wrapper without the others, as a copy.
 
     Attributes:
         issued: collectives of gradients, and of what is asked here; the same number on all ranks at the same point.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, alone: str = "") -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, alone: bool = False) -> None:
         self.group, self.device, self.issued = group, device, 0
         self.agreement = Agreement(group, device, alone=alone)
 

@@ -31,21 +31,21 @@ class Members:
         self._names = {id(p): n for n, p in frozen}
         self._handles = [_torch.register_after_grad(p, self._warn) for _, p in frozen if not p.is_inference()]
         self._pins = [weakref.ref(p) for _, p in self.trained]  # torch swaps no tensor that has one, and says so
-        self._silent = 0
+        self._doubts = 0
         self._absent: Collection[int] | None = None
 
     def look(self, silent: bool, absent: Collection[int] | None) -> None:
-        """See to it, now and then, that the parameters are in their places; raises if others are there.
+        """If there is a doubt, see to it now and then that the parameters are in their places; raises if others are.
 
         Args:
             silent: the last forward to be reduced brought no gradient.
             absent: those that had none in the last backward.
         """
-        self._silent = self._silent + 1 if silent else 0
-        seldom = self._silent and not self._silent & (self._silent - 1)  # 1, 2, 4, 8 ...
-        if seldom or absent != self._absent:
-            self._absent = absent
-            self.check()
+        changed, self._absent = absent != self._absent, absent
+        if silent or changed:
+            self._doubts += 1
+            if not self._doubts & (self._doubts - 1):  # 1, 2, 4, 8 ...: it takes some time
+                self.check()
 
     def check(self) -> None:
         """Raise RuntimeError if parameters have taken the place of others."""

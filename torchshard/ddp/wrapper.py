@@ -159,9 +159,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         )
         self.reducer.members = members
         if self._chooses_buckets:
-            with exchange.agreement.waiting_for("the link's measurement"):
-                link = link_of(self.process_group, self.device)
-            self.reducer.choose_sizes(link)
+            wait = partial(exchange.wait, what="the link's measurement")
+            self.reducer.choose_sizes(link_of(self.process_group, self.device, wait))
         self._build_logger()
         self._connect_precision()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.
@@ -260,4 +259,4 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         """Build a reducer on the default process group; ranks are taken to hold equal models."""
         self.process_group = _torch.default_group()
         torch.nn.Module.__setstate__(self, state)
-        self._build_reducer(Exchange(self.process_group, self.device, alone="copies"), verified=False)
+        self._build_reducer(Exchange(self.process_group, self.device, alone=True), verified=False)

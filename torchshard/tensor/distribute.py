@@ -1,11 +1,13 @@
 """From plain tensors and modules to DTensors."""
 
+import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -14,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import current_mesh, exported_whole, is_traced
 from torchshard.comm import collectives
 from torchshard.comm.group import Group
-from torchshard.errors import ShardingError
+from torchshard.errors import RankMismatchError, ShardingError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
@@ -45,6 +47,7 @@ def distribute_tensor(
     Raises:
         ShardingError: placements that do not fit, or a DTensor that lives elsewhere already.
         RuntimeError: `tensor` is not a leaf; from_local and redistribute are for those.
+        RankMismatchError: ranks have tensors of other shapes, dtypes or placements, or a rank is lost.
     """
     return _distributed(tensor, device_mesh or current_mesh(), placements, src_data_rank)  # type: ignore[no-any-return]
 
@@ -98,7 +101,7 @@ def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> T
     others = [a for a in range(mesh.ndim) if a not in split_first]
     for axis in [*split_first, *others]:
         placement, group = sharding.placements[axis], _group_with(source, axis, mesh)
-        mesh.agree(axis, f"{x.dtype} of shape {tuple(x.shape)} as {sharding}, from place {source}")
+        _require_same(f"{x.dtype} of shape {tuple(x.shape)} as {sharding}, from place {source}", axis, mesh)
         if isinstance(placement, Shard):
             dim = placement.dim
             lengths = [piece(x.shape[dim], group.size, k)[1] for k in range(group.size)]
@@ -106,6 +109,28 @@ def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> T
         else:
             x = collectives.broadcast(x, source, group)
     return x
+
+
+def _require_same(text: str, axis: int, mesh: BoundMesh) -> None:
+    """Raise RankMismatchError, on all ranks along an axis, unless all say the same of what they are about to do."""
+    group, process_group = mesh.group((axis,)), mesh.process_group((axis,))
+    if group.size == 1 or dist.get_backend(process_group) == "fake":
+        return
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    mine = torch.tensor([digest], device=mesh.device_mesh.device_type)
+    if len(set(collectives.all_gather(mine, 0, [1] * group.size, group).tolist())) == 1:
+        return
+    said: list[Any] = [None] * group.size
+    dist.all_gather_object(said, text, group=process_group)
+    ranks = dist.get_process_group_ranks(process_group)
+    other = next(k for k, told in enumerate(said) if told != said[0])
+    raise RankMismatchError(
+        "Ranks do not distribute the same tensor.",
+        expected=f"rank {ranks[0]}: {said[0]}",
+        got=f"rank {ranks[other]}: {said[other]}",
+        where=f"axis {mesh.names[axis]} of {mesh}",
+        fix="make the same tensors, in the same order, on every rank",
+    )
 
 
 def _everywhere(x: Tensor, source: int, mesh: BoundMesh) -> Tensor:

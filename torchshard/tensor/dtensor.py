@@ -145,7 +145,7 @@ class DTensor(Tensor):
         """One of torch's own DTensors, around the same local tensor; differentiable.
 
         Raises:
-            ShardingError: the local tensor is not the piece that shape and placements say.
+            ShardingError: the local tensor is not the piece that shape and placements say, or ranks do not ascend.
         """
         from torchshard.tensor import interop
 
@@ -155,7 +155,7 @@ class DTensor(Tensor):
         """torch's own DTensor around the same local tensor; differentiable.
 
         Raises:
-            ShardingError: axes nest in an order that torch has no placement for.
+            ShardingError: axes nest in an order that torch has no placement for, or ranks do not ascend along one.
         """
         from torchshard.tensor import interop
 

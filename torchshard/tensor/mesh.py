@@ -43,7 +43,6 @@ class BoundMesh(Mesh):
         self._by_axes: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._process_groups: list[dist.ProcessGroup] = []
         self._bridges: dict[BoundMesh, Bridge] = {}
-        self._agreements: dict[int, Agreement] = {}
         self._ascending: dict[int, bool] = {}
         self.programs: dict[Any, Any] = {}  # see redistribute.py
 
@@ -77,19 +76,6 @@ class BoundMesh(Mesh):
         """torch's process group of the ranks of `group(axes)`."""
         self.group(axes)
         return self._by_axes[axes]
-
-    def agree(self, axis: int, text: str) -> None:
-        """Return when all ranks along an axis say the same; what all have said before is taken for granted.
-
-        Raises:
-            RankMismatchError: names two ranks, and what they say.
-        """
-        agreement = self._agreements.get(axis)
-        if agreement is None:
-            process_group = self.process_group((axis,))
-            agreement = self._agreements[axis] = Agreement(process_group, self._device, "tensors to distribute")
-        agreement.restart()
-        agreement.confirm(text, 0)
 
     @property
     def everyone(self) -> Group:

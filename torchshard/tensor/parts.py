@@ -4,6 +4,7 @@ DistributedDataParallel is such a thing. With it over one axis of a mesh and a p
 parallelism go together. torch's own DTensors are treated alike.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +47,9 @@ def local_parameters(module: nn.Module) -> nn.Module:
 
 
 def placed_parameters(module: nn.Module) -> list[Tensor]:
-    """The parameters of a module after `local_parameters`, as DTensors that share memory, with their gradients.
+    """The parameters of a module after `local_parameters` (or DistributedDataParallel with `device_mesh=`) as DTensors.
+
+    They share memory with the plain ones, and have their gradients.
 
     For what has to see whole tensors, and works in place: `clip_grad_norm_(placed_parameters(model), 1.0)`. Parameters
     that were no DTensors are taken to be replicated.
@@ -70,35 +73,52 @@ def placed_states(module: nn.Module, optimizer: Any) -> Any:
     """Have the state dict of an optimizer hold DTensors, as that of the module does after `local_parameters`.
 
     Without it a state dict holds each rank's parts as plain tensors, which checkpoints take for copies of one tensor.
-    It loads DTensors of any layout, and plain tensors of the whole or of this rank's part.
+    It loads DTensors of any layout, and plain tensors of the whole or of this rank's part. To be called once or more.
 
     Args:
-        module: `local_parameters` has treated it.
+        module: `local_parameters`, or DistributedDataParallel(device_mesh=), has treated it.
         optimizer: of its parameters; a torch.optim.Optimizer.
 
     Returns:
-        The optimizer; its `state_dict` raises NotImplementedError where states do not have the parameters' shapes.
+        The optimizer; its `state_dict` raises NotImplementedError where states do not have the parameters' shapes, and
+        `load_state_dict` ValueError where one has another.
+
+    Raises:
+        ValueError: the optimizer has no parameter of the module.
     """
-    placed = {
-        id(p): _layouts(submodule)[name]
-        for submodule in module.modules()
-        for name, p in submodule.named_parameters(recurse=False)
-        if name in _layouts(submodule)
-    }
-
-    def change(state: dict[str, Any], how: Callable[[Placed, Tensor, Tensor], Tensor]) -> dict[str, Any]:
-        keys = [key for group in state["param_groups"] for key in group["params"]]
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        changed = dict(state["state"])
-        for key, p in zip(keys, params, strict=True):
-            if key in changed and id(p) in placed:
-                values = changed[key].items()
-                changed[key] = {k: how(placed[id(p)], v, p) if isinstance(v, Tensor) else v for k, v in values}
-        return {**state, "state": changed}
-
-    optimizer.register_state_dict_post_hook(lambda _, state: change(state, _state_saved))
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: change(state, _state_loaded))
+    known = {id(p) for p in module.parameters()}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("placed_states: the optimizer has no parameter of this module")
+    if optimizer not in _placing:
+        _placing.add(optimizer)
+        found = weakref.ref(module)
+        optimizer.register_state_dict_post_hook(partial(_change_states, found, _state_saved))
+        optimizer.register_load_state_dict_pre_hook(partial(_change_states, found, _state_loaded))
     return optimizer
+
+
+_placing: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Optimizers whose state dicts hold DTensors."""
+
+
+def _change_states(
+    found: "weakref.ref[nn.Module]",
+    how: "Callable[[Placed, Tensor, Tensor], Tensor]",
+    optimizer: Any,
+    state: dict[str, Any],
+) -> dict[str, Any]:
+    modules = [*module.modules()] if (module := found()) else []
+    named = [(m, name, p) for m in modules for name, p in m.named_parameters(recurse=False)]
+    placed = {id(p): (_layouts(m)[name], p) for m, name, p in named if name in _layouts(m)}
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    changed = dict(state["state"])
+    for key, p in zip(keys, params, strict=False):  # of other groups than these, torch itself says that they do not fit
+        if key in changed and id(p) in placed:
+            layout, part = placed[id(p)]
+            values = changed[key].items()
+            changed[key] = {k: how(layout, v, part) if isinstance(v, Tensor) else v for k, v in values}
+    return {**state, "state": changed}
 
 
 def _state_saved(placed: "Placed", value: Tensor, part: Tensor) -> Tensor:
@@ -113,7 +133,13 @@ def _state_saved(placed: "Placed", value: Tensor, part: Tensor) -> Tensor:
 
 
 def _state_loaded(placed: "Placed", value: Tensor, part: Tensor) -> Tensor:
-    return placed.loaded(value) if value.ndim else value
+    loaded = placed.loaded(value) if value.ndim else value
+    if loaded.numel() > 1 and loaded.shape != part.shape and placed.layout.sharding.splits:
+        raise ValueError(
+            f"placed_states: a state of shape {tuple(value.shape)} is not that of this part, {tuple(part.shape)}, nor "
+            f"of the whole, {placed.layout}"
+        )
+    return loaded
 
 
 def _layouts(module: nn.Module) -> "dict[str, Placed]":

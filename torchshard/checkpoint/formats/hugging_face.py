@@ -2,7 +2,7 @@
 
 With an index: `model.safetensors.index.json` or `pytorch_model.bin.index.json` says which file holds which key.
 Without: all `*.safetensors` of the folder. Files that torch.distributed.checkpoint wrote in this format say in their
-metadata where each tensor lies in the full one (DCPSHARDING_INFO); their pieces are put together.
+metadata where each tensor lies in the full one (DCP_SHARDING_INFO); their pieces are put together.
 """
 
 import re

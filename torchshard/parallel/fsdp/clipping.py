@@ -29,7 +29,7 @@ def clip_grad_norm_(gradients: FSDPGradients, max_norm: float, norm_type: float 
     Raises:
         NotImplementedError: parameters are DTensors on more than one mesh.
     """
-    meshes = {taken.layout.mesh for _, taken, _ in gradients.pieces if taken is not None}
+    meshes = {taken.layout.mesh for taken in gradients.taken if taken is not None}
     if len(meshes) > 1:
         raise NotImplementedError(f"clip_grad_norm_ of FSDP over DTensors on several meshes: {meshes}")
     mesh: BoundMesh = meshes.pop()

@@ -23,7 +23,18 @@ from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.parts import Owner, Placed, replace_parameters
 
 _replaced: Any = WeakTensorKeyDictionary()
-"""Parameters that users may still hold, with those that have taken their places."""
+"""Parameters that somebody still holds, with those that have taken their places."""
+
+
+def _now(parameter: Tensor) -> Tensor:
+    """What has taken a parameter's place, if anything has."""
+    new: Tensor = _replaced.get(parameter, parameter)
+    return new
+
+
+def _before(parameter: Tensor) -> Tensor:
+    """The parameter in whose place this one is, if it is in any's that somebody holds."""
+    return next((old for old, new in _replaced.items() if new is parameter), parameter)
 
 
 def fully_shard(module: Any, **options: Any) -> Any:
@@ -32,7 +43,7 @@ def fully_shard(module: Any, **options: Any) -> Any:
     Args:
         module: a module or a list of them, as torch takes.
         options: torch's keywords: `mesh`, `reshard_after_forward`, `mp_policy` and so on. `ignored_params` and
-            `shard_placement_fn` are about the parameters that the module had before the first call.
+            `shard_placement_fn` may name parameters by the objects that they were before.
 
     Returns:
         The module.
@@ -43,20 +54,15 @@ def fully_shard(module: Any, **options: Any) -> Any:
     """
     modules = module if isinstance(module, list) else [module]
     ignored = options.get("ignored_params") or ()
-    before = [dict(each.named_parameters(remove_duplicate=False)) for each in modules]
-    for name, parameter in chain.from_iterable(named.items() for named in before):
+    for name, parameter in chain.from_iterable(each.named_parameters() for each in modules):
         if type(parameter) is DTensor and all(parameter is not each for each in ignored):
             _require_torch_can_say(name, parameter, **options)
-    known = {}
-    for each, named in zip(modules, before, strict=True):
-        for name, new in torch_parameters(each).named_parameters(remove_duplicate=False):
-            known[id(new)] = named[name]
-            if new is not named[name]:
-                _replaced[named[name]] = new
+    for each in modules:
+        torch_parameters(each)
     if ignored:
-        options["ignored_params"] = {_replaced.get(each, each) for each in ignored}
+        options["ignored_params"] = {_now(each) for each in ignored}
     if place := options.get("shard_placement_fn"):
-        options["shard_placement_fn"] = lambda parameter: place(known.get(id(parameter), parameter))
+        options["shard_placement_fn"] = lambda parameter: place(_before(parameter))
     return torch_fully_shard(module, **options)
 
 
@@ -102,7 +108,11 @@ def torch_parameters(module: nn.Module) -> nn.Module:
     Returns:
         The module.
     """
+    before = dict(module.named_parameters(remove_duplicate=False))
     replace_parameters(module, _TorchOwner)
+    for name, new in module.named_parameters(remove_duplicate=False):
+        if new is not before[name]:
+            _replaced[before[name]] = new  # no weak reference: torch would not convert it
     return module
 
 
