@@ -281,7 +281,8 @@ MISTAKES = {
     # nothing to reduce
     "an output of ReLU with requires_grad, got float32[2, 2]": ("torch.nn:ReLU", "--input", "2,2"),
     "an output of Largest with requires_grad, got int64[4]": ("mine.py:largest", "--input", "4,256"),
-    "no gradient is reduced in a graph": ("torch.nn:ReLU", "--input", "2,2", "--forward", "1"),
+    "no gradient is reduced in a graph": ("torch.nn:ReLU", "--input", "2,2", "--forward", "1", "--backward", "1"),
+    "give --forward and --backward, or neither": (*PLANNED, "--forward", "5"),
     # numbers
     "'--forward': expected a finite time, 0 or more; got -5.0": (*PLANNED, "--forward", "-5"),
     "'--backward': expected a finite time, 0 or more; got -5.0": (*PLANNED, "--backward", "-5"),

@@ -71,4 +71,6 @@ _HOMES = {
     "torchshard.tensor.sharded.sharded_tensor": "ShardedTensor",
     "torchshard.tensor.validate": "validate_rule",
 }
-__getattr__, __dir__ = lazily(__name__, _HOMES, rooms="checkpoint compiler ddp keys parallel state_dict tensor")
+__getattr__, __dir__ = lazily(
+    __name__, _HOMES, rooms="checkpoint compiler ddp debug errors keys parallel simulation state_dict tensor"
+)

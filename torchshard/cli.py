@@ -252,7 +252,7 @@ def plan(
         float, typer.Option(metavar="GBIT/S", callback=_speed, help="Bandwidth inside of a node.")
     ] = 1000.0,
     forward: Annotated[
-        float | None, typer.Option(metavar="MS", callback=_time, help="Time of forward; default: measured.")
+        float | None, typer.Option(metavar="MS", callback=_time, help="Time of forward; default: both are measured.")
     ] = None,
     backward: Annotated[float | None, typer.Option(metavar="MS", callback=_time, help="Time of backward.")] = None,
     trace: Annotated[
@@ -283,8 +283,9 @@ def plan(
     from torchshard.simulation import Link, Network, StepTimes, simulate_step
 
     with _mistakes_on_stderr():
-        given = forward is not None or backward is not None
-        times = StepTimes((forward or 0.0) / 1e3, (backward or 0.0) / 1e3) if given else None
+        if (forward is None) != (backward is None):
+            raise ValueError("give --forward and --backward, or neither: then both are measured")
+        times = None if forward is None or backward is None else StepTimes(forward / 1e3, backward / 1e3)
         inside = Link(inside_gbits * 1e9 / 8, latency / 1e6) if ranks_per_node > 1 else None
         link = Link(gbits * 1e9 / 8, latency / 1e6)
         network = Network(world_size, link, algorithm, ranks_per_node, inside)

@@ -134,7 +134,7 @@ def test_explain(tmp_path):
     nothing, told = run_ranks(2, _explained, str(tmp_path))[0]
     assert nothing.endswith("no step has been recorded yet")
     lines = told.splitlines()
-    assert lines[0].split() == ["bucket", "parameters", "bytes", "ready", "launched", "done"]
+    assert lines[0].split() == ["bucket", "parameters", "bytes", "ready", "ms", "launched", "ms", "done", "ms"]
     assert any(line.startswith("step 3: forward") and line.endswith("ms were exposed") for line in lines)
     assert any(line.startswith("backward") and "#" in line for line in lines)
     assert any(line.startswith("bucket 0") and "=" in line for line in lines)

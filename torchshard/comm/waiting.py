@@ -70,7 +70,7 @@ def _wait_in_slices(work: Any, agreement: Agreement, position: int, what: str) -
         except RankMismatchError as error:
             agreement.fail(error)
         except RuntimeError as error:
-            agreement.check(position, what, error if ended else None)
+            agreement.check(position, what, error if work.is_completed() else None)
             if ended:
                 agreement.blame(what, error)
         else:

@@ -65,7 +65,7 @@ class Explanation:
         for k, (bucket, times) in enumerate(zip(step.plan, step.times, strict=True)):
             moments = [(at - step.backward) / 1e6 for at in (times.ready, times.launched, times.done)]
             rows.append((k, names_text(bucket.params), size_text(bucket.nbytes), *moments))
-        headers = ["bucket", "parameters", "bytes", "ready", "launched", "done"]
+        headers = ["bucket", "parameters", "bytes", "ready ms", "launched ms", "done ms"]
         return str(tabulate(rows, headers, floatfmt=".2f"))
 
     def _summary(self, step: Step) -> str:

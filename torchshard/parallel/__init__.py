@@ -39,4 +39,4 @@ _HOMES = {
     "torchshard.parallel.preparing": "PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput",
     "torchshard.parallel.styles": "ColwiseParallel ParallelStyle RowwiseParallel SequenceParallel",
 }
-__getattr__, __dir__ = lazily(__name__, _HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES, rooms="fsdp")

@@ -171,7 +171,7 @@ class DTensor(Tensor):
         """What each axis does, as torch's objects.
 
         Raises:
-            ShardingError: axes nest in an order that torch has no placement for; `layout` has it.
+            ShardingError: axes nest in an order that torch has no placement for; `layout_of(x)` has it.
         """
         return self._spec.torch_placements
 

@@ -48,6 +48,7 @@ def validate_rule(
         One outcome for each way, mesh and call.
 
     Raises:
+        TypeError: a sample that is no tuple.
         ShardingError: a way gives something else than eager torch, or no operator with a rule was called.
 
     Example:
@@ -56,6 +57,10 @@ def validate_rule(
     function = operator_in(torch.ops, op) if isinstance(op, str) else op
     report, seen = Report(()), set[str]()
     for sample in samples:
+        if not isinstance(sample, (tuple, list)):
+            raise TypeError(
+                f"validate_rule: each sample is a tuple of the operator's arguments, not {type(sample).__name__}"
+            )
         for call in recorded(function, sample, backward):
             label = f"{call.name}{[described(v) for v in call.values]}"
             if label not in seen and call.name not in _UNTOUCHED:
