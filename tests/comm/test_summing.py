@@ -260,3 +260,18 @@ def _ends_of(sums):
 
 def test_nothing_is_left_of_a_group_that_is_destroyed():
     assert run_ranks(2, _ends, timeout=60) == [[1, 2]] * 2
+
+
+def _rested(rank, world):
+    """At the end of the interpreter no thread is left in torch's code."""
+    from torchshard.comm import summing
+
+    x = torch.ones(10)
+    all_reduce_of()(x).wait()
+    before = [t for t in threading.enumerate() if t.name == "torchshard sums"]
+    summing._rest()
+    return len(before), any(t.is_alive() for t in before)
+
+
+def test_threads_end_with_the_interpreter():
+    assert run_ranks(2, _rested) == [(1, False)] * 2

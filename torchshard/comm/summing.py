@@ -13,12 +13,13 @@ neighbours.py knows who can read whose memory; what ranks tell one another goes 
 breaks says which rank is lost.
 """
 
+import atexit
 import struct
 import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -107,6 +108,8 @@ class Neighbours:
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="torchshard sums")
             self._thread.start()
+            _working[self._thread] = self._jobs
+            _rest_at_exit()
             self._unused.detach()
             weakref.finalize(self, _end, self._jobs, self._lines).atexit = False
         self._count += 1
@@ -115,6 +118,23 @@ class Neighbours:
         _torch.profiled("gloo:all_reduce", future)  # as the group's own
         self._jobs.put(partial(_play, self._meeting(self._count), x, future))
         return promise
+
+
+_working: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Callable[[], None] | None]]"
+_working = weakref.WeakKeyDictionary()
+
+
+def _rest() -> None:
+    """The interpreter ends: wait for the threads, as one that comes out of torch's code later would abort the process."""
+    for jobs in _working.values():
+        jobs.put(None)
+    for thread in [*_working]:
+        thread.join(1.0)  # a sum may wait for a rank that is gone
+
+
+@cache
+def _rest_at_exit() -> None:
+    atexit.register(_rest)
 
 
 def _hang_up(lines: Lines) -> None:
