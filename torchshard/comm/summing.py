@@ -125,7 +125,7 @@ _working = weakref.WeakKeyDictionary()
 
 
 def _rest() -> None:
-    """The interpreter ends: wait for the threads, as one that comes out of torch's code later would abort the process."""
+    """The interpreter ends: wait for the threads; one that came out of torch's code later would abort the process."""
     for jobs in _working.values():
         jobs.put(None)
     for thread in [*_working]:
