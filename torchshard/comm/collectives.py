@@ -82,6 +82,19 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
     return Started(group, (coming,), join)
 
 
+def of_all_ranks(numbers: Sequence[int], device: torch.device, group: Group) -> list[list[int]]:
+    """The whole numbers that each rank says, as many on all of them, in the order of the line.
+
+    Args:
+        numbers: this rank's.
+        device: of the group's tensors.
+        group: who takes part.
+    """
+    mine = torch.tensor([list(numbers)], dtype=torch.int64, device=device)
+    said: list[list[int]] = all_gather(mine, 0, [1] * group.size, group).tolist()
+    return said
+
+
 def start_all_to_all(
     x: Tensor, split: int, join: int, sent: Sequence[int], received: Sequence[int], group: Group
 ) -> Started[Tensor]:

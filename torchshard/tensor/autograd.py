@@ -247,8 +247,7 @@ def _asked_layout(
     mesh = sharding.mesh
     assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
     group = mesh.everyone
-    mine = torch.tensor([list(local.shape)], device=local.device)
-    held = [tuple(row) for row in collectives.all_gather(mine, 0, [1] * group.size, group).tolist()]
+    held = [tuple(sizes) for sizes in collectives.of_all_ranks(local.shape, local.device, group)]
     if shape is None or stride is None:
         shape = list(local.shape)
         for dim, axes in sharding.splits.items():

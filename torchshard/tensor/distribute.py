@@ -117,8 +117,8 @@ def _require_same(text: str, axis: int, mesh: BoundMesh) -> None:
     if group.size == 1 or dist.get_backend(process_group) == "fake":
         return
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-    mine = torch.tensor([digest], device=mesh.device_mesh.device_type)
-    if len(set(collectives.all_gather(mine, 0, [1] * group.size, group).tolist())) == 1:
+    device = torch.device(mesh.device_mesh.device_type)
+    if all(told == [digest] for told in collectives.of_all_ranks([digest], device, group)):
         return
     said: list[Any] = [None] * group.size
     dist.all_gather_object(said, text, group=process_group)

@@ -181,8 +181,7 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
         return  # a trace computes nothing; the eager run before it has checked
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     group = mesh.everyone
-    sizes = torch.tensor([list(x.shape)], device=x.device)
-    held = collectives.all_gather(sizes, 0, [1] * group.size, group).tolist()
+    held = collectives.of_all_ranks(x.shape, x.device, group)
     if any(size != held[0] for size in held):
         found = ", ".join(f"rank {rank}: {tuple(size)}" for rank, size in zip(mesh.ranks, held, strict=True))
         raise RankMismatchError(
