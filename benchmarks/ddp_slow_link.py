@@ -7,7 +7,8 @@ the same weights and take turns in one run, a step each. Eager steps are compare
 several sizes, of which the one with the smallest median counts; compiled ones with torch's DDPOptimizer and with the
 bound, forward + max(backward, wire): compute is that of the compiled module without a wrapper, in the same run, and
 the wire's time is that of the bytes that two ranks send through one loopback. The floor is the same with the wire's
-time as measured: all gradients in one all-reduce, with nothing computed beside it; headers of packets travel too.
+time as measured: all gradients in one all-reduce, with nothing computed beside it; headers of packets travel too. Both
+take a byte on the wire for a byte of gradients; "auto" is below them where it sends numbers packed.
 """
 
 import argparse

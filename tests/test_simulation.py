@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchshard.buckets import BucketPolicy, Gradient, MiB, PlannedBucket, plan_buckets
-from torchshard.simulation import Link, LinkSpeed, Network, StepTimes, best_policy, finish_time, simulate_step
+from torchshard.simulation import (
+    Link,
+    LinkSpeed,
+    Network,
+    StepTimes,
+    best_link,
+    best_policy,
+    finish_time,
+    simulate_step,
+)
 
 links = st.builds(Link, st.floats(1e6, 1e12), st.floats(0, 1e-3))
 counts = st.lists(st.integers(1, 10**9), min_size=1, max_size=8)
@@ -124,6 +133,7 @@ MISTAKES = [
     (lambda: Link(1, -1), "latency=-1: expected a finite number of seconds, 0 or more"),
     (lambda: Link(1, INF), "latency=inf: expected a finite number of seconds, 0 or more"),
     (lambda: LinkSpeed(NAN, 1), "latency=nan: expected a finite number of seconds, 0 or more"),
+    (lambda: LinkSpeed(0, 1, work=-1), "work=-1: expected a finite number of seconds, 0 or more"),
     (lambda: LinkSpeed(0, -1), "bandwidth=-1: expected more than 0 bytes a second"),
     (lambda: StepTimes(-1), "forward=-1: expected a finite number of seconds, 0 or more"),
     (lambda: StepTimes(NAN), "forward=nan: expected a finite number of seconds, 0 or more"),
@@ -205,3 +215,19 @@ def test_sizes_fit_what_is_ready_when():
     link, late, early = LinkSpeed(1e-2, 1e8), {str(i): 0.1 for i in range(16)}, {str(i): 0.0 for i in range(8)}
     assert best_policy(EVEN, StepTimes(backward=0.1, ready=late), link).cap == 16 << 20
     assert best_policy(EVEN, StepTimes(backward=0.1, ready={**late, **early}), link).cap == 8 << 20
+
+
+def test_work_for_the_link_makes_backward_longer():
+    link = LinkSpeed(latency=0.0, bandwidth=float(1 << 20), work=1.0 / (1 << 20))
+    one = plan_buckets(EVEN, BucketPolicy(1 << 40, 1 << 40))
+    assert finish_time(one, StepTimes(backward=80.0), link) == 80.0 + 16
+    assert finish_time(one, StepTimes(backward=8.0), link) == 8.0 + 16  # done while the link is busy
+
+
+def test_packing_pays_where_one_waits_for_the_link():
+    plain, packed = LinkSpeed(1e-3, 6e7), LinkSpeed(1e-3, 7.5e7, work=2.5e-9, packed=True)
+    assert best_link(EVEN, StepTimes(backward=0.08), [plain, packed]) == 1
+    assert best_link(EVEN, StepTimes(backward=0.08), [plain]) == 0
+    assert best_link(EVEN, StepTimes(backward=2.0), [plain, packed]) == 0  # hidden behind a backward that it disturbs
+    assert best_link(EVEN, StepTimes(backward=0.08), [plain, LinkSpeed(1e-3, 6.1e7, packed=True)]) == 0  # hardly
+    assert best_link(EVEN, StepTimes(backward=0.08), [plain, packed], each=1.0) == 1  # both take one bucket then

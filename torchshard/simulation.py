@@ -121,16 +121,24 @@ def _rounds(count: int, nbytes: float, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """What summing over the ranks of a live group costs: seconds for each collective, and bytes a second beyond.
+    """What summing over the ranks of a live group costs.
+
+    Attributes:
+        latency: seconds for each collective.
+        bandwidth: bytes a second beyond.
+        work: seconds for each byte that the processor is at work, and backward lasts longer, if it needs all cores.
+        packed: whether numbers are packed on their way (comm/packing.py).
 
     Raises ValueError as Link does.
     """
 
     latency: float
     bandwidth: float
+    work: float = 0.0
+    packed: bool = False
 
     def __post_init__(self) -> None:
-        _SECONDS.check(latency=self.latency)
+        _SECONDS.check(latency=self.latency, work=self.work)
         _SPEED.check(bandwidth=self.bandwidth)
 
     def all_reduce(self, nbytes: float) -> float:
@@ -223,7 +231,9 @@ def finish_time(plan: Iterable[PlannedBucket], times: StepTimes, link: LinkSpeed
 
     A bucket leaves when it is full and the one before it has arrived.
     """
-    return max([times.backward, *[end for _, end in _under_way(list(plan), times, link)]])
+    plan = list(plan)
+    backward = times.backward + link.work * sum(bucket.nbytes for bucket in plan)
+    return max([backward, *[end for _, end in _under_way(plan, times, link)]])
 
 
 def best_policy(ready: Iterable[Gradient], times: StepTimes, link: LinkSpeed, each: float = 0.0) -> BucketPolicy:
@@ -252,6 +262,20 @@ def best_policy(ready: Iterable[Gradient], times: StepTimes, link: LinkSpeed, ea
             if end < 0.99 * soonest:
                 best, soonest = policy, end
     return best
+
+
+def best_link(ready: Iterable[Gradient], times: StepTimes, links: Sequence[LinkSpeed], each: float = 0.0) -> int:
+    """The number of the way to use a link by which a backward is over soonest; the first one if it hardly matters.
+
+    Args:
+        ready, times, each: as of best_policy, whose sizes each of them is used with.
+        links: one or more.
+    """
+    gradients = list(ready)
+    plans = [plan_buckets(gradients, best_policy(gradients, times, link, each)) for link in links]
+    ends = [finish_time(plan, times, link) + each * len(plan) for plan, link in zip(plans, links, strict=True)]
+    best = min(range(len(links)), key=ends.__getitem__)
+    return best if ends[best] < 0.97 * ends[0] else 0
 
 
 def _fractions(size: int, step: int) -> Iterator[int]:

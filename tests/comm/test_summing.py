@@ -132,7 +132,7 @@ def _unable(rank, world, why):
     elif why == "sockets":
         lines._TO_CONNECT = 0.5
         if rank == 1:
-            lines._address = lambda words: b"\0torchshard-nowhere-" + os.urandom(8)
+            lines.Near._address = lambda *args: b"\0torchshard-nowhere-" + os.urandom(8)
     elif why == "a stranger":
         lines._TO_CONNECT = 0.5
         if rank == 0:
@@ -140,7 +140,7 @@ def _unable(rank, world, why):
             summing.process_ids = lambda *a: (os_pids(*a)[0], 1)  # who connects is another process
     elif why == "no name":
         lines._TO_CONNECT = 0.5
-        lines._RANK = struct.Struct("b") if rank == 1 else lines._RANK  # too short to be one
+        lines._GREETING = struct.Struct("b16s") if rank == 1 else lines._GREETING  # too short to be one
     summing.look_for_neighbours(group, CPU)
     assert summing._known[group] is None
     x = torch.ones(10)
@@ -260,18 +260,3 @@ def _ends_of(sums):
 
 def test_nothing_is_left_of_a_group_that_is_destroyed():
     assert run_ranks(2, _ends, timeout=60) == [[1, 2]] * 2
-
-
-def _rested(rank, world):
-    """At the end of the interpreter no thread is left in torch's code."""
-    from torchshard.comm import summing
-
-    x = torch.ones(10)
-    all_reduce_of()(x).wait()
-    before = [t for t in threading.enumerate() if t.name == "torchshard sums"]
-    summing._rest()
-    return len(before), any(t.is_alive() for t in before)
-
-
-def test_threads_end_with_the_interpreter():
-    assert run_ranks(2, _rested) == [(1, False)] * 2

@@ -208,7 +208,7 @@ def test_a_process_group_that_is_no_more():
 _MOMENTS = {
     "the comparison": ("verify_equal", "what each rank is to train"),
     "the look for neighbours": ("look_for_neighbours", "what each rank can read of the others"),
-    "the measurement of the link": ("link_of", "the link's measurement"),
+    "the measurement of the link": ("links_of", "the link's measurement"),
 }
 
 

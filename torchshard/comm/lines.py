@@ -1,11 +1,14 @@
-"""Lines between processes of one machine: sockets of the kernel over which a word takes some 30 us, and which end when
-the process at the other end does.
+"""Lines between the ranks of a group: sockets that end when the process at the other end does.
+
+Between processes of one machine they are the kernel's own, over which a word takes some 30 us; else TCP, on the network
+interface that gloo uses.
 """
 
 import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
@@ -15,19 +18,84 @@ import torch.distributed as dist
 _TO_CONNECT = 10.0
 """Seconds; all ranks connect at the same time."""
 
-_RANK, _PEER = struct.Struct("q"), struct.Struct("3i")
+_GREETING, _PEER = struct.Struct("q16s"), struct.Struct("3i")
+"""Who comes, with the word that only members of the group were told; who it is that the kernel has let through."""
+
+_IPV4, _IFADDR, _IFREQ = struct.Struct("4sI"), 0x8915, struct.Struct("256s")
+"""An address and a port; how Linux is asked for the address of an interface (netdevice(7))."""
 
 Lines = Mapping[int, socket.socket]
 
 
-def connect(group: dist.ProcessGroup, pids: Sequence[int], limit: timedelta) -> Lines:
+class Near:
+    """Sockets of the kernel between processes of one machine; messages keep their borders.
+
+    Args:
+        pids: of the ranks, as this process sees them: who connects must be one of them.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+
+    def open(self, word: bytes) -> tuple[socket.socket, bytes]:
+        """Where others may connect, and what they need to know besides the word; OSError if that cannot be."""
+        with contextlib.ExitStack() as undo:
+            try:
+                door = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            except AttributeError as error:  # not on every system
+                raise OSError("no sockets of the kernel") from error
+            door.bind(self._address(word))
+            door.listen(1024)
+            undo.pop_all()
+        return door, b""
+
+    def reach(self, word: bytes, place: bytes) -> socket.socket:
+        """Connect to the door of another rank; OSError if that cannot be."""
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.settimeout(_TO_CONNECT)
+        line.connect(self._address(word))
+        return line
+
+    def knows(self, line: socket.socket, rank: int | None = None) -> bool:
+        """Whether a member of the group is at the other end; if given, this one."""
+        pid, *_ = _PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        return pid in self._pids if rank is None else pid == self._pids[rank]
+
+    def _address(self, word: bytes) -> bytes:
+        """An abstract one, which no file system holds."""
+        return b"\0torchshard-" + word.hex().encode()
+
+
+class Far:
+    """TCP between machines: bytes without borders."""
+
+    def open(self, word: bytes) -> tuple[socket.socket, bytes]:
+        """As of Near."""
+        host = _own_address()
+        door = socket.create_server((host, 0), backlog=1024)
+        return door, _IPV4.pack(socket.inet_aton(host), door.getsockname()[1])
+
+    def reach(self, word: bytes, place: bytes) -> socket.socket:
+        """As of Near."""
+        host, port = _IPV4.unpack(place)
+        line = socket.create_connection((socket.inet_ntoa(host), port), _TO_CONNECT)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return line
+
+    def knows(self, line: socket.socket, rank: int | None = None) -> bool:
+        """As of Near; the word says all."""
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return True
+
+
+def connect(group: dist.ProcessGroup, places: Near | Far | None, limit: timedelta) -> Lines:
     """Rank -> a socket to it, for all other ranks; nothing, on all ranks, if one of them is not reached.
 
-    A collective of all ranks. Messages keep their borders and their order.
+    A collective of all ranks. What is sent keeps its order.
 
     Args:
         group: of the ranks.
-        pids: of the ranks, as this process sees them: who connects must be one of them.
+        places: where they meet; None: this one does not want to.
         limit: for each message; then TimeoutError.
 
     Raises:
@@ -35,18 +103,18 @@ def connect(group: dist.ProcessGroup, pids: Sequence[int], limit: timedelta) -> 
     """
     found: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as undo:
-        door, name = _door()
+        door, card = _open(places)
         if door is not None:
             undo.enter_context(door)
-        names = [torch.empty_like(name) for _ in pids]
-        dist.all_gather(names, name, group=group)
-        try:
-            if door is not None:
-                found.update(_reached(group.rank(), names))
-                found.update(_let_in(group.rank(), door, pids))
-        except OSError:
-            pass  # told below
-        able = torch.tensor([float(len(found) == len(pids) - 1)], device="cpu")
+        cards = [torch.empty_like(card) for _ in range(group.size())]
+        dist.all_gather(cards, card, group=group)
+        told = [c.numpy().tobytes() for c in cards]
+        if places is None or door is None or not all(map(any, told)):
+            return {}
+        with contextlib.suppress(OSError):  # told below
+            found.update(_reached(group.rank(), told, places))
+            found.update(_let_in(group.rank(), told, places, door))
+        able = torch.tensor([float(len(found) == group.size() - 1)], device="cpu")
         dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
         if not able:
             for line in found.values():
@@ -57,46 +125,90 @@ def connect(group: dist.ProcessGroup, pids: Sequence[int], limit: timedelta) -> 
     return found
 
 
-def _door() -> tuple[socket.socket | None, torch.Tensor]:
-    """Where others may connect, and its name; None where there are no such sockets."""
-    name = os.urandom(16)
-    words = torch.frombuffer(bytearray(name), dtype=torch.int64)
-    try:
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        door.settimeout(_TO_CONNECT)
-        door.bind(_address(words))
-        door.listen(1024)
-    except (OSError, AttributeError):
-        return None, words
-    return door, words
+def receive(line: socket.socket, size: int) -> bytearray:
+    """So many bytes, of as many messages as that takes.
+
+    Raises:
+        OSError: the line is broken, or has ended, or the time is over.
+    """
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        got = line.recv_into(rest)
+        if not got:
+            raise ConnectionError("it has gone")
+        rest = rest[got:]
+    return data
 
 
-def _address(words: torch.Tensor) -> bytes:
-    """An abstract one, which no file system holds."""
-    return b"\0torchshard-" + words.numpy().tobytes().hex().encode()
+def hang_up(lines: Lines) -> None:
+    """Close them."""
+    for line in lines.values():
+        line.close()
 
 
-def _reached(rank: int, names: Sequence[torch.Tensor]) -> Iterator[tuple[int, socket.socket]]:
+def _open(places: Near | Far | None) -> tuple[socket.socket | None, torch.Tensor]:
+    """The door of this rank, and what the others are told of it: its word and its place; zeros if it has none."""
+    word, card = os.urandom(16), bytearray(16 + _IPV4.size)
+    door = None
+    with contextlib.suppress(OSError):
+        if places is not None:
+            door, place = places.open(word)
+            card[: 16 + len(place)] = word + place
+    return door, torch.frombuffer(card, dtype=torch.uint8)
+
+
+def _reached(rank: int, cards: Sequence[bytes], places: Near | Far) -> Iterator[tuple[int, socket.socket]]:
     """Connect to the ranks below, which listen and may let this one in later."""
     for other in range(rank):
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.settimeout(_TO_CONNECT)
-        line.connect(_address(names[other]))
-        line.send(_RANK.pack(rank))
+        word, place = cards[other][:16], cards[other][16:]
+        line = places.reach(word, place)
+        line.sendall(_GREETING.pack(rank, word))
         yield other, line
 
 
-def _let_in(rank: int, door: socket.socket, pids: Sequence[int]) -> Iterator[tuple[int, socket.socket]]:
+def _let_in(
+    rank: int, cards: Sequence[bytes], places: Near | Far, door: socket.socket
+) -> Iterator[tuple[int, socket.socket]]:
     """Those above; a stranger is left outside."""
-    missing = set(range(rank + 1, len(pids)))
+    missing, end = set(range(rank + 1, len(cards))), time.monotonic() + _TO_CONNECT
     while missing:
+        door.settimeout(_until(end))
         line, _ = door.accept()
-        pid, *_ = _PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        line.settimeout(_TO_CONNECT)
-        word = line.recv(_RANK.size) if pid in pids else b""
-        (other,) = _RANK.unpack(word) if len(word) == _RANK.size else (None,)
-        if other in missing and pids[other] == pid:
-            missing.remove(other)
-            yield other, line
-        else:
-            line.close()
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(line)
+            line.settimeout(_until(end))
+            other, word = _greeting(line) if places.knows(line) else (None, b"")
+            if other in missing and word == cards[rank][:16] and places.knows(line, other):
+                missing.remove(other)
+                undo.pop_all()
+                yield other, line
+
+
+def _greeting(line: socket.socket) -> tuple[int | None, bytes]:
+    try:
+        other, word = _GREETING.unpack(receive(line, _GREETING.size))
+    except ConnectionError:  # a stranger who has gone
+        return None, b""
+    return other, word
+
+
+def _until(end: float) -> float:
+    """Seconds that are left; TimeoutError if none are."""
+    if (left := end - time.monotonic()) <= 0:
+        raise TimeoutError("not all ranks have come")
+    return left
+
+
+def _own_address() -> str:
+    """As gloo finds it: of the first interface that GLOO_SOCKET_IFNAME names, else of the host's name."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if not name:
+        return socket.gethostbyname(socket.gethostname())
+    try:
+        import fcntl
+    except ImportError as error:  # not on every system
+        raise OSError("the address of an interface is not known") from error
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        answer = fcntl.ioctl(asking.fileno(), _IFADDR, _IFREQ.pack(name.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])

@@ -13,14 +13,11 @@ neighbours.py knows who can read whose memory; what ranks tell one another goes 
 breaks says which rank is lost.
 """
 
-import atexit
 import struct
-import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard import _torch
-from torchshard.comm.lines import Lines, connect
+from torchshard.comm.lines import Lines, Near, connect, hang_up
 from torchshard.comm.neighbours import process_ids, read
 from torchshard.comm.waiting import Promise
+from torchshard.comm.workers import Worker
 from torchshard.errors import RankMismatchError
 
 SMALL = 64 * 1024
@@ -67,7 +65,7 @@ def look_for_neighbours(group: dist.ProcessGroup, device: torch.device) -> None:
 def _found(group: dist.ProcessGroup, device: torch.device) -> "Neighbours | None":
     if not (pids := process_ids(group, device)):
         return None
-    lines = connect(group, pids, _torch.group_timeout(group, device))
+    lines = connect(group, Near(pids), _torch.group_timeout(group, device))
     return Neighbours(group.rank(), pids, lines) if lines else None
 
 
@@ -94,10 +92,7 @@ class Neighbours:
 
     def __init__(self, rank: int, pids: Sequence[int], lines: Lines) -> None:
         self._meeting, self._count = partial(_Meeting, rank, pids, lines), 0
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lines, self._unused = lines, weakref.finalize(self, _hang_up, lines)
-        self._unused.atexit = False
+        self._worker = Worker(last=partial(hang_up, lines))
 
     def can_sum(self, x: Tensor) -> bool:
         """Whether it is one of those that are summed here; the same on all ranks."""
@@ -105,53 +100,12 @@ class Neighbours:
 
     def all_reduce(self, x: Tensor) -> Promise:
         """Start to sum a tensor in place."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="torchshard sums")
-            self._thread.start()
-            _working[self._thread] = self._jobs
-            _rest_at_exit()
-            self._unused.detach()
-            weakref.finalize(self, _end, self._jobs, self._lines).atexit = False
         self._count += 1
         future: torch.futures.Future[Any] = torch.futures.Future()
         promise = Promise(future)
         _torch.profiled("gloo:all_reduce", future)  # as the group's own
-        self._jobs.put(partial(_play, self._meeting(self._count), x, future))
+        self._worker.do(partial(_play, self._meeting(self._count), x, future))
         return promise
-
-
-_working: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Callable[[], None] | None]]"
-_working = weakref.WeakKeyDictionary()
-
-
-def _rest() -> None:
-    """The interpreter ends: wait for the threads; one that came out of torch's code later would abort the process."""
-    for jobs in _working.values():
-        jobs.put(None)
-    for thread in [*_working]:
-        thread.join(1.0)  # a sum may wait for a rank that is gone
-
-
-@cache
-def _rest_at_exit() -> None:
-    atexit.register(_rest)
-
-
-def _hang_up(lines: Lines) -> None:
-    for line in lines.values():
-        line.close()
-
-
-def _end(jobs: "SimpleQueue[Callable[[], None] | None]", lines: Lines) -> None:
-    """Nobody will ask for another sum: hang up after the last one."""
-    jobs.put(partial(_hang_up, lines))
-    jobs.put(None)
-
-
-def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # and the tensor with it
 
 
 def _play(meeting: "_Meeting", x: Tensor, future: "torch.futures.Future[Any]") -> None:
@@ -202,6 +156,30 @@ def segments(numel: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(rank * step, numel), min((rank + 1) * step, numel)) for rank in range(ranks)]
 
 
+def dtype_code(x: Tensor) -> int:
+    """A number that stands for the dtype on all ranks."""
+    return zlib.crc32(str(x.dtype).encode())
+
+
+def require_same(x: Tensor, rank: int, other: int, numel: int, dtype: int, number: int) -> None:
+    """Raise RankMismatchError unless another rank's tensor, of so many elements, is of the same length and dtype.
+
+    Args:
+        x: the tensor of this rank.
+        rank, other: this rank, and the other one.
+        numel, dtype: of the other's tensor; the dtype's code.
+        number: of the sum, in this group.
+    """
+    if (numel, dtype) != (x.numel(), dtype_code(x)):
+        raise RankMismatchError(
+            f"rank {rank} and rank {other} sum different tensors",
+            expected=f"{x.numel()} elements of {x.dtype}, as on rank {rank}",
+            got=f"{numel} elements of {'the same' if dtype == dtype_code(x) else 'another'} dtype",
+            where=f"sum {number} of this process group",
+            fix="run the same model, with the same settings, on every rank",
+        )
+
+
 class _Meeting:
     """The ranks that make one sum, and what they tell one another.
 
@@ -221,17 +199,10 @@ class _Meeting:
 
         RankMismatchError if one of them sums something else.
         """
-        found, dtype = {}, zlib.crc32(str(x.dtype).encode())
+        found, dtype = {}, dtype_code(x)
         answers = self._exchange(x.numel(), dtype, x.data_ptr(), said=said)
         for rank, ((numel, its_dtype, address), its) in answers.items():
-            if (numel, its_dtype) != (x.numel(), dtype):
-                raise RankMismatchError(
-                    f"rank {self.rank} and rank {rank} sum different tensors",
-                    expected=f"{x.numel()} elements of {x.dtype}, as on rank {self.rank}",
-                    got=f"{numel} elements of {'the same' if its_dtype == dtype else 'another'} dtype",
-                    where=f"sum {self.number} of this process group",
-                    fix="run the same model, with the same settings, on every rank",
-                )
+            require_same(x, self.rank, rank, numel, its_dtype, self.number)
             found[rank] = address, its
         return found
 

@@ -80,9 +80,10 @@ class Explanation:
         if self.link is None:
             return said
         link = f"{self.link.latency * 1e3:.2f} ms and {size_text(int(self.link.bandwidth))}/s"
+        packed = ", with numbers packed on their way" if self.link.packed else ""
         cap, first = self.policy.cap, self.policy.first
         smaller = f", the first of {size_text(first)}," if first < cap else ""
-        return f"{said}\nbuckets of {size_text(cap)}{smaller} were chosen for a link of {link}"
+        return f"{said}\nbuckets of {size_text(cap)}{smaller} were chosen for a link of {link}{packed}"
 
 
 class Explaining:

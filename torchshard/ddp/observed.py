@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
+from torchshard.comm.packed import packed_all_reduce_of
+from torchshard.comm.summing import all_reduce_of
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.layouts import Events
@@ -17,10 +19,13 @@ from torchshard.ddp.optimizers import SteppingHook
 from torchshard.ddp.passes import Mode
 from torchshard.ddp.recording import Step
 from torchshard.ddp.reducer import Reducer
-from torchshard.ddp.reduction import CommHook, Hooked, hooked
+from torchshard.ddp.reduction import CommHook, Hooked, Sum, hooked
 from torchshard.ddp.traced import Traced
 from torchshard.ddp.usage import StaticUsage
-from torchshard.simulation import LinkSpeed, best_policy
+from torchshard.simulation import LinkSpeed, best_link, best_policy
+
+_EACH_SUM = 2.5e-4
+"""Seconds that the processor is at work for each sum of gloo's, beside a backward that needs all cores."""
 
 _EACH_PIECE = 3e-4
 """Seconds that a step takes longer for each compiled piece that a graph is cut into, both ways, on one core."""
@@ -32,7 +37,8 @@ class ObservedReducer(Reducer):
     Attributes:
         step: that is being recorded, if one is.
         has_learned: whether the buckets are those of a backward that was seen.
-        link: between the ranks, if sizes of buckets are to be chosen by it.
+        link: between the ranks, if sizes of buckets are to be chosen by it; as it is used.
+        links: the ways in which it may be used.
         unused_bytes: of parameters that had no gradient in the last backward that was recorded.
         members: the parameters as they were wrapped.
         noting: a context that notes what is raised inside, for who asks later.
@@ -43,6 +49,7 @@ class ObservedReducer(Reducer):
     step: Step | None = None
     has_learned = False
     link: LinkSpeed | None = None
+    links: tuple[LinkSpeed, ...] = ()
     unused_bytes = 0
 
     # ---------------------------------------------------------------------------------------------- settings
@@ -71,10 +78,14 @@ class ObservedReducer(Reducer):
         self.reduction = reduction
         self._use_scale()
 
-    def choose_sizes(self, link: LinkSpeed | None) -> None:
-        """Find out which sizes of buckets suit this link between the ranks; None if there is none."""
-        self.link = link
-        if link is not None:
+    def choose_sizes(self, *links: LinkSpeed) -> None:
+        """Find out which sizes of buckets suit the link between the ranks, and which way of using it, if there is one.
+
+        Args:
+            links: the ways, the plain one first.
+        """
+        self.links, self.link = links, links[0] if links else None
+        if links:
             self.lending.await_sizes()
 
     def use_static_graph(self) -> None:
@@ -156,24 +167,33 @@ class ObservedReducer(Reducer):
         first, self.has_learned = not self.has_learned, True
         compiled = first and events.has_graphs()  # while it ran
         if self.link is not None:
-            self._choose_policy(events if events and not compiled else None, self.link)
+            self._choose_policy(events if events and not compiled else None)
         super()._learn()
         if self.link is not None and first and any(isinstance(b, GraphBucket) for b in self.buckets):
             self._learn_again()  # decided by the layout, which all ranks have in common
 
-    def _choose_policy(self, seen: Events | None, link: LinkSpeed) -> None:
-        """Use the sizes that suit what rank 0 has seen of a backward, if it has seen one."""
-        sizes = [0] * 4
+    def _choose_policy(self, seen: Events | None) -> None:
+        """Use the sizes, and the link in the way, that suit what rank 0 has seen of a backward, if it has seen one."""
+        numbers = [0] * 5
         if seen:
             ready = seen.as_gradients(self._gradients)
             times = seen.times(ready)
-            found = best_policy(ready, times, link), best_policy(ready, times, link, _EACH_PIECE)
-            sizes = [size for policy in found for size in (policy.cap, policy.first)]
-        cap, first, piece, first_piece = self.exchange.of_first_rank(sizes)
+            ways = self.links if isinstance(self.reduction, Sum) else self.links[:1]
+            each = _EACH_SUM if self.device.type == "cpu" else 0.0
+            way = best_link(ready, times, ways, each)
+            found = [best_policy(ready, times, ways[way], cost) for cost in (each, each + _EACH_PIECE)]
+            numbers = [way, *(size for policy in found for size in (policy.cap, policy.first))]
+        way, cap, first, piece, first_piece = self.exchange.of_first_rank(numbers)
         if cap:
+            self._use_link(self.links[way])
             self.policy = self.lending.adjust(BucketPolicy(cap, first))
             if self.lending.pieces is None:  # once, as each change costs a compilation
                 self.lending.use_sizes(self.lending.segments, BucketPolicy(piece, first_piece))
+
+    def _use_link(self, link: LinkSpeed) -> None:
+        self.link = link
+        if isinstance(self.reduction, Sum):
+            self.reduction.use((packed_all_reduce_of if link.packed else all_reduce_of)(self.group))
 
     # ---------------------------------------------------------------------------------------------- forward
 

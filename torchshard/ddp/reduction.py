@@ -46,6 +46,10 @@ class Sum:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.scale, self._all_reduce = 1.0 / group.size(), all_reduce_of(group)
 
+    def use(self, all_reduce: Callable[[torch.Tensor], Any]) -> None:
+        """Have this start the sums from now on."""
+        self._all_reduce = all_reduce
+
     def start(self, bucket: FlatBucket, index: int, last: bool) -> None:
         """Begin to reduce a bucket that is full."""
         bucket.work = self._all_reduce(bucket.outgoing())

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from torchshard import _torch
-from torchshard.comm.probing import link_of
+from torchshard.comm.probing import links_of
 from torchshard.comm.summing import look_for_neighbours
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
@@ -160,7 +160,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self.reducer.members = members
         if self._chooses_buckets:
             wait = partial(exchange.wait, what="the link's measurement")
-            self.reducer.choose_sizes(link_of(self.process_group, self.device, wait))
+            with exchange.agreement.waiting_for("the link's measurement"):
+                self.reducer.choose_sizes(*links_of(self.process_group, self.device, wait))
         self._build_logger()
         self._connect_precision()
         # The hooks on the parameters hold the reducer; they go when the wrapper goes, the module may live on.

@@ -1,0 +1,68 @@
+"""Threads that do what is asked of them in turn."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+from torchshard.comm.workers import Worker
+
+
+def _threads():
+    return [thread for thread in threading.enumerate() if thread.name == "torchshard sums"]
+
+
+def _ended(event):
+    assert event.wait(5)
+    for thread in _threads():
+        thread.join(5)
+    return not _threads()
+
+
+def test_jobs_are_done_in_turn_and_then_the_last_one():
+    done, ended = [], threading.Event()
+    worker = Worker(last=ended.set)
+    for number in range(100):
+        worker.do(lambda number=number: done.append((number, ended.is_set())))
+    assert len(_threads()) == 1
+    del worker
+    gc.collect()
+    assert _ended(ended)
+    assert done == [(number, False) for number in range(100)]
+
+
+def test_without_a_job_there_is_no_thread_but_the_last_job_is_done():
+    ended = threading.Event()
+    worker = Worker(last=ended.set)
+    assert not _threads()
+    del worker
+    gc.collect()
+    assert ended.is_set()
+
+
+def test_nothing_of_a_job_is_kept():
+    class Thing:
+        pass
+
+    thing, done, gone = Thing(), threading.Event(), threading.Event()
+    weakref.finalize(thing, gone.set)
+    worker = Worker(last=done.set)
+    worker.do(lambda thing=thing: None)
+    del thing
+    assert gone.wait(5)
+    assert not done.is_set()
+    del worker
+
+
+def test_threads_end_with_the_interpreter():
+    """One that waits for ever does not hold it up for long; the others are waited for."""
+    code = (
+        "import threading, time\n"
+        "from torchshard.comm.workers import Worker\n"
+        "busy, stuck = Worker(last=print), Worker(last=print)\n"
+        "busy.do(lambda: (time.sleep(0.3), print('done', flush=True)))\n"
+        "stuck.do(threading.Event().wait)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -1,0 +1,273 @@
+"""Sums over a slow link, of which each byte is worth more than the work to save it.
+
+A tensor is cut into as many segments as there are ranks, and its sum is made in three steps, each chunk by chunk on a
+thread of its own, so that the link is never idle:
+
+1. Each rank packs what it holds in the segments of the others (packing.py), and sends it to their owners.
+2. Each adds what comes to what it holds in its own segment, packs the sum, and sends that to all.
+3. Each puts what comes from the owners in place.
+
+So as many numbers travel as in a ring, and nothing is lost: all ranks end with the same bits, those of a sum in the
+order of the ranks. One pair of TCP connections joins each two ranks, one for terms and one for sums. All three steps
+take the chunks of all sums in one order, the third only receives, and so no step waits for itself.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard import _torch
+from torchshard.comm.lines import Far, Lines, connect, hang_up, receive
+from torchshard.comm.packing import can_pack, pack, unpack
+from torchshard.comm.summing import MOST_RANKS, dtype_code, require_same, segments
+from torchshard.comm.waiting import Promise
+from torchshard.comm.workers import Worker
+from torchshard.errors import RankMismatchError
+
+SWITCH = "TORCHSHARD_PACK_SUMS"
+"""Environment variable; 0 on any rank: ranks never pack what they sum."""
+
+SMALLEST = 64 * 1024
+"""Bytes of a tensor below which it is not packed: it would not be faster."""
+
+CHUNK = 64 * 1024
+"""Elements that are packed at a time."""
+
+_ADDED = 32 * 1024
+"""Elements that are added at a time: torch does not take more threads for so few."""
+
+_MOMENT = 0.5
+"""Seconds."""
+
+_HEAD = struct.Struct("5q")
+"""Number of the sum; elements and dtype of the tensor; where in it the chunk begins; bytes that follow."""
+
+_known: "weakref.WeakKeyDictionary[dist.ProcessGroup, PackedSums | None]" = weakref.WeakKeyDictionary()
+"""A fact about each group, asked for by all its ranks in the same order."""
+
+
+def look_for_lines(group: dist.ProcessGroup, device: torch.device) -> "PackedSums | None":
+    """What packs sums of this group, if its ranks can reach one another; the first call for a group is a collective.
+
+    That is for tensors on the CPU, where the group's transport is gloo itself.
+
+    Raises:
+        RuntimeError: a rank is lost.
+    """
+    if group not in _known:
+        able = device.type == "cpu" and 1 < group.size() <= MOST_RANKS and _torch.is_gloo(group)
+        _known[group] = _connected(group, device) if able else None
+    return _known[group]
+
+
+def _connected(group: dist.ProcessGroup, device: torch.device) -> "PackedSums | None":
+    limit, places = _torch.group_timeout(group, device), Far() if os.environ.get(SWITCH, "1") != "0" else None
+    terms = connect(group, places, limit)
+    sums = connect(group, places, limit) if terms else {}
+    if not sums:
+        hang_up(terms)
+        return None
+    return PackedSums(group.rank(), terms, sums)
+
+
+def packed_all_reduce_of(group: dist.ProcessGroup) -> Callable[[Tensor], Any]:
+    """As all_reduce_of, for a group for which `look_for_lines` has found something."""
+    found = _known[group]
+    assert found is not None, "sums are packed where that has been measured"
+    sums: PackedSums = found
+
+    def all_reduce(x: Tensor) -> Any:
+        return sums.all_reduce(x) if sums.can_sum(x) else dist.all_reduce(x, group=group, async_op=True)
+
+    return all_reduce
+
+
+def seconds_to_pack(ranks: int) -> float:
+    """That this rank is at work for each byte of float32 that so many ranks sum; the best of some tries."""
+    x = torch.randn(CHUNK, generator=torch.Generator().manual_seed(0))
+    packing, unpacking = [], []
+    for _ in range(5):
+        begin = time.perf_counter()
+        packed = pack(x)
+        middle = time.perf_counter()
+        unpack(packed, x)
+        packing.append(middle - begin)
+        unpacking.append(time.perf_counter() - middle)
+    return (min(packing) + 2 * (ranks - 1) / ranks * min(unpacking)) / x.nbytes
+
+
+class PackedSums:
+    """Makes the sums of a group, in the order in which they are begun.
+
+    Args:
+        rank: this one.
+        terms, sums: two connections to each of the others.
+    """
+
+    def __init__(self, rank: int, terms: Lines, sums: Lines) -> None:
+        self._peers, self._count = _Peers(rank, terms, sums), 0
+        self._workers = [Worker(last=self._peers.leave) for _ in _STEPS]
+
+    def can_sum(self, x: Tensor) -> bool:
+        """Whether it is one of those that are summed here; the same on all ranks."""
+        return can_pack(x) and x.nbytes >= SMALLEST and x.device.type == "cpu"
+
+    def all_reduce(self, x: Tensor) -> Promise:
+        """Start to sum a tensor in place."""
+        self._count += 1
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        promise = Promise(future)
+        _torch.profiled("gloo:all_reduce", future)  # as the group's own
+        job = _Sum(self._count, x, self._peers, future)
+        for worker, step in zip(self._workers, _STEPS, strict=True):
+            worker.do(partial(job.play, step))
+        return promise
+
+
+class _Peers:
+    """The connections to the other ranks, and why they cannot be used any more, if so."""
+
+    def __init__(self, rank: int, terms: Lines, sums: Lines) -> None:
+        self.rank, self.terms, self.sums, self.ranks = rank, terms, sums, len(terms) + 1
+        self._failed: tuple[int, Exception] | None = None
+        self._lock, self._users = threading.Lock(), len(_STEPS)
+
+    def fail(self, number: int, error: Exception) -> None:
+        """No sum from this one on can be made; of several reasons the best is that ranks do not do the same."""
+        with self._lock:
+            if self._failed is None or isinstance(error, RankMismatchError):
+                self._failed = number, error
+
+    def failure(self, number: int) -> Exception | None:
+        """Why this sum cannot be made, if so."""
+        return self._failed[1] if self._failed and self._failed[0] <= number else None
+
+    def shut(self) -> None:
+        """Whoever waits, here or elsewhere, shall not wait in vain."""
+        for line in (*self.terms.values(), *self.sums.values()):
+            with contextlib.suppress(OSError):  # it has ended by itself
+                line.shutdown(socket.SHUT_RDWR)
+
+    def leave(self) -> None:
+        """A thread ends."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+        hang_up(self.terms)
+        hang_up(self.sums)
+
+
+class _Sum:
+    """One sum that is being made.
+
+    Args:
+        number: of the sum, in this group.
+        x: the tensor, and the place of the result.
+        peers: the other ranks.
+        future: is given the tensor when it is done with.
+    """
+
+    def __init__(self, number: int, x: Tensor, peers: _Peers, future: "torch.futures.Future[Any]") -> None:
+        self.number, self.x, self.peers, self._future = number, x, peers, future
+        self.flat = x.data.view(-1)  # not counted as a change of the tensor, as of any collective
+        self.dtype, self.bounds = dtype_code(x), segments(x.numel(), peers.ranks)
+        self._lock, self._left, self._ended = threading.Lock(), len(_STEPS), threading.Event()
+
+    def play(self, step: Callable[["_Sum"], None]) -> None:
+        """Do one of the three steps, unless an earlier sum has failed; the last to end tells who waits.
+
+        When one fails, the others have a moment to end by themselves: what has been sent already may say why it did.
+        """
+        failed: Exception | None = None
+        try:
+            if self.peers.failure(self.number - 1) is None:
+                step(self)
+        except RankMismatchError as error:
+            failed = error
+        except Exception as error:
+            failed = RuntimeError(f"sum {self.number} over {self.peers.ranks} ranks: {error}")
+        if failed:
+            self.peers.fail(self.number, failed)
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._tell()
+        elif failed and not self._ended.wait(_MOMENT):
+            self.peers.shut()
+
+    def _tell(self) -> None:
+        self._ended.set()
+        if failure := self.peers.failure(self.number):
+            self.peers.shut()
+            self._future.set_exception(failure)
+        else:
+            self._future.set_result([self.x])
+
+    def chunks(self, ranks: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
+        """The rank, the first element and the chunk, of the segments of these ranks, first chunks first."""
+        for at in range(0, self.bounds[0][1], CHUNK):
+            for rank in ranks:
+                begin, end = self.bounds[rank]
+                if begin + at < end:
+                    yield rank, begin + at, self.flat[begin + at : min(begin + at + CHUNK, end)]
+
+    def send(self, lines: Lines, ranks: Sequence[int], begin: int, chunk: Tensor) -> None:
+        """Pack a chunk, and send it to these ranks."""
+        packed = pack(chunk)
+        data = _HEAD.pack(self.number, self.flat.numel(), self.dtype, begin, len(packed)) + packed
+        for rank in ranks:
+            try:
+                lines[rank].sendall(data)
+            except OSError as error:
+                raise RuntimeError(f"rank {rank} cannot be reached: {error}") from error
+
+    def take(self, lines: Lines, rank: int, begin: int, chunk: Tensor) -> None:
+        """Fill a chunk with what comes from this rank; RankMismatchError if it is another tensor's."""
+        try:
+            number, numel, dtype, its_begin, size = _HEAD.unpack(receive(lines[rank], _HEAD.size))
+            require_same(self.flat, self.peers.rank, rank, numel, dtype, self.number)
+            if (number, its_begin) != (self.number, begin):
+                raise RuntimeError(f"rank {rank} is at element {its_begin} of sum {number}, and this one at {begin}")
+            packed = receive(lines[rank], size)
+        except OSError as error:
+            raise RuntimeError(f"rank {rank} does not answer: {error}") from error
+        unpack(packed, chunk)
+
+
+def _send_terms(job: _Sum) -> None:
+    others = [*job.peers.terms]
+    for rank, begin, chunk in job.chunks(others):
+        job.send(job.peers.terms, [rank], begin, chunk)
+
+
+def _add_up(job: _Sum) -> None:
+    others, own = [*job.peers.terms], job.peers.rank
+    scratch = torch.empty(CHUNK, dtype=job.flat.dtype, device=job.flat.device)
+    for _, begin, chunk in job.chunks([own]):
+        for rank in sorted(others):
+            term = scratch[: len(chunk)]
+            job.take(job.peers.terms, rank, begin, term)
+            for part, added in zip(chunk.split(_ADDED), term.split(_ADDED), strict=True):
+                part.add_(added)
+        job.send(job.peers.sums, others, begin, chunk)
+
+
+def _take_sums(job: _Sum) -> None:
+    for rank, begin, chunk in job.chunks([*job.peers.sums]):
+        job.take(job.peers.sums, rank, begin, chunk)
+
+
+_STEPS = (_send_terms, _add_up, _take_sums)

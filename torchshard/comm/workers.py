@@ -1,0 +1,65 @@
+"""Threads that do what is asked of them in turn, beside the one that computes."""
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache
+from queue import SimpleQueue
+
+Job = Callable[[], object]
+
+_NAME = "torchshard sums"
+_AT_EXIT = 1.0
+"""Seconds that a thread is waited for, which may itself wait for a rank that is gone."""
+
+
+class Worker:
+    """A thread that does jobs one after another. It begins with the first one, and ends when nobody can give another.
+
+    Args:
+        last: is done after all jobs, even if there were none.
+    """
+
+    def __init__(self, last: Job) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name=_NAME)
+        weakref.finalize(self, _end, self._thread, self._jobs, last).atexit = False
+
+    def do(self, job: Job) -> None:
+        """Have it done after those before; it does not raise."""
+        if self._thread.ident is None:
+            self._thread.start()
+            _working[self._thread] = self._jobs
+            _rest_at_exit()
+        self._jobs.put(job)
+
+
+_working: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Job | None]]" = weakref.WeakKeyDictionary()
+
+
+def rest() -> None:
+    """The interpreter ends: wait for the threads; one that came out of torch's code later would abort the process."""
+    for jobs in _working.values():
+        jobs.put(None)
+    for thread in [*_working]:
+        thread.join(_AT_EXIT)
+
+
+@cache
+def _rest_at_exit() -> None:
+    atexit.register(rest)
+
+
+def _end(thread: threading.Thread, jobs: "SimpleQueue[Job | None]", last: Job) -> None:
+    if thread.ident is None:
+        last()
+    else:
+        jobs.put(last)
+        jobs.put(None)
+
+
+def _work(jobs: "SimpleQueue[Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and the tensor with it
