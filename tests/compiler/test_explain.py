@@ -12,7 +12,7 @@ from tests.compiler.models import batch, make
 from tests.compiler.traced import traced
 from tests.older import require
 from torchshard import _torch
-from torchshard.compiler import explain, measure, named, writing
+from torchshard.compiler import explain, measure, named, simulate, writing
 from torchshard.ddp import DistributedDataParallel
 
 
@@ -188,6 +188,10 @@ def test_a_plain_module_needs_no_group():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="bucket_cap_mb=-1 is no size"):
         explain(model, batch("plain", 2)[0], bucket_cap_mb=-1)
+    with pytest.raises(TypeError, match=r"expected a module, as Net\(\) is one of class Net, got the class Linear"):
+        explain(torch.nn.Linear)
+    with pytest.raises(TypeError, match=r"simulate: expected a plan, as explain\(model, \*args\) gives one, got"):
+        simulate(model, world_size=2, bandwidth=1e9)
 
 
 @pytest.mark.parametrize("name", ["mlp", "break"])

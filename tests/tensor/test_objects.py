@@ -87,6 +87,7 @@ def modes(rank, world):
         flips = [torch.equal(torch.block_diag(x).full_tensor(), full) for _ in range(2)]
     found["values"] = all(values + flips)
     found["said"] = sorted({str(w.message) for w in caught}), len(caught)
+    found["here"] = all(w.filename == __file__ for w in caught)
     with fallback("error"):
         try:
             torch.block_diag(x)
@@ -115,12 +116,13 @@ class Modes(expecttest.TestCase):
     def test_what_is_said(self):
         found = run_ranks(2, modes)[0]
         assert found.pop("values")
+        assert found.pop("here")
         assert found.pop("replicated")
         assert found.pop("silent") == 0
         self.assertExpectedInline(
             "\n".join(f"[{k}] {v}" for k, v in found.items()),
             """\
-[said] (['torchshard: block_diag.default gathers its operands on every rank (no rule for these operands; said once)'], 1)
+[said] (["torchshard: block_diag.default gathers its operands on every rank (no rule for these operands; said once). torchshard.register_rule gives it a rule, torchshard.fallback('silent') allows it without a word"], 1)
 [refused] block_diag.default has no sharded way to run: no rule for these operands.
   expected: a rule for these operands, as fallback('error') is on
   fix:      redistribute the operands to Replicate(), or allow it with torchshard.fallback('replicate')

@@ -140,7 +140,7 @@ def test_operators_that_rules_do_not_decide_about():
         register_rule("matmul", LINE)
     with pytest.raises(TypeError, match="expected an operator"):
         register_rule(torch.relu, "... -> ...")
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match=r"no operator '.*': expected a name such as 'mm'"):
         register_rule("no_such_operator", "... -> ...")
 
 
@@ -234,3 +234,13 @@ The rule of register_rule_test::scaled_product.default was proved on no sample.
   got:      register_rule_test::scaled_product.default(float32[5, 4], float32[4, 6]) by 'i k b, k j -> i j': not possible, the rule has no line for these shapes
   fix:      samples=[(torch.randn(5, 4), ...)], with a length for each dim of the line""",
         )
+
+
+@pytest.mark.parametrize(
+    ("red", "got", "fix"),
+    [("b:add", "red=b:add", "red=b:sum"), ("sum", "red=sum", "red=k:sum, where k is the factor")],
+)
+def test_a_reduction_that_does_not_exist(red, got, fix):
+    with pytest.raises(ShardingError, match="names, for a factor, a reduction that does not exist") as caught:
+        register_rule(scaled_product, LINE, red=red)
+    assert (caught.value.got, caught.value.fix) == (got, fix)

@@ -88,8 +88,14 @@ def operator_in(ops: Any, name: str) -> Any:
     """
     space, _, rest = name.rpartition("::")
     packet, _, overload = rest.partition(".")
-    found = getattr(getattr(ops, space or "aten"), packet)
-    return getattr(found, overload) if overload else found
+    try:
+        found = getattr(getattr(ops, space or "aten"), packet)
+        return getattr(found, overload) if overload else found
+    except AttributeError:
+        raise AttributeError(
+            f"torch has no operator {name!r}: expected a name such as 'mm', 'mm.out' or 'mylib::scale', of an "
+            "operator that is registered by now (import the library that does so first)"
+        ) from None
 
 
 def one_operator(op: Any) -> Any:

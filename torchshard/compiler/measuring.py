@@ -47,8 +47,14 @@ def measure(
     return StepTimes(statistics.median(r.forward for r in runs), statistics.median(r.backward for r in runs), ready)
 
 
-def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.parallel.DistributedDataParallel | None]:
-    """What is inside of DistributedDataParallel, ours or torch's, and torch.compile, in either order; the wrapper."""
+def unwrapped(model: object) -> tuple[torch.nn.Module, torch.nn.parallel.DistributedDataParallel | None]:
+    """What is inside of DistributedDataParallel, ours or torch's, and torch.compile, in either order; the wrapper.
+
+    TypeError if it is no module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__}"
+        raise TypeError(f"expected a module, as Net() is one of class Net, got {what}")
     outer = _torch.uncompiled(model)
     wrapper = outer if isinstance(outer, torch.nn.parallel.DistributedDataParallel) else None
     return _torch.uncompiled(wrapper.module) if wrapper else outer, wrapper

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
+
 from torchshard.buckets import PlannedBucket, names_text
 from torchshard.keys import wrappers
 from torchshard.simulation import Link, Network, Simulation, StepTimes, simulate_step
@@ -46,11 +48,14 @@ def simulate(
 
     Raises:
         ValueError: a plan without buckets, times of none of its gradients, or numbers that make no sense.
+        TypeError: what is given is no plan.
 
     Example:
         >>> plan, times = explain(model, x), measure(model, x)                          # doctest: +SKIP
         >>> print(simulate(plan, world_size=1024, bandwidth=25e9, times=times))         # doctest: +SKIP
     """
+    if isinstance(plan, torch.nn.Module):
+        raise TypeError(f"simulate: expected a plan, as explain(model, *args) gives one, got {type(plan).__name__}")
     buckets: list[PlannedBucket] = list(plan if isinstance(plan, Iterable) else plan.buckets)
     network = Network(world_size, Link(bandwidth, latency), algorithm, ranks_per_node, inside)
     return simulate_step(buckets, network, times and _matched(times, buckets))

@@ -148,4 +148,16 @@ def options(words: str) -> Options:
 
 def reduces(ops: Mapping[str, str]) -> Mapping[str, Placement]:
     """Factor -> placement of results that lack it, from factor -> name of the reduction, or "same"."""
-    return MappingProxyType({factor: R if op == "same" else Partial(op) for factor, op in ops.items()})
+    return MappingProxyType({factor: R if op == "same" else _partial(factor, op) for factor, op in ops.items()})
+
+
+def _partial(factor: str, op: str) -> Placement:
+    try:
+        return Partial(op)
+    except ShardingError as error:
+        raise ShardingError(
+            "Option red= of a rule names, for a factor, a reduction that does not exist.",
+            expected=f"a factor and a colon before {error.expected}, or same",
+            got=f"red={factor}:{op}" if op else f"red={factor}",
+            fix=f"red={factor}:sum" if op else "red=k:sum, where k is the factor",
+        ) from None

@@ -1,5 +1,6 @@
 """What a user may allow or forbid for a while: operators without a rule, plain tensors beside DTensors."""
 
+import inspect
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ class _State(threading.local):
 
 _state = _State()
 _said: set[str] = set()
+
+_NOT_USERS = ("torchshard", "torch")
 
 
 @contextmanager
@@ -63,5 +66,16 @@ def say_replicated(name: str, why: str) -> None:
     if _state.fallback == "replicate" and name not in _said:
         _said.add(name)
         warnings.warn(
-            f"torchshard: {name} gathers its operands on every rank ({why}; said once)", RuntimeWarning, stacklevel=2
+            f"torchshard: {name} gathers its operands on every rank ({why}; said once). torchshard.register_rule gives "
+            "it a rule, torchshard.fallback('silent') allows it without a word",
+            RuntimeWarning,
+            stacklevel=_users_frame(),
         )
+
+
+def _users_frame() -> int:
+    """The stack level, for the caller, of the first frame that is neither torch's nor this package's."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+        level, frame = level + 1, frame.f_back
+    return level
