@@ -3,8 +3,11 @@
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -121,18 +124,31 @@ def test_groups_that_overlap():
 def _unable(rank, world, why):
     from torchshard.comm import lines, packed
 
-    lines._TO_CONNECT = 1.0
+    lines._TO_CONNECT, limit = 1.0, timedelta(seconds=60)
     if rank == 1 and why == "the user":
         os.environ[packed.SWITCH] = "0"
-    elif rank == 1 and why == "no interface":
-        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     elif rank == 1 and why == "elsewhere":
         lines.Far.reach = lambda *args: (_ for _ in ()).throw(ConnectionRefusedError())
+    elif why == "a short limit":
+        lines._TO_CONNECT = 30.0
+        limit = timedelta(seconds=3)
+        if rank == 1:
+            lines.Far.reach = _unanswered
     elif rank == 1 and why == "another word":
         lines._GREETING = _Lying(lines._GREETING)
-    start = time.monotonic()
-    assert packed.look_for_lines(dist.group.WORLD, CPU) is None
-    return time.monotonic() - start
+    group, start = dist.new_group(timeout=limit), time.monotonic()
+    if rank == 1 and why == "no interface":
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    assert packed.look_for_lines(group, CPU) is None
+    passed = time.monotonic() - start
+    dist.all_reduce(torch.ones(3), group=group)  # which still works
+    return passed
+
+
+def _unanswered(self, word, place, within):
+    """As by a firewall that drops what comes."""
+    time.sleep(within)
+    raise TimeoutError
 
 
 class _Lying:
@@ -143,7 +159,7 @@ class _Lying:
         return self._greeting.pack(rank, bytes(16))
 
 
-@pytest.mark.parametrize("why", ["the user", "no interface", "elsewhere", "another word"])
+@pytest.mark.parametrize("why", ["the user", "no interface", "elsewhere", "another word", "a short limit"])
 def test_where_one_rank_cannot_nobody_packs(why):
     assert max(run_ranks(3, _unable, why, timeout=60)) < 10
 
@@ -157,15 +173,15 @@ def _strangers(rank, world):
     def opened(self, word):
         door, place = own(self, word)
         if rank == 0:
-            for said in (b"", b"x" * 24, b"GET / HTTP/1.1\r\n\r\n" * 9):
+            for said in (b"", None, b"x" * 24, b"GET / HTTP/1.1\r\n\r\n" * 9):
                 stranger = socket.create_connection(door.getsockname())
-                stranger.sendall(said)
+                stranger.sendall(said or b"")
                 doors.append(stranger)
-                if not said:
-                    stranger.close()
+                if said is not None:
+                    stranger.shutdown(socket.SHUT_WR)
         return door, place
 
-    lines.Far.open = opened
+    lines.Far.open, lines._TO_GREET = opened, 0.5
     x = torch.ones(MANY)
     all_reduce_of()(x).wait()
     for stranger in doors:
@@ -194,6 +210,91 @@ def test_other_tensors_are_named():
     assert "got:      11 elements of the same dtype" in first
     assert "sum 1 of this process group" in first
     assert "11 elements of torch.float32, as on rank 1" in second
+
+
+def _fails_later(rank, world, what):
+    """A sum that fails breaks those under way: they are right, or they raise."""
+    from torchshard.comm import packed
+
+    all_reduce = all_reduce_of()
+    if rank == 0:  # sends slowly
+        own = packed._Sum.send
+
+        def send(job, lines, *args):
+            if lines is job.peers.sums:
+                time.sleep(0.15)
+            own(job, lines, *args)
+
+        packed._Sum.send = send
+    x = torch.full((100_000,), 1.0 + rank)
+    slow = all_reduce(x)
+    if what == "a rank dies" and rank == 1:
+        time.sleep(0.3)
+        os._exit(0)
+    later = all_reduce(torch.ones(MANY + rank))
+    found = []
+    for work in (slow, later):
+        try:
+            work.wait()
+            found.append("right" if work is slow and bool((x == 3.0).all()) else "wrong")
+        except RuntimeError as error:
+            found.append(type(error).__name__)
+    if what == "a rank dies":
+        dist.destroy_process_group()  # without the barrier of the harness
+    return found
+
+
+@pytest.mark.parametrize("what", ["a rank dies", "tensors differ"])
+def test_a_failure_is_no_earlier_sums_success(what):
+    dead = (1,) if what == "a rank dies" else ()
+    found = run_ranks(2, _fails_later, what, timeout=60, expect_dead=dead)[: 2 - len(dead)]
+    assert all(slow in ("right", "RuntimeError") for slow, _ in found)
+    assert all(later in ("RankMismatchError", "RuntimeError") for _, later in found)
+    assert dead or any(later == "RankMismatchError" for _, later in found)
+
+
+def _kept(rank, world):
+    """Of a tensor whose sum has failed nothing is kept."""
+    all_reduce = all_reduce_of()
+    x = torch.ones(MANY + rank)
+    with pytest.raises(RankMismatchError):
+        all_reduce(x).wait()
+    seen = weakref.ref(x)
+    del x
+    gc.collect()
+    return seen() is None
+
+
+def test_a_tensor_whose_sum_has_failed_is_not_kept():
+    assert run_ranks(2, _kept, timeout=60) == [True, True]
+
+
+_ENDS = """
+import os, sys, torch, torch.distributed as dist
+from datetime import timedelta
+from torchshard.comm import packed
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+packed.look_for_lines(dist.group.WORLD, torch.device("cpu"))
+all_reduce = packed.packed_all_reduce_of(dist.group.WORLD)
+works = [all_reduce(torch.ones(1 << 20)) for _ in range(30 if sys.argv[2] == "0" else 3)]
+works[2].wait(timedelta(seconds=20))
+print("ends", flush=True)
+dist.barrier()
+"""
+
+
+def test_a_process_ends_while_sums_are_under_way(tmp_path):
+    """Its threads are stopped, and do not abort it."""
+    for turn in range(3):
+        place = str(tmp_path / f"store{turn}")
+        command = [sys.executable, "-c", _ENDS, place]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        said = [rank.communicate(timeout=60) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+        assert all(out == "ends\n" and "terminate" not in err for out, err in said)
 
 
 def _alone(rank, world):

@@ -133,17 +133,23 @@ def _turns(rank, world):
     pack_always()
     hooked = DistributedDataParallel(mlp(256, 4), bucket_cap_mb="auto")
     hooked.register_comm_hook(None, fp16_compress_hook)
-    return [*found, ways(hooked)]
+    found.append(ways(hooked))
+    later = DistributedDataParallel(mlp(256, 4), bucket_cap_mb="auto")
+    assert ways(later)[0]
+    later.register_comm_hook(None, fp16_compress_hook)
+    return [*found, ways(later)]
 
 
 def test_it_is_the_wrapper_that_decides():
-    assert run_ranks(2, _turns, timeout=60) == [[(True,) * 3, (False,) * 3, (False,) * 3]] * 2
+    assert run_ranks(2, _turns, timeout=60) == [[(True,) * 3, (False,) * 3, (False,) * 3, (False,) * 3]] * 2
 
 
 def _measured(rank, world):
     from torchshard.comm.probing import links_of
 
     pack_always()
+    torch.set_default_dtype(torch.float64)  # which is none of the link's business
+    torch.set_default_device("meta")
     device, group = torch.device("cpu"), dist.group.WORLD
     torch.manual_seed(5)
     before = torch.random.get_rng_state()

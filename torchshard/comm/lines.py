@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 
 _TO_CONNECT = 10.0
-"""Seconds; all ranks connect at the same time."""
+"""Seconds; all ranks connect at the same time. At most half of what a collective may take: one follows."""
+
+_TO_GREET = 2.0
+"""Seconds that one who has connected may take to say who he is."""
 
 _GREETING, _PEER = struct.Struct("q16s"), struct.Struct("3i")
 """Who comes, with the word that only members of the group were told; who it is that the kernel has let through."""
@@ -49,10 +52,10 @@ class Near:
             undo.pop_all()
         return door, b""
 
-    def reach(self, word: bytes, place: bytes) -> socket.socket:
-        """Connect to the door of another rank; OSError if that cannot be."""
+    def reach(self, word: bytes, place: bytes, within: float) -> socket.socket:
+        """Connect to the door of another rank, within so many seconds; OSError if that cannot be."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.settimeout(_TO_CONNECT)
+        line.settimeout(within)
         line.connect(self._address(word))
         return line
 
@@ -75,10 +78,10 @@ class Far:
         door = socket.create_server((host, 0), backlog=1024)
         return door, _IPV4.pack(socket.inet_aton(host), door.getsockname()[1])
 
-    def reach(self, word: bytes, place: bytes) -> socket.socket:
+    def reach(self, word: bytes, place: bytes, within: float) -> socket.socket:
         """As of Near."""
         host, port = _IPV4.unpack(place)
-        line = socket.create_connection((socket.inet_ntoa(host), port), _TO_CONNECT)
+        line = socket.create_connection((socket.inet_ntoa(host), port), within)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return line
 
@@ -111,9 +114,10 @@ def connect(group: dist.ProcessGroup, places: Near | Far | None, limit: timedelt
         told = [c.numpy().tobytes() for c in cards]
         if places is None or door is None or not all(map(any, told)):
             return {}
+        end = time.monotonic() + min(_TO_CONNECT, limit.total_seconds() / 2)
         with contextlib.suppress(OSError):  # told below
-            found.update(_reached(group.rank(), told, places))
-            found.update(_let_in(group.rank(), told, places, door))
+            found.update(_reached(group.rank(), told, places, end))
+            found.update(_let_in(group.rank(), told, places, door, end))
         able = torch.tensor([float(len(found) == group.size() - 1)], device="cpu")
         dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
         if not able:
@@ -141,6 +145,13 @@ def receive(line: socket.socket, size: int) -> bytearray:
     return data
 
 
+def shut(lines: Lines) -> None:
+    """End them at both ends: whoever waits, or comes later, gets an error."""
+    for line in lines.values():
+        with contextlib.suppress(OSError):  # it has ended by itself
+            line.shutdown(socket.SHUT_RDWR)
+
+
 def hang_up(lines: Lines) -> None:
     """Close them."""
     for line in lines.values():
@@ -158,26 +169,26 @@ def _open(places: Near | Far | None) -> tuple[socket.socket | None, torch.Tensor
     return door, torch.frombuffer(card, dtype=torch.uint8)
 
 
-def _reached(rank: int, cards: Sequence[bytes], places: Near | Far) -> Iterator[tuple[int, socket.socket]]:
+def _reached(rank: int, cards: Sequence[bytes], places: Near | Far, end: float) -> Iterator[tuple[int, socket.socket]]:
     """Connect to the ranks below, which listen and may let this one in later."""
     for other in range(rank):
         word, place = cards[other][:16], cards[other][16:]
-        line = places.reach(word, place)
+        line = places.reach(word, place, _until(end))
         line.sendall(_GREETING.pack(rank, word))
         yield other, line
 
 
 def _let_in(
-    rank: int, cards: Sequence[bytes], places: Near | Far, door: socket.socket
+    rank: int, cards: Sequence[bytes], places: Near | Far, door: socket.socket, end: float
 ) -> Iterator[tuple[int, socket.socket]]:
     """Those above; a stranger is left outside."""
-    missing, end = set(range(rank + 1, len(cards))), time.monotonic() + _TO_CONNECT
+    missing = set(range(rank + 1, len(cards)))
     while missing:
         door.settimeout(_until(end))
         line, _ = door.accept()
         with contextlib.ExitStack() as undo:
             undo.enter_context(line)
-            line.settimeout(_until(end))
+            line.settimeout(min(_TO_GREET, _until(end)))
             other, word = _greeting(line) if places.knows(line) else (None, b"")
             if other in missing and word == cards[rank][:16] and places.knows(line, other):
                 missing.remove(other)
@@ -188,7 +199,7 @@ def _let_in(
 def _greeting(line: socket.socket) -> tuple[int | None, bytes]:
     try:
         other, word = _GREETING.unpack(receive(line, _GREETING.size))
-    except ConnectionError:  # a stranger who has gone
+    except OSError:  # a stranger, who has gone, or says nothing
         return None, b""
     return other, word
 

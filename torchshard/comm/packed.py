@@ -12,9 +12,8 @@ order of the ranks. One pair of TCP connections joins each two ranks, one for te
 take the chunks of all sums in one order, the third only receives, and so no step waits for itself.
 """
 
-import contextlib
+import copy
 import os
-import socket
 import struct
 import threading
 import time
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard import _torch
-from torchshard.comm.lines import Far, Lines, connect, hang_up, receive
+from torchshard.comm.lines import Far, Lines, connect, hang_up, receive, shut
 from torchshard.comm.packing import can_pack, pack, unpack
 from torchshard.comm.summing import MOST_RANKS, dtype_code, require_same, segments
 from torchshard.comm.waiting import Promise
@@ -93,9 +92,15 @@ def packed_all_reduce_of(group: dist.ProcessGroup) -> Callable[[Tensor], Any]:
     return all_reduce
 
 
+def normal_numbers(count: int) -> Tensor:
+    """Some that lie around zero as gradients do; always the same."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return 1e-3 * torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def seconds_to_pack(ranks: int) -> float:
     """That this rank is at work for each byte of float32 that so many ranks sum; the best of some tries."""
-    x = torch.randn(CHUNK, generator=torch.Generator().manual_seed(0))
+    x = normal_numbers(CHUNK)
     packing, unpacking = [], []
     for _ in range(5):
         begin = time.perf_counter()
@@ -117,7 +122,7 @@ class PackedSums:
 
     def __init__(self, rank: int, terms: Lines, sums: Lines) -> None:
         self._peers, self._count = _Peers(rank, terms, sums), 0
-        self._workers = [Worker(last=self._peers.leave) for _ in _STEPS]
+        self._workers = [Worker(last=self._peers.leave, stop=self._peers.stop) for _ in _STEPS]
 
     def can_sum(self, x: Tensor) -> bool:
         """Whether it is one of those that are summed here; the same on all ranks."""
@@ -144,20 +149,24 @@ class _Peers:
         self._lock, self._users = threading.Lock(), len(_STEPS)
 
     def fail(self, number: int, error: Exception) -> None:
-        """No sum from this one on can be made; of several reasons the best is that ranks do not do the same."""
+        """No sum after this one can be made; the earliest reason counts."""
         with self._lock:
-            if self._failed is None or isinstance(error, RankMismatchError):
-                self._failed = number, error
+            if self._failed is None or number < self._failed[0]:
+                self._failed = number, copy.copy(error)  # without the traceback that it will have
 
-    def failure(self, number: int) -> Exception | None:
-        """Why this sum cannot be made, if so."""
-        return self._failed[1] if self._failed and self._failed[0] <= number else None
+    def failed_before(self, number: int) -> Exception | None:
+        """Why a sum cannot be made, if so: an earlier one could not."""
+        return copy.copy(self._failed[1]) if self._failed and self._failed[0] < number else None
 
     def shut(self) -> None:
         """Whoever waits, here or elsewhere, shall not wait in vain."""
-        for line in (*self.terms.values(), *self.sums.values()):
-            with contextlib.suppress(OSError):  # it has ended by itself
-                line.shutdown(socket.SHUT_RDWR)
+        shut(self.terms)
+        shut(self.sums)
+
+    def stop(self) -> None:
+        """The process ends."""
+        self.fail(0, RuntimeError("this process ends"))
+        self.shut()
 
     def leave(self) -> None:
         """A thread ends."""
@@ -184,25 +193,28 @@ class _Sum:
         self.flat = x.data.view(-1)  # not counted as a change of the tensor, as of any collective
         self.dtype, self.bounds = dtype_code(x), segments(x.numel(), peers.ranks)
         self._lock, self._left, self._ended = threading.Lock(), len(_STEPS), threading.Event()
+        self._failed: Exception | None = None
 
     def play(self, step: Callable[["_Sum"], None]) -> None:
         """Do one of the three steps, unless an earlier sum has failed; the last to end tells who waits.
 
-        When one fails, the others have a moment to end by themselves: what has been sent already may say why it did.
+        When a step fails, the others have a moment to end by themselves: what has been sent already may say why it did.
         """
-        failed: Exception | None = None
+        failed = self.peers.failed_before(self.number)
         try:
-            if self.peers.failure(self.number - 1) is None:
+            if failed is None:
                 step(self)
         except RankMismatchError as error:
-            failed = error
+            failed = error.with_traceback(None)  # which holds the tensor, and is held by the future
         except Exception as error:
             failed = RuntimeError(f"sum {self.number} over {self.peers.ranks} ranks: {error}")
-        if failed:
-            self.peers.fail(self.number, failed)
         with self._lock:
+            if failed and not isinstance(self._failed, RankMismatchError):  # of several reasons the one that explains
+                self._failed = failed
             self._left -= 1
             last = not self._left
+        if failed:
+            self.peers.fail(self.number, failed)
         if last:
             self._tell()
         elif failed and not self._ended.wait(_MOMENT):
@@ -210,9 +222,9 @@ class _Sum:
 
     def _tell(self) -> None:
         self._ended.set()
-        if failure := self.peers.failure(self.number):
+        if self._failed:
             self.peers.shut()
-            self._future.set_exception(failure)
+            self._future.set_exception(self._failed)
         else:
             self._future.set_result([self.x])
 

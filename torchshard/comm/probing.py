@@ -8,13 +8,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from torchshard.comm.packed import look_for_lines, packed_all_reduce_of, seconds_to_pack
+from torchshard.comm.packed import look_for_lines, normal_numbers, packed_all_reduce_of, seconds_to_pack
 from torchshard.comm.summing import all_reduce_of
 from torchshard.simulation import LinkSpeed
 
 _FEW, _SOME, _MANY = 64, 1 << 17, 1 << 20  # elements of 4 bytes
 _SLOW = 5e8
 """Bytes a second that are summed, from which on packing them cannot be faster than sending them."""
+
+_LONG = 0.2
+"""Seconds of a sum that are not spent twice."""
 
 Wait = Callable[[Sequence[Any]], None]
 
@@ -43,41 +46,45 @@ def links_of(group: dist.ProcessGroup, device: torch.device, wait: Wait) -> tupl
 
 
 def _plain(group: dist.ProcessGroup, device: torch.device, wait: Wait) -> LinkSpeed:
-    summed = _summed(all_reduce_of(group), wait)
-    few = _seconds(torch.zeros(_FEW, device=device), summed, tries=20)
-    many = _seconds(torch.zeros(_MANY, device=device), summed, tries=4)
-    few, many = _slowest([few, many], group, device, wait)
+    probe = _Probe(all_reduce_of(group), group, device, wait)
+    numbers = torch.zeros(_MANY, dtype=torch.float32, device="cpu")
+    few, many = probe.seconds(numbers[:_FEW], 20), probe.seconds(numbers, 4)
     return LinkSpeed(few, 4 * (_MANY - _FEW) / max(many - few, 1e-9))
 
 
 def _packed(group: dist.ProcessGroup, device: torch.device, wait: Wait) -> LinkSpeed:
     """Of numbers that lie around zero as gradients do."""
-    summed = _summed(packed_all_reduce_of(group), wait)
-    numbers = torch.randn(_MANY, generator=torch.Generator().manual_seed(0)) * 1e-3
-    some, many = (_seconds(numbers[:count].clone(), summed, tries=4) for count in (_SOME, _MANY))
-    some, many, work = _slowest([some, many, seconds_to_pack(group.size())], group, device, wait)
+    probe = _Probe(packed_all_reduce_of(group), group, device, wait)
+    numbers = normal_numbers(_MANY)
+    some, many = probe.seconds(numbers[:_SOME], 4), probe.seconds(numbers, 4)
     bandwidth = 4 * (_MANY - _SOME) / max(many - some, 1e-9)
+    work = probe.slowest(seconds_to_pack(group.size()))
     return LinkSpeed(max(some - 4 * _SOME / bandwidth, 0.0), bandwidth, work, packed=True)
 
 
-def _summed(all_reduce: Callable[[torch.Tensor], Any], wait: Wait) -> Callable[[torch.Tensor], None]:
-    return lambda x: wait([all_reduce(x)])
+class _Probe:
+    """Measures sums; see links_of."""
 
+    def __init__(
+        self, all_reduce: Callable[[torch.Tensor], Any], group: dist.ProcessGroup, device: torch.device, wait: Wait
+    ) -> None:
+        self._all_reduce, self._group, self._device, self._wait = all_reduce, group, device, wait
 
-def _slowest(times: Sequence[float], group: dist.ProcessGroup, device: torch.device, wait: Wait) -> list[float]:
-    """Place by place the longest of all ranks."""
-    found = torch.tensor(times, dtype=torch.float64, device=device)
-    wait([dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=True)])
-    slowest: list[float] = found.tolist()
-    return slowest
+    def seconds(self, numbers: torch.Tensor, tries: int) -> float:
+        """The shortest of some tries, on the slowest rank; of one, where that takes long."""
+        x = numbers.to(self._device, copy=True)
+        first = self.slowest(self._once(x))
+        return first if first > _LONG else self.slowest(min(self._once(x) for _ in range(tries - 1)))
 
+    def slowest(self, seconds: float) -> float:
+        """The longest of all ranks."""
+        found = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        self._wait([dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group, async_op=True)])
+        return float(found)
 
-def _seconds(x: torch.Tensor, summed: Callable[[torch.Tensor], None], tries: int) -> float:
-    times = []
-    for _ in range(tries):
+    def _once(self, x: torch.Tensor) -> float:
         start = time.perf_counter()
-        summed(x)
+        self._wait([self._all_reduce(x)])
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+        return time.perf_counter() - start

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard import _torch
-from torchshard.comm.lines import Lines, Near, connect, hang_up
+from torchshard.comm.lines import Lines, Near, connect, hang_up, shut
 from torchshard.comm.neighbours import process_ids, read
 from torchshard.comm.waiting import Promise
 from torchshard.comm.workers import Worker
@@ -92,7 +92,7 @@ class Neighbours:
 
     def __init__(self, rank: int, pids: Sequence[int], lines: Lines) -> None:
         self._meeting, self._count = partial(_Meeting, rank, pids, lines), 0
-        self._worker = Worker(last=partial(hang_up, lines))
+        self._worker = Worker(last=partial(hang_up, lines), stop=partial(shut, lines))
 
     def can_sum(self, x: Tensor) -> bool:
         """Whether it is one of those that are summed here; the same on all ranks."""

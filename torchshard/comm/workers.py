@@ -11,7 +11,7 @@ Job = Callable[[], object]
 
 _NAME = "torchshard sums"
 _AT_EXIT = 1.0
-"""Seconds that a thread is waited for, which may itself wait for a rank that is gone."""
+"""Seconds that a thread is waited for: as long as what it does may take that nobody can stop."""
 
 
 class Worker:
@@ -19,10 +19,12 @@ class Worker:
 
     Args:
         last: is done after all jobs, even if there were none.
+        stop: called when the interpreter ends, by another thread: jobs that wait shall end.
     """
 
-    def __init__(self, last: Job) -> None:
+    def __init__(self, last: Job, stop: Job) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._stop = stop
         self._thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name=_NAME)
         weakref.finalize(self, _end, self._thread, self._jobs, last).atexit = False
 
@@ -30,19 +32,22 @@ class Worker:
         """Have it done after those before; it does not raise."""
         if self._thread.ident is None:
             self._thread.start()
-            _working[self._thread] = self._jobs
+            _working[self._thread] = self._jobs, self._stop
             _rest_at_exit()
         self._jobs.put(job)
 
 
-_working: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Job | None]]" = weakref.WeakKeyDictionary()
+_working: "weakref.WeakKeyDictionary[threading.Thread, tuple[SimpleQueue[Job | None], Job]]"
+_working = weakref.WeakKeyDictionary()
 
 
 def rest() -> None:
-    """The interpreter ends: wait for the threads; one that came out of torch's code later would abort the process."""
-    for jobs in _working.values():
+    """The interpreter ends: stop the threads; one that came out of torch's code later would abort the process."""
+    working = [*_working.items()]
+    for _, (jobs, stop) in working:
+        stop()
         jobs.put(None)
-    for thread in [*_working]:
+    for thread, _ in working:
         thread.join(_AT_EXIT)
 
 

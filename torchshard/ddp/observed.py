@@ -76,6 +76,7 @@ class ObservedReducer(Reducer):
         wait = partial(self.exchange.wait, what="the bucket before the one that is full")
         reduction.in_turn = wait if on_gloo and not reduction.is_linear else None
         self.reduction = reduction
+        self.link = self.links[0] if self.links else None  # which the hook uses in its own way
         self._use_scale()
 
     def choose_sizes(self, *links: LinkSpeed) -> None:
