@@ -390,3 +390,31 @@ def _ends(rank, world):
 
 def test_nothing_is_left_of_a_group_that_is_destroyed():
     assert run_ranks(2, _ends, timeout=60) == [[-1, -1]] * 2
+
+
+def _forked(rank, world, way):
+    """A forked process that ends in order, as it does here, takes nothing from its parent."""
+    from torchshard.comm import workers
+
+    all_reduce = all_reduce_of() if way == "packed" else told_in_memory()
+    x = torch.ones(MANY)
+    all_reduce(x).wait()
+    if not (pid := os.fork()):
+        workers.rest()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    all_reduce(x).wait()
+    return float(x[0])
+
+
+def told_in_memory():
+    from torchshard.comm import summing
+
+    summing.look_for_neighbours(dist.group.WORLD, CPU)
+    assert summing._known[dist.group.WORLD] is not None
+    return summing.all_reduce_of(dist.group.WORLD)
+
+
+@pytest.mark.parametrize("way", ["packed", "in memory"])
+def test_a_forked_process_leaves_the_connections(way):
+    assert run_ranks(2, _forked, way, timeout=60) == [4.0, 4.0]

@@ -54,9 +54,11 @@ class Near:
 
     def reach(self, word: bytes, place: bytes, within: float) -> socket.socket:
         """Connect to the door of another rank, within so many seconds; OSError if that cannot be."""
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.settimeout(within)
-        line.connect(self._address(word))
+        with contextlib.ExitStack() as undo:
+            line = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            line.settimeout(within)
+            line.connect(self._address(word))
+            undo.pop_all()
         return line
 
     def knows(self, line: socket.socket, rank: int | None = None) -> bool:
@@ -174,8 +176,8 @@ def _reached(rank: int, cards: Sequence[bytes], places: Near | Far, end: float) 
     for other in range(rank):
         word, place = cards[other][:16], cards[other][16:]
         line = places.reach(word, place, _until(end))
-        line.sendall(_GREETING.pack(rank, word))
         yield other, line
+        line.sendall(_GREETING.pack(rank, word))
 
 
 def _let_in(

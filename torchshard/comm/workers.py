@@ -43,7 +43,7 @@ _working = weakref.WeakKeyDictionary()
 
 def rest() -> None:
     """The interpreter ends: stop the threads; one that came out of torch's code later would abort the process."""
-    working = [*_working.items()]
+    working = [(thread, its) for thread, its in _working.items() if thread.is_alive()]  # none in a forked process
     for _, (jobs, stop) in working:
         stop()
         jobs.put(None)
