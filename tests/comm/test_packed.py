@@ -31,6 +31,14 @@ def all_reduce_of(group=None, chunk=5000):
     return packed.packed_all_reduce_of(group)
 
 
+def told_in_memory():
+    from torchshard.comm import summing
+
+    summing.look_for_neighbours(dist.group.WORLD, CPU)
+    assert summing._known[dist.group.WORLD] is not None
+    return summing.all_reduce_of(dist.group.WORLD)
+
+
 def _values(rank, world):
     """Of packed tensors exactly what eager torch has when it adds the ranks' up in order, the owner's first."""
     from torchshard.comm.summing import segments
@@ -253,9 +261,9 @@ def test_a_failure_is_no_earlier_sums_success(what):
     assert dead or any(later == "RankMismatchError" for _, later in found)
 
 
-def _kept(rank, world):
+def _kept(rank, world, way):
     """Of a tensor whose sum has failed nothing is kept."""
-    all_reduce = all_reduce_of()
+    all_reduce = all_reduce_of() if way == "packed" else told_in_memory()
     x = torch.ones(MANY + rank)
     with pytest.raises(RankMismatchError):
         all_reduce(x).wait()
@@ -265,8 +273,9 @@ def _kept(rank, world):
     return seen() is None
 
 
-def test_a_tensor_whose_sum_has_failed_is_not_kept():
-    assert run_ranks(2, _kept, timeout=60) == [True, True]
+@pytest.mark.parametrize("way", ["packed", "in memory"])
+def test_a_tensor_whose_sum_has_failed_is_not_kept(way):
+    assert run_ranks(2, _kept, way, timeout=60) == [True, True]
 
 
 _ENDS = """
@@ -405,14 +414,6 @@ def _forked(rank, world, way):
     os.waitpid(pid, 0)
     all_reduce(x).wait()
     return float(x[0])
-
-
-def told_in_memory():
-    from torchshard.comm import summing
-
-    summing.look_for_neighbours(dist.group.WORLD, CPU)
-    assert summing._known[dist.group.WORLD] is not None
-    return summing.all_reduce_of(dist.group.WORLD)
 
 
 @pytest.mark.parametrize("way", ["packed", "in memory"])

@@ -113,7 +113,7 @@ def _play(meeting: "_Meeting", x: Tensor, future: "torch.futures.Future[Any]") -
         flat = x.data.view(-1)  # not counted as a change of the tensor, as of any collective
         (_sum_told if flat.nbytes * len(meeting.lines) <= SMALL else _sum)(meeting, flat)
     except RankMismatchError as error:
-        future.set_exception(error)
+        future.set_exception(error.with_traceback(None))  # which holds the tensor, and is held by the future
     except Exception as error:
         future.set_exception(RuntimeError(f"sum {meeting.number} over {len(meeting.pids)} ranks: {error}"))
     else:
