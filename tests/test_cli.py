@@ -116,7 +116,7 @@ def test_options_of_convert(folder, tmp_path):
         assert ck["net.w"].cut == (2, 2)
     wrong = {
         ("--mesh", "2by2"): "shape of a mesh", ("--placements", "S(0)"): "pattern and its value",
-        ("--rename", "x"): "pattern and its value", ("--rename", "modle=x"): "no key: rename('modle', 'x')",
+        ("--rename", "x"): r"'layers.(\d+)=blocks.\1'", ("--rename", "modle=x"): "no key: rename('modle', 'x')",
         ("--dtype", "int4"): "not cast to this type", ("--shard-size", "much"): "not a size",
         ("--dtype", "bfloat16", "--dtype", "float16"): "given twice",
     }  # fmt: skip

@@ -95,8 +95,13 @@ def parse_mesh(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def parse_pairs(texts: Sequence[str], default: str | None = None) -> dict[str, str]:
+def parse_pairs(texts: Sequence[str], like: str, default: str | None = None) -> dict[str, str]:
     """Patterns and what is said of them, from "PATTERN=VALUE"; a text without "=" is said of `default`.
+
+    Args:
+        texts: of an option that may be given several times.
+        like: an example, for the error.
+        default: a pattern.
 
     Raises:
         CheckpointError: no "=", and no default; or a pattern twice.
@@ -106,7 +111,7 @@ def parse_pairs(texts: Sequence[str], default: str | None = None) -> dict[str, s
         pattern, equals, value = text.rpartition("=")
         if not equals and default is None:
             raise CheckpointError(
-                "A pattern and its value are needed.", expected="such as '*.weight=S(0),R'", got=repr(text)
+                "A pattern and its value are needed, with = between.", expected=f"such as '{like}'", got=repr(text)
             )
         pattern = pattern if equals else default or ""
         if pattern in pairs:

@@ -158,6 +158,7 @@ class KeyRules:
                 "Keys and rules do not cover one another.",
                 expected=f"{'' if self.strict == 'rules' else 'a rule for each key, and '}a key for each rule",
                 got="\n".join([f"no rule: {key}" for key in left] + [f"no key: {self.rules[k]}" for k in sorted(idle)]),
+                fix="compare with the keys that are there: torchshard inspect FILE, or state_dict.keys()",
             )
 
     def _check_numbers(self, keys: Sequence[Any]) -> None:

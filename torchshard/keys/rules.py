@@ -233,7 +233,7 @@ def _check_undone(old: str, new: str, pattern: Pattern, replacement: str, rule: 
     if (again := pattern.replace(new, replacement)) != old:
         raise ShardingError(
             "A rename cannot be undone for a key.",
-            expected=f"{new} to become {old} again",
+            expected=f"{new} to become {old} again where the rename is undone",
             got=again,
             where=rule,
             fix="say more of the key in the pattern, or in the replacement",
