@@ -94,7 +94,7 @@ class Far:
 
 
 def connect(group: dist.ProcessGroup, places: Near | Far | None, limit: timedelta) -> Lines:
-    """Rank -> a socket to it, for all other ranks; nothing, on all ranks, if one of them is not reached.
+    """Rank -> a socket to it, for all other ranks in their order; nothing, on all ranks, if one is not reached.
 
     A collective of all ranks. What is sent keeps its order.
 
@@ -128,7 +128,7 @@ def connect(group: dist.ProcessGroup, places: Near | Far | None, limit: timedelt
             return {}
     for line in found.values():
         line.settimeout(limit.total_seconds())
-    return found
+    return dict(sorted(found.items()))
 
 
 def receive(line: socket.socket, size: int) -> bytearray:

@@ -7,9 +7,10 @@ thread of its own, so that the link is never idle:
 2. Each adds what comes to what it holds in its own segment, packs the sum, and sends that to all.
 3. Each puts what comes from the owners in place.
 
-So as many numbers travel as in a ring, and nothing is lost: all ranks end with the same bits, those of a sum in the
-order of the ranks. One pair of TCP connections joins each two ranks, one for terms and one for sums. All three steps
-take the chunks of all sums in one order, the third only receives, and so no step waits for itself.
+So as many numbers travel as in a ring, and nothing is lost: all ranks end with the same bits, those of a sum of the
+owner's term and the others' in the order of the ranks. Two TCP connections join each two ranks, one for terms and one
+for sums. All three steps take the chunks of all sums in one order, and those of a place in the order of the ranks; the
+third only receives. So no step waits for itself, even if a connection holds less than a chunk.
 """
 
 import copy
@@ -47,7 +48,7 @@ _ADDED = 32 * 1024
 """Elements that are added at a time: torch does not take more threads for so few."""
 
 _MOMENT = 0.5
-"""Seconds."""
+"""Seconds that the other steps of a sum have to end by themselves when one has failed."""
 
 _HEAD = struct.Struct("5q")
 """Number of the sum; elements and dtype of the tensor; where in it the chunk begins; bytes that follow."""
@@ -269,7 +270,7 @@ def _add_up(job: _Sum) -> None:
     others, own = [*job.peers.terms], job.peers.rank
     scratch = torch.empty(CHUNK, dtype=job.flat.dtype, device=job.flat.device)
     for _, begin, chunk in job.chunks([own]):
-        for rank in sorted(others):
+        for rank in others:
             term = scratch[: len(chunk)]
             job.take(job.peers.terms, rank, begin, term)
             for part, added in zip(chunk.split(_ADDED), term.split(_ADDED), strict=True):
