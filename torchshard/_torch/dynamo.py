@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
@@ -54,6 +55,20 @@ def after_every_forward(module: torch.nn.Module, hook: Callable[..., None]) -> N
 def untraced(function: _Function) -> _Function:
     """Have Dynamo leave this function alone, and all that it calls: torch.compiler.disable without its cost."""
     return _never_trace(function, below=True)
+
+
+def is_watched() -> bool:
+    """Whether operators may be read by others than their kernels: traced, seen by a mode, or compiled.
+
+    Compiled anywhere in the process, that is: Dynamo guards the classes of tensors. It has a table of its backends,
+    where None is for code that it leaves alone (torch._dynamo.eval_frame.cached_backends,
+    torch._C._len_torch_dispatch_stack, 2.11-2.15). Without these names they may.
+    """
+    modes = find("_C._len_torch_dispatch_stack")
+    if modes is None or modes() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        return True
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and any(getattr(dynamo, "cached_backends", {None: True}).values())
 
 
 def _never_trace(function: _Function, below: bool) -> _Function:

@@ -4,7 +4,6 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +117,7 @@ class Engine:
     def _connect_precision(self) -> None:
         """Full precision comes back when a backward is over; another backward of the same forward lowers it again."""
         if self._precision:
-            self.reducer.at_begin.append(partial(self._precision.lower, gradients=True))
+            self.reducer.at_begin.append(self._precision.lower_again)
             self.reducer.at_end.append(self._precision.restore)
 
     def _lower_precision(self, *inputs: Any) -> Any:
@@ -128,12 +127,16 @@ class Engine:
         self._precision.lower(gradients=builds)
         if builds:
             self.reducer.leaves.renew()
+        self._precision.fill(beside_forward=True)
         return self._precision.cast(inputs)
 
     @_torch.untraced
     def _raise_precision(self) -> None:
-        if self._precision and not self.reducer.in_backward:
-            self._precision.restore()
+        """The forward is over, and no backward will come."""
+        if self._precision:
+            self._precision.settle()
+            if not self.reducer.in_backward:
+                self._precision.restore()
 
     # ------------------------------------------------------------------------------------------ delay
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from torchshard import _torch
+from torchshard.ddp.copying import Filling
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.options import reduced
@@ -30,23 +31,47 @@ class MixedPrecision:
         for p in self._params:
             p._fp_param = p.data  # type: ignore[attr-defined]
             p._mp_param = p.data.new_empty(0, dtype=self.param_dtype)  # type: ignore[attr-defined]
+        self._filling = Filling(module, self._params)
+        self._unfilled: dict[torch.nn.Parameter, tuple[torch.Tensor, torch.Tensor]] = {}
         if config.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
 
     def lower(self, gradients: bool) -> None:
-        """A forward begins; gradients: also cast those that are there, as backward will add to them."""
+        """Parameters are of low precision, to be filled; gradients: also cast those that are there.
+
+        Backward will add to them.
+        """
         if self.param_dtype is None:
             return
         with torch.inference_mode(False), torch.no_grad():  # what inference_mode makes is of no use later
             for p in self._params:
                 if p.dtype is not self.param_dtype:
-                    full = p.data
-                    p._fp_param, p._mp_param = full, full.to(self.param_dtype, copy=True)  # type: ignore[attr-defined]
-                    p.data = p._mp_param  # type: ignore[attr-defined]
+                    full, low = p.data, torch.empty_like(p.data, dtype=self.param_dtype)
+                    self._unfilled[p] = low, full
+                    p._fp_param, p._mp_param = full, low  # type: ignore[attr-defined]
+                    p.data = low
                     if gradients and p.grad is not None:
                         p.grad.data = p.grad.to(self.param_dtype)
+
+    def fill(self, beside_forward: bool = False) -> None:
+        """Their values are there; or come while a forward runs that waits where it first uses them, until `settle`."""
+        unfilled, self._unfilled = self._unfilled, {}
+        with torch.inference_mode(False), torch.no_grad():
+            if beside_forward:
+                self._filling.begin(unfilled)
+            if unfilled:
+                _torch.copy_all(*zip(*unfilled.values(), strict=True))
+
+    def lower_again(self) -> None:
+        """Another backward of forwards that are over begins."""
+        self.lower(gradients=True)
+        self.fill()
+
+    def settle(self) -> None:
+        """The forward is over: all values are there."""
+        self._filling.settle()
 
     def cast(self, inputs: Any) -> Any:
         """Inputs of a forward with their floating point tensors in the parameters' dtype."""
@@ -58,6 +83,7 @@ class MixedPrecision:
 
     def restore(self) -> None:
         """The backward is over, or the forward failed: full precision again."""
+        self._unfilled.clear()
         with torch.inference_mode(False):
             for p in self._params:
                 raise_precision(p)

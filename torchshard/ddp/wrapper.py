@@ -222,6 +222,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
 
     @_torch.untraced
     def _after(self, output: Any) -> None:
+        if self._precision:
+            self._precision.settle()
         self._end_forward()
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers(self._whose_buffers)
