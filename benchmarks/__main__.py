@@ -10,6 +10,7 @@ SCRIPTS = {
     "dtensor_overhead": "DTensor: CPU time of an operator",
     "ddp_step": "DistributedDataParallel: one eager step",
     "ddp_memory": "DistributedDataParallel: peak memory",
+    "ddp_mixed": "DistributedDataParallel: mixed precision, parameters cast beside the forward",
     "ddp_slow_link": "DistributedDataParallel over a slow link, sizes of buckets chosen by it",
     "compile_step": 'torch.compile(backend="torchshard"): one compiled step',
     "compile_time": 'torch.compile(backend="torchshard"): the first step, with empty caches',
