@@ -33,7 +33,7 @@ def _compare(rank, world, case, rounds):
     model = DistributedDataParallel(module, mixed_precision=_MixedPrecision(torch.bfloat16, torch.float32))
 
     def forward(copier):
-        with mock.patch.object(copying, "copier_of", lambda device: copier), torch.no_grad():
+        with mock.patch.object(copying, "copier_of", return_value=copier), torch.no_grad():
             return model(x)
 
     def beside():
