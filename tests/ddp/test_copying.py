@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -77,9 +78,9 @@ class Everywhere(nn.Module):
         x = Doubled.apply(x, self.listed[1]) + torch.stack([*self.listed]).sum(0)
         for block in self.blocks:
             x = block(x)
-        copied = copy.deepcopy(self.late)
-        assert type(copied.weight) is nn.Parameter
-        self.seen = [x, copied(x)]
+        copied, pickled = copy.deepcopy(self.late.weight), pickle.loads(pickle.dumps(self.late.bias))
+        assert type(copied) is type(pickled) is nn.Parameter
+        self.seen = [x, F.linear(x, copied, pickled)]
         return F.linear(self.late(x), self.embedding.weight)
 
 
@@ -139,6 +140,39 @@ def test_parts_wait_for_their_own(late):
     module(torch.randn(2, 16, dtype=torch.bfloat16))
     precision.settle()
     assert waited == [2 * (2 + i // 2 * 2) for i in range(16)]  # pieces of two layers, of two parameters each
+
+
+def test_threads_of_a_forward_wait_each(alone, monkeypatch):
+    """All of them that meet a parameter before its values are there."""
+    go, met, found = threading.Event(), threading.Barrier(4, timeout=60), []
+
+    def slowly(targets, sources):
+        torch._foreach_zero_(targets)
+        assert go.wait(60)
+        _torch.copy_all(targets, sources)
+
+    monkeypatch.setattr(copying, "_copy", slowly)
+    monkeypatch.setattr(copying, "copier_of", lambda device: copying._copy_in_thread)
+    module = nn.Linear(8, 8)
+    wanted = module.weight.detach().bfloat16()
+    precision = _begun(module)
+
+    def use():
+        met.wait()
+        found.append(module.weight.detach().clone())
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    met.wait()
+    threads[0].join(0.2)
+    assert not found
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    precision.settle()
+    assert len(found) == 3
+    assert all(torch.equal(weight, wanted) for weight in found)
 
 
 def test_a_forward_that_fails(late):
@@ -211,7 +245,8 @@ def test_compiled_code_that_meets_one_all_the_same(late, monkeypatch):
 
 
 def test_who_copies(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert 1 <= copying._cores() <= os.cpu_count()
+    monkeypatch.setattr(copying, "_cores", lambda: 8)
     cpu, before = torch.device("cpu"), torch.get_num_threads()
     try:
         for threads, ranks, found in ((1, None, True), (8, None, False), (1, "7", True), (2, "4", False)):

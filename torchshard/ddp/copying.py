@@ -93,7 +93,7 @@ class _Piece:
 
     def begin(self, copier: Copier, unfilled: Unfilled) -> None:
         """From now on whoever uses one of those that are not filled waits for them."""
-        self._filled = [p for p in self.params if p in unfilled]
+        self._filled = [p for p in self.params if p in unfilled and type(p) is Parameter]
         if self._filled:
             targets, sources = zip(*[unfilled.pop(p) for p in self._filled], strict=True)
             self._wait = copier(targets, sources)
@@ -104,11 +104,13 @@ class _Piece:
     def wait(self) -> None:
         """They are there, and parameters as before."""
         if wait := self._wait:
-            for p in self._filled:
-                p.__class__ = Parameter
-                vars(p).pop("_piece", None)
-            self._filled, self._wait = [], None
-            wait()
+            try:
+                wait()
+            finally:  # not before: another thread of the forward may be here too
+                for p in self._filled:
+                    p.__class__ = Parameter
+                    vars(p).pop("_piece", None)
+                self._filled, self._wait = [], None
 
 
 class _Awaited(Parameter):
@@ -120,12 +122,20 @@ class _Awaited(Parameter):
         leaves, _ = _torch.leaves_of((args, kwargs or {}))
         for x in leaves:
             if type(x) is _Awaited:
-                x._piece.wait()  # type: ignore[attr-defined]
+                x._wait()
         return func(*args, **kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._piece.wait()  # type: ignore[attr-defined]
+        self._wait()
         return self.__deepcopy__(memo)  # a Parameter's, which this is now
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._wait()
+        return self.__reduce_ex__(protocol)
+
+    def _wait(self) -> None:
+        if piece := vars(self).get("_piece"):
+            piece.wait()
 
 
 def copier_of(device: torch.device) -> Copier | None:
@@ -135,9 +145,14 @@ def copier_of(device: torch.device) -> Copier | None:
     """
     if device.type == "cpu":
         computing = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return _copy_in_thread if computing < (os.cpu_count() or 1) else None
+        return _copy_in_thread if computing < _cores() else None
     accelerator = torch.accelerator.current_accelerator()
     return _Stream.of(device) if accelerator and accelerator.type == device.type else None
+
+
+def _cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _copy_in_thread(targets: Tensors, sources: Tensors) -> Wait:
