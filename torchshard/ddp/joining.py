@@ -56,7 +56,7 @@ class Joining(Buffers, Joinable):
 
         A rank that leaves its loop plays the collectives of the others until all are done; then all take over the
         model of the last one. An iteration is one forward of the wrapper, and one backward unless it runs under no_sync
-        or no_grad.
+        or no_grad. Where torch's Join has other joinables besides, they take each forward for an iteration of theirs.
 
         Args:
             divide_by_initial_world_size: divide gradients by the number of all ranks, so that each batch counts the
