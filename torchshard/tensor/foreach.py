@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from torchshard._torch import local_callable, memory_of
+from torchshard._torch import memory_of
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
@@ -19,6 +19,7 @@ from torchshard.tensor.dtensor import DTensor, new, wrap
 from torchshard.tensor.first_run import Plan, list_mover, mover
 from torchshard.tensor.guards import refuse_unwritable
 from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
+from torchshard.tensor.list_numbers import local_function
 from torchshard.tensor.redistribute import redistribute_local
 
 # Number of a tensor in a list -> the layout that it has, and the one that it is to have.
@@ -89,7 +90,7 @@ def _made(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     needed = {
         k: v for k, v in bound.items() if any(k == f"move_{a.name}" for a in arguments if a.how in ("move", "moves"))
     }
-    function = local_callable(call.func)
+    function = local_function(call, frozenset([o.layout.dtype for o in operands]))
     if written:
         plan = plan_maker(arguments, call.positional, "none")(function, new, DTensor, (), **needed)
         if back := {at: by_item for at, by_item in moved.items() if at in written}:

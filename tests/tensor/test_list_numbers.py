@@ -1,0 +1,109 @@
+"""A number beside a list of tensors becomes a tensor once: the same bits as eager torch's, in fewer operators."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from torchshard import Shard, distribute_tensor, init_device_mesh
+
+NUMBERS = (0.9, -1.5, 3, 0.0, -0.0, 1e-40, 1e300, math.inf, math.nan, 2**62 + 1, 2**53 + 1, True)
+BY_ONE = (torch._foreach_add, torch._foreach_mul, torch._foreach_div)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def lists(dtype):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(n, 3, generator=generator).to(dtype) for n in (2, 0, 1, 5)]
+
+
+def bits(tensors):
+    return [
+        (t.dtype, t.tolist() if not t.is_floating_point() else t.double().view(torch.int64).tolist()) for t in tensors
+    ]
+
+
+def placed(mesh, tensors):
+    return [distribute_tensor(t.clone(), mesh, [Shard(0)]) for t in tensors]
+
+
+def same(mesh, dtype, call):
+    """The call gives the same bits, or the same error, for lists of DTensors: the first time and with the plan kept."""
+    plain = [t.clone() for t in lists(dtype)]
+    told = None
+    try:
+        expected = call(plain)
+    except RuntimeError as error:
+        told = str(error)
+    for _ in range(2):
+        ours = placed(mesh, lists(dtype))
+        if told is not None:
+            with pytest.raises(RuntimeError) as raised:
+                call(ours)
+            assert str(raised.value) == told
+            continue
+        got = call(ours)
+        results, wanted = (ours, plain) if expected is None else (got, expected)
+        assert bits([t.to_local() for t in results]) == bits(wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str)
+def test_one_number_and_one_for_each(mesh, dtype):
+    for function, number in itertools.product(BY_ONE, NUMBERS):
+        in_place = getattr(torch, f"{function.__name__}_")
+        for numbers in (number, [number] * 4, [number, 2.0, 1, number], [0.0, -0.0, 0.0, 0.0]):
+            same(mesh, dtype, lambda x, f=function, n=numbers: f(x, n))
+            same(mesh, dtype, lambda x, f=in_place, n=numbers: f(x, n))
+    for name, number in itertools.product(("addcmul", "addcdiv"), (0.5, -0.0, 3, math.nan)):
+        for numbers in ([number] * 4, [number, 1.0, 2, 3.0]):
+            same(mesh, dtype, lambda x, m=name, n=numbers: getattr(torch, f"_foreach_{m}")(x, x, x, n))
+            same(mesh, dtype, lambda x, m=name, n=numbers: getattr(torch, f"_foreach_{m}_")(x, x, x, n))
+
+
+def test_dtypes_that_differ_and_other_numbers(mesh):
+    def mixed(x):
+        return torch._foreach_mul([x[0], x[2].double() if isinstance(x[2], torch.Tensor) else x[2]], 0.3)
+
+    same(mesh, torch.float32, mixed)
+    same(mesh, torch.float32, lambda x: torch._foreach_add(x, 1 + 2j))
+    same(mesh, torch.float32, lambda x: torch._foreach_pow(x, 2.0))
+    same(mesh, torch.float32, lambda x: torch._foreach_sub(x, 0.1))
+
+
+@pytest.mark.parametrize("numbers", [0.9, [0.9] * 4], ids=["one", "one for each"])
+@pytest.mark.parametrize("name", ["_foreach_add_", "_foreach_mul_", "_foreach_div_"])
+def test_a_number_is_made_a_tensor_once(mesh, name, numbers):
+    ours = placed(mesh, lists(torch.float32))
+    getattr(torch, name)(ours, numbers)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        getattr(torch, name)(ours, numbers)
+    operator = f"aten::{name.removeprefix('_foreach_')}"
+    # In torch's own way the number of each item comes as a Python number, which has no shape.
+    calls = [event for event in seen.events() if event.name == operator]
+    assert len(calls) == 4
+    assert all(event.input_shapes[1] == [] for event in calls)
+    conversions = [event for event in seen.events() if event.name == "aten::to"]
+    assert len(conversions) == 1
+
+
+def test_traced_lists_stay_as_they_are(mesh):
+    def step(x):
+        torch._foreach_mul_(x, 0.5)
+        return torch._foreach_add(x, 1.5)
+
+    plain, ours = lists(torch.float32)[:1], placed(mesh, lists(torch.float32)[:1])
+    step(placed(mesh, lists(torch.float32)[:1]))  # the plan is there
+    made = torch.compile(step, backend="aot_eager", fullgraph=True)(ours)
+    assert bits([t.to_local() for t in made]) == bits(step(plain))
+    meta = [distribute_tensor(torch.ones(2, 3, device="meta"), mesh, [Shard(0)])]
+    torch._foreach_mul_(meta, 0.5)
+    assert meta[0].device.type == "meta"
