@@ -1,11 +1,9 @@
 """torch.compile with any backend: the module's code is compiled, gradients are reduced all the same."""
 
 import copy
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.models import mlp
@@ -126,36 +124,3 @@ def _delayed(rank, world, backend):
 @pytest.mark.parametrize("backend", ["aot_eager", "torchshard"])
 def test_delayed_gradients_of_a_compiled_module(backend):
     run_ranks(2, _delayed, backend, timeout=120)
-
-
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.late, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x, all_of_it):
-        x = self.other(self.first(x))
-        return self.late(x) if all_of_it else x
-
-
-def _delayed_here_and_there(rank, world):
-    """On one rank delayed gradients do not come, so that it would reduce them at another place."""
-    from torchshard.ddp import DistributedDataParallel
-    from torchshard.errors import RankMismatchError
-
-    module = Part()
-    late = [(f"late.{n}", p) for n, p in module.late.named_parameters()]
-    model = DistributedDataParallel(
-        module,
-        process_group=dist.new_group(timeout=timedelta(seconds=5)),
-        delay_all_reduce_named_params=late,
-        param_to_hook_all_reduce=module.other.bias,
-    )
-    model(torch.ones(2, 8), True).sum().backward()
-    with pytest.raises(RankMismatchError):
-        model(torch.ones(2, 8), rank == 0).sum().backward()
-    dist.destroy_process_group()
-
-
-def test_delayed_gradients_at_another_place_on_another_rank():
-    run_ranks(2, _delayed_here_and_there, timeout=60)

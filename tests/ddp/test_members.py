@@ -74,24 +74,3 @@ def _replaced(rank, world):
 
 def test_parameters_that_are_replaced_are_noticed():
     run_ranks(2, _replaced)
-
-
-def _untriggered(rank, world):
-    """Nobody starts the reduction of delayed gradients."""
-    from torchshard.ddp import DistributedDataParallel
-
-    module = mlp(8, 3)
-    late = [("4.weight", module[4].weight)]
-    unused = nn.Parameter(torch.ones(1))
-    model = DistributedDataParallel(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=unused)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for seed in range(3):
-            _step(model, rank, seed)
-    return [str(w.message) for w in caught]
-
-
-def test_delayed_gradients_that_nothing_triggers():
-    for said in run_ranks(2, _untriggered):
-        assert len(said) == 1
-        assert "none of param_to_hook_all_reduce, which starts their reduction" in said[0]

@@ -57,7 +57,7 @@ class Compatibility:
             self.reducer.take_over(before)
             self._looked_for_optimizers = False
             if self._delayed:
-                self._delayed.reducer = self.reducer
+                self._delayed.connect(self.reducer)
 
     def _check_default_group(self) -> None:
         """Raise RuntimeError unless the process group is the default one, which pickles and copies come back to."""

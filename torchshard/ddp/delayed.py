@@ -1,6 +1,6 @@
-"""Parameters whose gradients are all reduced at once, when the gradient of a parameter of the user's choice comes."""
+"""Parameters whose gradients are reduced together, after all others, at the end of a backward."""
 
-import warnings
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,8 @@ import torch
 from torchshard import _torch
 from torchshard.comm.summing import all_reduce_of
 from torchshard.ddp import messages
-from torchshard.ddp.backwards import Ending
+from torchshard.ddp.backwards import Leaves
+from torchshard.ddp.flat import gradient_strides
 from torchshard.ddp.passes import Mode
 
 if TYPE_CHECKING:
@@ -17,99 +18,122 @@ if TYPE_CHECKING:
 
 
 class Delayed:
-    """delay_all_reduce_named_params: their gradients are views of one buffer for each dtype, which is reduced whole.
+    """delay_all_reduce_named_params: of no bucket, and free to get a gradient or none, on each rank as it comes.
 
-    A backward under no_sync adds to the buffer and leaves the reduction to the next one that is reduced.
+    torch reduces them when the gradient of param_to_hook_all_reduce comes: what comes later in that backward is left
+    out, and where it comes between buckets is each rank's own. At the end of the backward all are there, on all ranks
+    after the last bucket. A backward under no_sync adds to what the next one that is reduced averages.
+
+    A forward makes their gradients views of one buffer for each dtype. What stands there instead at the end, as after
+    zero_grad() between forward and backward, is copied in and out.
 
     Args:
-        params: to be delayed; the wrapper's buckets know nothing of them.
-        trigger: its gradient starts the reduction, as soon as all of theirs are there; at the end of the backward
-            where some are not, as they come together from a compiled graph, or do not come at all.
+        params: to be delayed.
         reducer: of the other parameters; knows the ranks to average over, and what backward runs.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], trigger: torch.Tensor, reducer: "Reducer") -> None:
-        self._params, self.reducer = params, reducer
+    def __init__(self, params: Sequence[torch.nn.Parameter], reducer: "Reducer") -> None:
+        self._params = params
         self._buffers: list[torch.Tensor] = []
-        self._views: dict[int, torch.Tensor] = {}
+        self._views: list[torch.Tensor] = []
+        self._kinds: list[Any] = []  # of the parameters, when the buffers were made for them
         self._sync = False  # a forward that is to be reduced has run since the last reduction
+        self._mode = Mode.IDLE
         self._arrived: set[int] = set()
-        self._when: str | None = None  # they were reduced the last time
-        self._is_awaited = self._is_late = self._was_missed = self._said = False
-        self._works: list[Any] = []
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-        for p in params:
-            kinds.setdefault((p.dtype, p.device), []).append(p)
-        for (dtype, device), members in kinds.items():
-            numels = [p.numel() for p in members]
-            self._buffers.append(torch.zeros(sum(numels), dtype=dtype, device=device))
-            pieces = self._buffers[-1].split(numels)
-            self._views.update((id(p), piece.view(p.shape)) for p, piece in zip(members, pieces, strict=True))
-        self._ending = Ending(self._end, self._forget)
-        self._handles = [
-            trigger.register_hook(self._come),
-            *[_torch.register_after_grad(p, self._arrive) for p in params],
-        ]
+        self._is_in_doubt = False  # some got no gradient: another parameter may have taken the place of one
+        self._handles = [_torch.register_after_grad(p, self._arrive) for p in params]
+        self.connect(reducer)
+
+    def connect(self, reducer: "Reducer") -> None:
+        """Follow this reducer from now on."""
+        self._reducer = weakref.ref(reducer)
+        reducer.at_begin.append(self._begin)
+        reducer.at_end.append(self._end)
+        reducer.leaves = Leaves([*reducer.params, *[p for p in self._params if p.requires_grad]])
 
     def after_forward(self, sync: bool) -> None:
-        """Have the coming backward accumulate in the buffer; sync: and reduce it."""
-        if self._was_missed and not self._said:
-            self._said = True
-            warnings.warn(messages.NOT_TRIGGERED, stacklevel=4)
-        self._sync = self._sync or sync
-        for p in self._params:
-            view = self._views[id(p)]
-            if p.grad is None:
-                p.grad = view.zero_()
-            elif p.grad.data_ptr() != view.data_ptr():
-                p.grad = view.copy_(p.grad)
+        """Have the coming backward accumulate in the buffers; sync: and reduce them."""
+        self._sync |= sync
+        self._lay_out()
+        with torch.no_grad():
+            for p, view in zip(self._params, self._views, strict=True):
+                if p.grad is None:
+                    p.grad = view.zero_().detach()
+                elif p.grad.data_ptr() != view.data_ptr():
+                    p.grad = _take(view, p.grad).detach()
 
-    @_torch.untraced
+    def was_in_doubt(self) -> bool:
+        """Whether some have got no gradient in a backward since this was last asked."""
+        doubt, self._is_in_doubt = self._is_in_doubt, False
+        return doubt
+
+    def _lay_out(self) -> None:
+        """Buffers for the parameters as they are now: modules may be converted between two steps."""
+        kinds = [(p.dtype, p.device, p.shape, gradient_strides(p)) for p in self._params]
+        if kinds == self._kinds:
+            return
+        self._kinds, self._buffers = kinds, []
+        views: dict[int, torch.Tensor] = {}
+        for kind in dict.fromkeys([kind[:2] for kind in kinds]):
+            members = [i for i, other in enumerate(kinds) if other[:2] == kind]
+            numels = [self._params[i].numel() for i in members]
+            self._buffers.append(torch.zeros(sum(numels), dtype=kind[0], device=kind[1]))
+            for i, piece in zip(members, self._buffers[-1].split(numels), strict=True):
+                views[i] = piece.as_strided(*kinds[i][2:])
+        self._views = [views[i] for i in range(len(kinds))]
+
     def _arrive(self, param: torch.Tensor) -> None:
-        self._arrived.add(id(param))
-        self._is_awaited |= self._is_due()
-        self._ending.ask()
-
-    def _come(self, _gradient: torch.Tensor) -> None:
-        """The trigger's gradient is there."""
         if _torch.in_compiled_autograd():
             raise NotImplementedError(messages.excluded_text("delay_all_reduce_named_params"))
-        if self._is_due():
-            self._ending.ask()
-            self._is_late = len(self._arrived) < len(self._params)
-            if not self._is_late:
-                self._reduce("when their trigger comes")
+        self._note(param)
 
-    def _is_due(self) -> bool:
-        return self.reducer.mode is Mode.SYNC or (self._sync and self.reducer.mode is not Mode.LOCAL)
+    @_torch.untraced
+    def _note(self, param: torch.Tensor) -> None:
+        self._arrived.add(id(param))
+        if reducer := self._reducer():
+            reducer.ending.ask()
 
-    def _reduce(self, when: str) -> None:
-        exchange = self.reducer.exchange
-        if when != self._when:  # other ranks, too, have to have them at this place among the buckets
-            exchange.compare(f"delayed gradients are reduced {when}")
-            self._when = when
-        self._sync = self._is_awaited = self._was_missed = False
-        with torch.no_grad():
-            for buffer in self._buffers:
-                buffer.div_(exchange.group.size())
-                self._works.append(all_reduce_of(exchange.group)(buffer))
-        exchange.issued += 1
+    def _begin(self) -> None:
+        reducer = self._reducer()
+        self._mode = reducer.mode if reducer else Mode.IDLE
 
     def _end(self) -> None:
-        """The backward is over."""
-        if self._is_late:
-            self._reduce("at the end of backward")
-        self._was_missed |= self._is_awaited
-        self._forget()
-        self._ending.come()
-        works, self._works = self._works, []
-        self.reducer.exchange.wait(works, "gradients that are reduced with delay")
+        """The backward is over, and all buckets are on their way."""
+        mode, self._mode = self._mode, Mode.IDLE
+        arrived, self._arrived = self._arrived, set()
+        # Idle: it has come from none of the wrapper's outputs, and brought gradients of these parameters.
+        if mode is Mode.SYNC or (mode is Mode.IDLE and self._sync and arrived):
+            self._sync = False
+            self._is_in_doubt |= len(arrived) < len(self._params)
+            self._reduce()
 
-    def _forget(self) -> None:
-        self._arrived.clear()
-        self._is_awaited = self._is_late = False
+    def _reduce(self) -> None:
+        reducer = self._reducer()
+        assert reducer, "it is ending"
+        exchange = reducer.exchange
+        self._lay_out()
+        elsewhere = []
+        with torch.no_grad():
+            for p, view in zip(self._params, self._views, strict=True):
+                if p.grad is None:
+                    view.zero_()
+                elif p.grad.data_ptr() != view.data_ptr():
+                    _take(view, p.grad)
+                    if not p.grad.is_sparse:
+                        elsewhere.append((p.grad, view))
+                        continue
+                p.grad = view.detach()
+            works = [all_reduce_of(exchange.group)(b.div_(exchange.group.size())) for b in self._buffers]
+            exchange.issued += 1
+            exchange.wait(works, "gradients that are reduced with delay")
+            for grad, view in elsewhere:
+                grad.copy_(view)
 
     def remove(self) -> None:
         """Reduce no more."""
         for handle in self._handles:
             handle.remove()
+
+
+def _take(view: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return view.copy_(grad.to_dense() if grad.is_sparse else grad)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from torchshard import _torch
+from torchshard.ddp import messages
 from torchshard.ddp.delayed import Delayed
 from torchshard.ddp.gradbucket import GradBucket
 from torchshard.ddp.mixed import MixedPrecision
@@ -140,22 +141,25 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ delay
 
-    def _delay(self, trigger: torch.Tensor | None) -> None:
+    def _delay(self) -> None:
         """See delay_all_reduce_named_params."""
         delayed = self._delay_all_reduce_params
         self._delayed = None
         self._delay_all_reduce_all_params = bool(delayed) and not self.reducer.params
         if delayed:
-            assert trigger is not None, "both or none, as was checked"
             broadcast_coalesced([p.detach() for p in delayed], self.process_group)
-            self._delayed = Delayed(delayed, trigger, self.reducer)
+            self._delayed = Delayed(delayed, self.reducer)
             weakref.finalize(self, self._delayed.remove).atexit = False
 
     # ------------------------------------------------------------------------------------------ who steps
 
     def _setup_in_backward_optimizers(self) -> None:
         """If parameters have optimizers of their own, step these as soon as their bucket is reduced."""
+        if any(map(has_own_optimizer, self._delay_all_reduce_params)):
+            raise NotImplementedError(messages.stepping_text("delay_all_reduce_named_params"))
         if any(map(has_own_optimizer, self._module_parameters)):
+            if self._precision:
+                raise NotImplementedError(messages.stepping_text("mixed_precision"))
             stepping = SteppingHook(self.process_group, self._module_parameters)
             self.reducer.use_hook(stepping, None)
             self.reducer.at_end.append(stepping.after_backward)

@@ -17,20 +17,26 @@ class Members:
 
     Args:
         module: that is wrapped; may go before this does.
-        ignored: names of parameters that are not to be averaged.
+        ignored: names of parameters that are not in buckets.
+        delayed: those of them that are averaged all the same.
 
     Attributes:
         trained: the parameters to be averaged, with their names.
     """
 
-    def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, ignored: Collection[str], delayed: Sequence[torch.nn.Parameter] = ()
+    ) -> None:
         self._module, self._ignored = weakref.ref(module), ignored
         every = options.reduced(module, ignored)
         self.trained: Named = [(n, p) for n, p in every if p.requires_grad]
         frozen = [(n, p) for n, p in every if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
         self._names = {id(p): n for n, p in frozen}
         self._handles = [_torch.register_after_grad(p, self._warn) for _, p in frozen if not p.is_inference()]
-        self._pins = [weakref.ref(p) for _, p in self.trained]  # torch swaps no tensor that has one, and says so
+        kept = {id(p) for p in delayed}
+        self._delayed = {n: p for n, p in module.named_parameters(remove_duplicate=False) if id(p) in kept}
+        # torch swaps no tensor that has a weak reference, and says so.
+        self._pins = [weakref.ref(p) for p in [*[p for _, p in self.trained], *delayed]]
         self._doubts = 0
         self._absent: Collection[int] | None = None
 
@@ -43,9 +49,13 @@ class Members:
         """
         changed, self._absent = absent != self._absent, absent
         if silent or changed:
-            self._doubts += 1
-            if not self._doubts & (self._doubts - 1):  # 1, 2, 4, 8 ...: it takes some time
-                self.check()
+            self.doubt()
+
+    def doubt(self) -> None:
+        """Some had no gradient: `check` at the 1st, 2nd, 4th, 8th time ..., as it takes some time."""
+        self._doubts += 1
+        if not self._doubts & (self._doubts - 1):
+            self.check()
 
     def check(self) -> None:
         """Raise RuntimeError if parameters have taken the place of others."""
@@ -54,6 +64,10 @@ class Members:
         gone = [n for n, p in self.trained if id(p) not in now]
         known = {*self._names, *[id(p) for _, p in self.trained]}
         new = [n for key, (n, p) in now.items() if p.requires_grad and key not in known]
+        if module and self._delayed:
+            present = dict(module.named_parameters(remove_duplicate=False))
+            others = [n for n, p in self._delayed.items() if (x := present.get(n, p)) is not p and x.requires_grad]
+            gone, new = gone + others, new + others
         if gone and new:
             raise RuntimeError(messages.replaced_text(gone, new))
 

@@ -30,11 +30,6 @@ _CHANGED = (
     "your training graph has changed in this iteration, e.g., one parameter is used in first iteration, but then got "
     "unused in the second iteration. this is not compatible with static_graph set to True."
 )
-NOT_TRIGGERED = (
-    "DistributedDataParallel: a backward has brought gradients of delay_all_reduce_named_params, but none of "
-    "param_to_hook_all_reduce, which starts their reduction: ranks keep gradients of their own; take a parameter that "
-    "every step uses"
-)
 NOTHING_TO_FINALIZE = "finalize_backward() has nothing to do: no backward of DistributedDataParallel waits for it"
 
 
@@ -107,6 +102,14 @@ def twice_text(index: int, name: str) -> str:
 def excluded_text(setting: str) -> str:
     """A setting with which gradients cannot be averaged in a backward that compiled autograd traces."""
     return f"DistributedDataParallel: {setting} does not work under compiled autograd; run backward without it"
+
+
+def stepping_text(setting: str) -> str:
+    """Optimizers of parameters step in backward, where they would step without, or before, the reduction."""
+    return (
+        f"DistributedDataParallel: {setting} does not go with optimizers that step in backward "
+        "(torch.distributed.optim._apply_optimizer_in_backward): step an optimizer of all parameters after it"
+    )
 
 
 def late_text(names: str) -> str:

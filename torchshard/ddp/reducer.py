@@ -80,7 +80,7 @@ class Reducer(ReducerCompatibility):
         self.is_unfinished = False  # a backward is over whose results are not yet handed out
         self._verified = verified
         self.leaves = Leaves(self.params)
-        self._ending = Ending(self._end, active.show_running)
+        self.ending = Ending(self._end, active.show_running)
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
         self._reached: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # by backward, since the last reduction
         self._armed = self._listening = False  # armed by a forward to be reduced, until the next reduction
@@ -139,7 +139,7 @@ class Reducer(ReducerCompatibility):
             self._enter(Mode.SYNC)
         elif self.mode is Mode.IDLE and _torch.may_nest():
             active.show(self)
-            self._ending.ask()  # gradients may come in backwards inside of this one, as re-entrant checkpoints run them
+            self.ending.ask()  # gradients may come in backwards inside of this one, as re-entrant checkpoints run them
         elif self.mode is not Mode.SYNC:
             return
         self._reached.add(forward)
@@ -147,7 +147,7 @@ class Reducer(ReducerCompatibility):
     @property
     def in_backward(self) -> bool:
         """Whether a backward of ours runs."""
-        return self._ending.is_awaited
+        return self.ending.is_awaited
 
     @property
     def is_attentive(self) -> bool:
@@ -172,7 +172,7 @@ class Reducer(ReducerCompatibility):
             act()
         if self.arrived is not None and not self.arrived:  # one backward, or the first of several
             self.arrived.begin = time.perf_counter()
-        self._ending.ask()
+        self.ending.ask()
         if mode is Mode.LOCAL:
             self._heard_before = [list(b.heard) for b in self.buckets]
             for bucket in self.buckets:
@@ -244,7 +244,7 @@ class Reducer(ReducerCompatibility):
                 bucket.heard.extend(before)
         self.mode = Mode.IDLE
         active.show_running()
-        self._ending.come()
+        self.ending.come()
         while self.post_backward:
             self.post_backward.pop().wait()
         for act in self.at_end:

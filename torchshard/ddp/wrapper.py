@@ -108,7 +108,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             with exchange.agreement.waiting_for("what each rank can read of the others"):
                 look_for_neighbours(self.process_group, self.device)
         self._build_reducer(exchange, verified=init_sync)
-        self._delay(param_to_hook_all_reduce)
+        self._delay()
         self._warn_static_graph()
 
     def _set_what_others_read(self) -> None:
@@ -144,7 +144,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size, wait=wait)
 
     def _build_reducer(self, exchange: Exchange, verified: bool) -> None:
-        members = Members(self.module, self.parameters_to_ignore)
+        members = Members(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         named = members.trained
         self._precision = self._choose_precision()
         self.reducer = ObservedReducer(
@@ -231,6 +231,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         if torch.is_grad_enabled():
             self.reducer.after_forward(output, self.require_backward_grad_sync)
             if self._delayed:
+                if self._delayed.was_in_doubt() and self.reducer.members:
+                    self.reducer.members.doubt()
                 self._delayed.after_forward(self.require_backward_grad_sync)
         else:
             self._raise_precision()
