@@ -131,6 +131,59 @@ def test_every_use_waits(late, grad):
                 assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
 
 
+@torch.jit.script
+def _scripted(x, weight):
+    return x @ weight
+
+
+class Own(torch.Tensor):
+    """Calls operators of torch for whatever classes, none of which is asked."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+
+# What reads the parameter of a child whose forward is not called, unseen by __torch_function__.
+UNSEEN = {
+    "a scripted function": lambda m, x: _scripted(x, m[0].weight),
+    "func.grad": lambda m, x: torch.func.grad(lambda w: (x @ w).square().sum())(m[0].weight),
+    "func.vjp": lambda m, x: torch.func.vjp(lambda w: x @ w, m[0].weight)[0],
+    "func.functionalize": lambda m, x: torch.func.functionalize(lambda w: x @ w)(m[0].weight),
+    "functional_call": lambda m, x: torch.func.functional_call(m, {"1.bias": m[0].bias}, x),
+    "dlpack": lambda m, x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(m[0].weight)),
+    "another class": lambda m, x: torch.matmul(x.as_subclass(Own), m[0].weight).as_subclass(torch.Tensor),
+    "all parameters": lambda m, x: _scripted(x, dict(m.named_parameters())["1.weight"]),
+    "the table": lambda m, x: _scripted(x, [*m[0]._parameters.values()][0]),
+    "a parameter in its place": lambda m, x: _replaced(m[0], x),
+    "padding": lambda m, x: m[2](x[None], src_key_padding_mask=torch.tensor([[False, False, True]])),
+}
+
+
+def _replaced(module, x):
+    module.weight = nn.Parameter(module.weight.detach() * 2)
+    return _scripted(x, module.weight)
+
+
+@pytest.mark.parametrize("use", UNSEEN)
+def test_uses_that_no_class_sees_wait(late, use):
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), encoder).eval(), torch.randn(3, 8).bfloat16()
+    reference = copy.deepcopy(module).bfloat16()
+    if use == "functional_call":
+        module, reference = module[:2], reference[:2]
+    with torch.no_grad():
+        precision = _begun(module)
+        found = UNSEEN[use](module, x)
+        copied = copy.deepcopy(module)
+        precision.settle()
+        assert torch.equal(found, UNSEEN[use](reference, x))
+    assert all(map(torch.equal, copied.parameters(), module.parameters()))
+    assert {type(m._parameters) for m in [*module.modules(), *copied.modules()]} == {dict}
+
+
 def test_parts_wait_for_their_own(late):
     module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(16)])
     precision = _begun(module)
@@ -212,7 +265,7 @@ def test_filled_at_once_where_others_look(late):
         _begun(nn.Linear(8, 8))
     assert not late.waited
     _begun(nn.Linear(8, 8)).settle()
-    assert late.waited == [2]
+    assert sum(late.waited) == 2
 
 
 def test_filled_at_once_where_something_is_compiled():

@@ -1,10 +1,10 @@
 """Parameters filled beside a forward that already runs, and waited for where each is first used."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,59 +28,55 @@ Copier = Callable[[Tensors, Tensors], Wait]
 class Filling:
     """Fills parameters while a forward runs that uses them, piece by piece in the order in which a module has them.
 
-    One whose values are not there is of the class `_Awaited`: any operation of torch's on it, any property that is
-    read, waits first, whichever module it comes from. What reads memory unseen by torch's Python, as extensions in C++
-    do, does so in a module's forward: so a module that begins waits for all that is inside of it, or for its own where
-    the pieces are inside of its children.
+    Meanwhile a module's table of parameters is one of class `_Table`, in which whoever looks one up waits until its
+    values are there, whatever he does with it then, and whichever module he is in. What is held elsewhere, in a
+    closure, is of the class `_Awaited`: any operation of torch's on it, any property that is read, waits.
 
     Args:
         module: whose forward it is.
-        params: parameters of it; those of classes of their own, and of scripted modules, are filled before the forward.
+        params: parameters of it; those of classes of their own, of scripted modules, and those that modules hold in
+            other places too are filled before the forward.
     """
 
     def __init__(self, module: Module, params: Sequence[Parameter]) -> None:
         self._pieces: list[_Piece] = []
-        self._needs: list[tuple[Module, list[_Piece]]] = []
-        self._hooks: list[Any] = []
-        scripted = {id(p) for m in module.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()}
-        plain = [p for p in params if type(p) is Parameter and id(p) not in scripted]
+        self._tables: list[_Table] = []
+        self._owners = [m for m in module.modules() if m._parameters]
+        apart = {id(p) for m in module.modules() for p in _beside_table(m)}
+        plain = [p for p in params if type(p) is Parameter and id(p) not in apart]
         devices = {p.device for p in plain}
         if len(devices) == 1 and sum(map(_bytes, plain)) >= _LEAST:
             (self._device,) = devices
-            self._divide(module, plain)
+            self._divide(plain)
 
-    def _divide(self, module: Module, params: Sequence[Parameter]) -> None:
+    def _divide(self, params: Sequence[Parameter]) -> None:
         limit = sum(map(_bytes, params)) / _PIECES
-        home: dict[int, _Piece | None] = {id(p): None for p in params}
-        piece = _Piece()
-        for part, inside in _parts(module, limit):
-            inside = [p for p in inside if id(p) in home]
-            for p in inside:
-                if home[id(p)] is None:
-                    home[id(p)] = piece
-                    piece.params.append(p)
-            if inside:
-                self._needs.append((part, [*{id(i): i for p in inside if (i := home[id(p)])}.values()]))
-            if sum(map(_bytes, piece.params)) >= limit:
-                self._pieces.append(piece)
-                piece = _Piece()
-        self._pieces.append(piece)
+        size = limit
+        for p in params:
+            if size >= limit:
+                self._pieces.append(_Piece())
+                size = 0
+            self._pieces[-1].params.append(p)
+            size += _bytes(p)
 
     def begin(self, unfilled: Unfilled) -> None:
         """Fill those that can be waited for, beside what the caller does from now on; they are taken out."""
         if not (self._pieces and unfilled) or _torch.is_watched():
             return
         if copier := copier_of(self._device):
-            for piece in self._pieces:
-                piece.begin(copier, unfilled)
-            for module, pieces in self._needs:
-                self._hooks.append(module.register_forward_pre_hook(partial(_wait, pieces), prepend=True))
+            begun = {id(p): piece for piece in self._pieces for p in piece.begin(copier, unfilled)}
+            for module in self._owners:
+                pieces = {n: begun[id(p)] for n, p in module._parameters.items() if id(p) in begun}
+                if pieces:
+                    self._tables.append(_Table(module, pieces))
 
     def settle(self) -> None:
         """The forward is over, or has failed: all are filled."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        _wait(self._pieces)
+        while self._tables:
+            self._tables.pop().leave()
+        with ExitStack() as each:  # if one fails, the others too are parameters again
+            for piece in self._pieces:
+                each.callback(piece.wait)
 
 
 class _Piece:
@@ -91,8 +87,8 @@ class _Piece:
         self._filled: list[Parameter] = []
         self._wait: Wait | None = None
 
-    def begin(self, copier: Copier, unfilled: Unfilled) -> None:
-        """From now on whoever uses one of those that are not filled waits for them."""
+    def begin(self, copier: Copier, unfilled: Unfilled) -> Tensors:
+        """From now on whoever uses one of those that are not filled, which are returned, waits for them."""
         self._filled = [p for p in self.params if p in unfilled and type(p) is Parameter]
         if self._filled:
             targets, sources = zip(*[unfilled.pop(p) for p in self._filled], strict=True)
@@ -100,6 +96,7 @@ class _Piece:
         for p in self._filled:
             p._piece = self  # type: ignore[attr-defined]
             p.__class__ = _Awaited
+        return self._filled
 
     def wait(self) -> None:
         """They are there, and parameters as before."""
@@ -111,6 +108,47 @@ class _Piece:
                     p.__class__ = Parameter
                     vars(p).pop("_piece", None)
                 self._filled, self._wait = [], None
+
+
+class _Table(MutableMapping[str, Any]):
+    """Stands in the place of a module's table of parameters: one that is looked up is waited for.
+
+    Args:
+        module: whose table it is, until `leave`.
+        pieces: by name, what fills a parameter of it.
+    """
+
+    def __init__(self, module: Module, pieces: Mapping[str, _Piece]) -> None:
+        self._module, self._table, self._pieces = module, module._parameters, pieces
+        vars(module)["_parameters"] = self
+
+    def leave(self) -> None:
+        """The module's own table is back."""
+        if vars(self._module)["_parameters"] is self:
+            self._module._parameters = self._table
+
+    def __getitem__(self, name: str) -> Any:
+        if piece := self._pieces.get(name):
+            piece.wait()
+        return self._table[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._table[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._table[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __reduce__(self) -> Any:  # a copy of the module, or its pickle, is of its own
+        return dict, (dict(self),)
 
 
 class _Awaited(Parameter):
@@ -192,23 +230,13 @@ class _Stream:
         return lambda: torch.accelerator.current_stream(self._device).wait_event(done)
 
 
-def _parts(module: Module, limit: float) -> Iterator[tuple[Module, list[Parameter]]]:
-    """A module in parts of about `limit` bytes, each with the parameters that its forward may read."""
-    inside, children = [*module.parameters()], [*module.children()]
-    if not children or sum(map(_bytes, inside)) <= limit:
-        yield module, inside
-        return
-    if own := [*module.parameters(recurse=False)]:
-        yield module, own
-    for child in children:
-        yield from _parts(child, limit)
+def _beside_table(module: Module) -> Iterator[Parameter]:
+    """Parameters that are not only looked up in the module's table: a list of weights, code that is compiled."""
+    if isinstance(module, torch.jit.ScriptModule):
+        yield from module.parameters()
+    held = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
+    yield from [x for x in _torch.leaves_of(held)[0] if isinstance(x, Parameter)]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _wait(pieces: Sequence[_Piece], *_: object) -> None:
-    with ExitStack() as each:  # if one fails, the others too are parameters again
-        for piece in pieces:
-            each.callback(piece.wait)
