@@ -32,6 +32,7 @@ TOLERATED = {
     "_replace": "of a named tuple: documented by Python",
     "_fp_param": "of a parameter: its full data under mixed precision, under torch's name",
     "_mp_param": "of a parameter: its low data under mixed precision, under torch's name",
+    "_low_version": "of a parameter: its version when it got its low data, to know whether that was written to",
     "_in_backward_optimizers": "of a parameter: a mark that torch leaves",
 }
 

@@ -122,6 +122,7 @@ def _settings_on_another_group(rank, world):
     model(torch.ones(1, 2)).sum().backward()
     model.finalize_backward()
     assert model.module.weight.grad.tolist() == [[200.0, 200.0]]
+    assert model._get_ddp_logging_data()["comm_hook"] == "_hundredfold"
 
     alone = [dist.new_group([i]) for i in range(world)][rank]
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)

@@ -155,7 +155,7 @@ UNSEEN = {
     "dlpack": lambda m, x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(m[0].weight)),
     "another class": lambda m, x: torch.matmul(x.as_subclass(Own), m[0].weight).as_subclass(torch.Tensor),
     "all parameters": lambda m, x: _scripted(x, dict(m.named_parameters())["1.weight"]),
-    "the table": lambda m, x: _scripted(x, [*m[0]._parameters.values()][0]),
+    "the table": lambda m, x: _scripted(x, next(iter(m[0]._parameters.values()))),
     "a parameter in its place": lambda m, x: _replaced(m[0], x),
     "padding": lambda m, x: m[2](x[None], src_key_padding_mask=torch.tensor([[False, False, True]])),
 }

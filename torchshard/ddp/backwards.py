@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +53,11 @@ class Ending:
 
     Args:
         act: a bound method, held weakly; called at the end; it calls `come`.
-        give_up: called instead when a backward has failed, or `act` has.
+        at_failure: called instead when a backward has failed, or `act` has.
     """
 
-    def __init__(self, act: Callable[[], None], give_up: Callable[[], None]) -> None:
-        self._act, self._give_up = weakref.WeakMethod(act), give_up
+    def __init__(self, act: Callable[[], None], at_failure: Iterable[Callable[[], None]]) -> None:
+        self._act, self._at_failure = weakref.WeakMethod(act), at_failure
         self._awaited: Callable[[], object] = _nothing
 
     @property
@@ -69,8 +69,8 @@ class Ending:
         """To be called in a backward."""
         if not self.is_awaited:
             call = functools.partial(_call, self._act)  # the engine drops it if the backward fails
-            give_up = self._give_up
-            self._awaited = weakref.ref(call, lambda _: give_up())
+            acts = self._at_failure
+            self._awaited = weakref.ref(call, lambda _: [act() for act in acts])
             _torch.queue_callback(call)
 
     def come(self) -> None:

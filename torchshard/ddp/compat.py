@@ -22,6 +22,7 @@ class Compatibility:
     module: torch.nn.Module
     _on_end: Any
     _delayed: Delayed | None
+    logger: Any
     _looked_for_optimizers: bool
     _build_reducer: Any
     process_group: dist.ProcessGroup
@@ -52,9 +53,10 @@ class Compatibility:
         """
         if isinstance(new_process_group, dist.ProcessGroup):  # new_group gives ranks outside of it a number
             self._on_end()
-            self.process_group, before = new_process_group, self.reducer
+            self.process_group, before, logger = new_process_group, self.reducer, self.logger
             self._build_reducer(Exchange(self.process_group, self.device), verified=False)
             self.reducer.take_over(before)
+            self.logger.take_over(logger)
             self._looked_for_optimizers = False
             if self._delayed:
                 self._delayed.connect(self.reducer)

@@ -120,6 +120,7 @@ class Engine:
         if self._precision:
             self.reducer.at_begin.append(self._precision.lower_again)
             self.reducer.at_end.append(self._precision.restore)
+            self.reducer.at_failure.append(self._precision.restore)
 
     def _lower_precision(self, *inputs: Any) -> Any:
         """Cast parameters and inputs for a forward."""
@@ -138,6 +139,11 @@ class Engine:
             self._precision.settle()
             if not self.reducer.in_backward:
                 self._precision.restore()
+
+    def _raise_precision_between(self) -> None:
+        """Parameters are read or written as a whole: in full precision, unless a forward or a backward runs."""
+        if self._precision:
+            self._precision.restore_between()
 
     # ------------------------------------------------------------------------------------------ delay
 

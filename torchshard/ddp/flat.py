@@ -224,7 +224,7 @@ class FlatBucket:
         with torch.no_grad():
             for i, p in self.members.items():
                 if i in used:
-                    p.grad = self._piece(flat, i).detach()
+                    p.grad = self._piece(flat, i).detach().to(p.dtype)
 
     # ---------------------------------------------------------------------------------------------- out
 

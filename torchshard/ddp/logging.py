@@ -40,6 +40,8 @@ _NAMES = {
     torch.complex128: "c10::complex<double>",
 }
 
+_TOLD = frozenset({"comm_hook", "join_uneven_inputs", "static_graph", "has_error", "error"})
+
 
 class Logger:
     """Stands in the place of dist.Logger: keeps what a wrapper knows of itself, as texts and as integers.
@@ -56,6 +58,10 @@ class Logger:
         self._facts["bucket_sizes"] = _sizes(reducer.plan)
         self._sums = dict.fromkeys(_durations(Step(0, lambda step: None)), 0)
         self._shown: dict[str, str | int] = {"iteration": 0}
+
+    def take_over(self, other: "Logger") -> None:
+        """What another one was told, of a reducer of the same parameters."""
+        self._facts.update({name: fact for name, fact in other._facts.items() if name in _TOLD})
 
     def next_forward(self) -> None:
         """A forward begins whose gradients will be reduced: show what was recorded in the one before it."""

@@ -21,6 +21,10 @@ NESTED = (
     "static_graph, return the tensors that lead to the loss in tuples, lists, mappings or dataclasses, or use "
     "torch.utils.checkpoint with use_reentrant=False"
 )
+ROUNDED = (
+    "DistributedDataParallel: parameters were written to between a forward and its backward, while mixed_precision had "
+    "them in low precision: what was written is kept, rounded; write to them before the forward or after the backward"
+)
 _UNUSED = (
     "your module has parameters that were not used in producing loss. If they are unused on purpose, say so "
     "by passing the keyword argument `find_unused_parameters=True` to DistributedDataParallel; if all should be "

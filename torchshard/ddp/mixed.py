@@ -1,15 +1,21 @@
 """Parameters of lower precision in forward and backward, gradients reduced in a dtype of its own."""
 
+import copy
+import dataclasses
+import warnings
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from torchshard import _torch
+from torchshard.ddp import messages
 from torchshard.ddp.copying import Filling
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.options import reduced
+from torchshard.ddp.passes import ForwardPass
 
 
 class MixedPrecision:
@@ -28,7 +34,11 @@ class MixedPrecision:
         self.param_dtype: torch.dtype | None = config.param_dtype
         self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
         self._params = [p for _, p in reduced(module, ignored) if p.is_floating_point()]
+        self._forwards: set[weakref.ref[ForwardPass]] = set()  # that backward may still run through
+        self._is_busy = False  # a forward or a backward runs
         for p in self._params:
+            if hasattr(p, "_fp_param"):  # another wrapper's, which may have left it low
+                raise_precision(p)
             p._fp_param = p.data  # type: ignore[attr-defined]
             p._mp_param = p.data.new_empty(0, dtype=self.param_dtype)  # type: ignore[attr-defined]
         self._filling = Filling(module, self._params)
@@ -45,6 +55,7 @@ class MixedPrecision:
         """
         if self.param_dtype is None:
             return
+        self._is_busy = True
         with torch.inference_mode(False), torch.no_grad():  # what inference_mode makes is of no use later
             for p in self._params:
                 if p.dtype is not self.param_dtype:
@@ -52,6 +63,7 @@ class MixedPrecision:
                     self._unfilled[p] = low, full
                     p._fp_param, p._mp_param = full, low  # type: ignore[attr-defined]
                     p.data = low
+                    p._low_version = _version(p)  # type: ignore[attr-defined]
                     if gradients and p.grad is not None:
                         p.grad.data = p.grad.to(self.param_dtype)
 
@@ -71,22 +83,48 @@ class MixedPrecision:
 
     def settle(self) -> None:
         """The forward is over: all values are there."""
+        self._is_busy = False
         self._filling.settle()
+
+    def keep_for(self, forward: ForwardPass) -> None:
+        """Low data is for the backward of this forward too; once it is gone with all others, it is of no use."""
+        forward.kept = self
+        self._forwards.add(weakref.ref(forward, self._let_go))
+
+    def _let_go(self, forward: "weakref.ref[ForwardPass]") -> None:
+        self._forwards.discard(forward)
+        if not self._forwards:
+            self.restore_between()
 
     def cast(self, inputs: Any) -> Any:
         """Inputs of a forward with their floating point tensors in the parameters' dtype."""
         if self.param_dtype is None:
             return inputs
         leaves, nesting = _torch.leaves_of(inputs)
-        cast = [x.to(self.param_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
-        return _torch.tree_of(cast, nesting)
+        return _torch.tree_of(list(map(self._cast, leaves)), nesting)
+
+    def _cast(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(self.param_dtype) if x.is_floating_point() else x
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            made = copy.copy(x)
+            for field in dataclasses.fields(x):
+                object.__setattr__(made, field.name, self.cast(getattr(x, field.name)))  # it may be frozen
+            return made
+        return x
 
     def restore(self) -> None:
         """The backward is over, or the forward failed: full precision again."""
+        self._is_busy = False
         self._unfilled.clear()
         with torch.inference_mode(False):
             for p in self._params:
                 raise_precision(p)
+
+    def restore_between(self) -> None:
+        """Full precision, where neither a forward nor a backward runs; a backward that comes lowers it again."""
+        if not (self._is_busy or _torch.in_backward()):
+            self.restore()
 
 
 class MixedBucket(FlatBucket):
@@ -155,12 +193,22 @@ class MixedGraphBucket(MixedBucket, GraphBucket):
 
 
 def raise_precision(param: torch.Tensor) -> None:
-    """Give a parameter its full data back, if it has not, and its gradient the same dtype."""
+    """Give a parameter its full data back, if it has not, and its gradient the same dtype.
+
+    What was written to the low data is kept, rounded as it is, and said.
+    """
     if _is_low(param):
+        if _version(param) != param._low_version:  # type: ignore[attr-defined]
+            warnings.warn(messages.ROUNDED, stacklevel=2)
+            param._fp_param.copy_(param.data)  # type: ignore[attr-defined]
         param.data = param._fp_param  # type: ignore[attr-defined]
         param._mp_param = param._mp_param.new_empty(0)  # type: ignore[attr-defined]
         if param.grad is not None:
             param.grad.data = param.grad.to(param.dtype)
+
+
+def _version(param: torch.Tensor) -> int:
+    return 0 if param.is_inference() else param._version
 
 
 def _is_low(param: Any) -> bool:

@@ -27,12 +27,14 @@ class ForwardPass:
 
     Attributes:
         sync: whether its gradients are to be reduced (it did not run under no_sync).
+        kept: what is to live as long.
     """
 
-    __slots__ = ("__weakref__", "sync")
+    __slots__ = ("__weakref__", "kept", "sync")
 
     def __init__(self, sync: bool) -> None:
         self.sync = sync
+        self.kept: object = None
 
 
 def watch(

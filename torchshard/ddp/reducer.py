@@ -80,7 +80,8 @@ class Reducer(ReducerCompatibility):
         self.is_unfinished = False  # a backward is over whose results are not yet handed out
         self._verified = verified
         self.leaves = Leaves(self.params)
-        self.ending = Ending(self._end, active.show_running)
+        self.at_failure: list[Callable[[], None]] = [active.show_running]  # to be called when one has failed
+        self.ending = Ending(self._end, self.at_failure)
         self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
         self._reached: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # by backward, since the last reduction
         self._armed = self._listening = False  # armed by a forward to be reduced, until the next reduction
@@ -115,7 +116,7 @@ class Reducer(ReducerCompatibility):
         if left_out:
             raise RuntimeError(messages.unfinished_text(self.group.rank(), left_out, self.names, self.usage.is_static))
 
-    def after_forward(self, output: object, sync: bool) -> None:
+    def after_forward(self, output: object, sync: bool) -> ForwardPass:
         """To be called after it, with what it returned; sync: whether its gradients are to be reduced."""
         forward = ForwardPass(sync)
         certain = watch(output, forward, self._begin, self.traced)
@@ -124,6 +125,7 @@ class Reducer(ReducerCompatibility):
             self._armed = True
             if not certain:
                 self._listen()
+        return forward
 
     # ---------------------------------------------------------------------------------------------- backward
 

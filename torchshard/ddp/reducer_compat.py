@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.gradbucket import GradBucket
-from torchshard.ddp.passes import Mode
+from torchshard.ddp.passes import ForwardPass, Mode
 from torchshard.ddp.reduction import Hooked, Sum
 from torchshard.ddp.usage import Usage
 
@@ -33,7 +33,7 @@ class ReducerCompatibility:
         """The reducer's own."""
         raise NotImplementedError
 
-    def after_forward(self, output: object, sync: bool) -> None:
+    def after_forward(self, output: object, sync: bool) -> ForwardPass:
         """The reducer's own."""
         raise NotImplementedError
 

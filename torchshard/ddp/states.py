@@ -28,7 +28,12 @@ def bare_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
 
 class States:
-    """The part of the wrapper that loads state dicts."""
+    """The part of the wrapper that saves and loads state dicts."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of torch.nn.Module; in full precision."""
+        self._raise_precision_between()  # type: ignore[attr-defined]
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of torch.nn.Module; keys may also lack, or have more of, the names that wrappers put in front.
@@ -36,7 +41,7 @@ class States:
         Raises:
             RuntimeError: parameters were replaced (assign), so that nothing averages the new ones' gradients.
         """
-        meant = wrappers.renamed(state_dict, self.state_dict())  # type: ignore[attr-defined]
+        meant = wrappers.renamed(state_dict, self.state_dict())
         given = OrderedDict((meant[key], value) for key, value in state_dict.items())
         _torch.keep_metadata(given, state_dict, meant)
         found = super().load_state_dict(given, strict, assign)  # type: ignore[misc]

@@ -229,7 +229,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             self._sync_buffers(self._whose_buffers)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
-            self.reducer.after_forward(output, self.require_backward_grad_sync)
+            forward = self.reducer.after_forward(output, self.require_backward_grad_sync)
+            if self._precision:
+                self._precision.keep_for(forward)
             if self._delayed:
                 if self._delayed.was_in_doubt() and self.reducer.members:
                     self.reducer.members.doubt()
@@ -251,6 +253,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     def __getstate__(self) -> dict[str, Any]:
         """All but the process group, the reducer and the hooks; only a wrapper on the default group can be pickled."""
         self._check_default_group()
+        self._raise_precision_between()
         if self._delayed:
             raise RuntimeError(
                 "DDP with delay_all_reduce_named_params cannot be pickled or copied: wrap the module anew"
