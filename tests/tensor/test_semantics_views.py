@@ -108,6 +108,8 @@ _READS = """
     v = x[1:4]; x.data[2] = 0.0; y = v.shape
     y = torch.where(x[:1, :2] > 3, x[0, :2], put(torch.ones(1, 2))); y = y, y.stride()
     y = torch._foreach_mul([x[:1].expand(4, 3)], 2.0)[0]; y = y, y.stride()
+    y = torch.ops.aten._unsafe_view((x * 2)[:, :2], (5, 1, 2)); y = y, y.stride()
+    y = torch.ops.aten._unsafe_view((x * 2)[:4].t(), (3, 2, 2)); y = y, y.stride()
     y = torch.rand_like(x[:, :2].t()); y = y, y.stride()
     y = torch.rand_like(x[:, :2]); y = y, y.stride()
     y = torch.bernoulli(x.t().sigmoid()); y = y, y.stride()

@@ -87,6 +87,10 @@ class Call:
         """Whether results share memory with an argument without being it."""
         return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(self.func).returns)
 
+    def keeps_strides(self) -> bool:
+        """Whether results lie in memory as an argument does: views, and one that does not say that it is one."""
+        return self.viewed() or self.name == "_unsafe_view.default"
+
 
 @functools.lru_cache(4096)
 def _written(func: Any, names: tuple[str, ...]) -> tuple[int, ...]:

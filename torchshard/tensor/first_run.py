@@ -147,7 +147,8 @@ class FirstRun:
         shape = shape_of(k, local)
         last = sharding.part(shape, [n - 1 for n in self.mesh.shape])
         hidden = any(n <= 1 and n < whole for n, whole in zip(last, shape, strict=True))
-        stride = self._meta_stride(k, shape) if hidden or self.call.viewed() else global_stride(shape, local.stride())
+        hidden = hidden or self.call.keeps_strides()
+        stride = self._meta_stride(k, shape) if hidden else global_stride(shape, local.stride())
         layout = layout_for(sharding, shape, stride, local.dtype)
         if self.mesh.coordinate is not None and tuple(local.shape) != tuple(layout.local_shape):
             raise ShardingError(
