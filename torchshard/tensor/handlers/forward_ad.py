@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from torchshard._torch import is_traced
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import SEVERED
 
 
@@ -24,8 +26,16 @@ def _has_same_storage_numel(func: Any, x: Any, other: Any) -> bool:
 
     Raises:
         UnsupportedOperatorError: of a tensor and its tangent, as the same view, one had to be moved and the other not;
-            autograd wants both at the same place in memory.
+            autograd wants both at the same place in memory. Or make_fx traces the tangent and not the tensor: it takes
+            no DTensor for a constant, and would note what is done to this rank's part.
     """
+    if get_proxy_mode() is not None and not all(is_traced(t._local_tensor) for t in dtensors_in([x, other])):
+        raise UnsupportedOperatorError(
+            "torch.func.linearize cannot record what depends on DTensors beside the tangents.",
+            expected="plain tensors, or forward AD anew for each tangent",
+            got="DTensors",
+            fix="torch.func.jvp(function, primals, tangents)",
+        )
     differ = type(x) is type(other) is DTensor and (x._spec.marks ^ other._spec.marks) & SEVERED
     if differ and (x.storage_offset(), x.stride()) != (other.storage_offset(), other.stride()):
         raise UnsupportedOperatorError(
