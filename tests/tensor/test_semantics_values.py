@@ -6,6 +6,7 @@ import pickle
 import expecttest
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.ranks import run_ranks
@@ -258,10 +259,17 @@ def tangents(rank, world):
     a, b = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(t, mesh, [Replicate()])
     result = torch.func.jvp(lambda x: x * x, (a,), (b,))[1]
     torch.testing.assert_close(result.full_tensor(), 2 * x * t)
-    b = b.redistribute(placements=[Shard(0)])
-    torch.testing.assert_close(torch.func.jvp(lambda x: x[1:3] * 2, (a,), (b,))[1].full_tensor(), 2 * t[1:3])
-    with pytest.raises(UnsupportedOperatorError, match=r"tangent.redistribute\(placements=primal.placements\)"):
-        torch.func.jvp(lambda x: x[1:3] * 2, (a,), (b.redistribute(placements=[Replicate()]),))
+    for k in (Shard(0), Shard(1), Replicate()):  # of a tensor and its tangent, one may have to be moved for the view
+        result = torch.func.jvp(lambda x: x[1:3] * 2, (a,), (b.redistribute(placements=[k]),))[1]
+        torch.testing.assert_close(result.full_tensor(), 2 * t[1:3])
+        moved = distribute_tensor(x, mesh, [k])
+        for f in (lambda x: x[1:3].square().sum(), lambda x: x[1:3, 0].square().sum()):
+            torch.testing.assert_close(torch.func.hessian(f)(moved).full_tensor(), torch.func.hessian(f)(x))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(moved * 1, b * 1)
+            dual[1:3].copy_(dual[:2] * dual[3:5])
+            tangent = forward_ad.unpack_dual(dual * 1).tangent
+        torch.testing.assert_close(tangent.full_tensor()[1:3], t[:2] * x[3:5] + x[:2] * t[3:5])
     for f in (lambda x: x * 2, lambda x: x.sum(0) ** 2):
         with pytest.raises(UnsupportedOperatorError, match=r"torch.func.linearize cannot record"):
             torch.func.linearize(f, a)

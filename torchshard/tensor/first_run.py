@@ -16,7 +16,7 @@ from torchshard.rules.rule import Made
 from torchshard.tensor import guards, outside
 from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
-from torchshard.tensor.dtensor import DTensor, new, new_view
+from torchshard.tensor.dtensor import DTensor, new
 from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, global_stride, layout_for
 from torchshard.tensor.redistribute import redistribute_local
 from torchshard.tensor.refusing import reading_first, refusing
@@ -201,7 +201,7 @@ class FirstRun:
         extra: dict[str, Any] = {}
         if kind.startswith("view"):
             extra = {"copying": torch.reshape, "severed": guards.copied}
-        make: Callable[..., Any] = new_view if call.viewed() else new
+        make: Callable[..., Any] = guards.new_view if call.viewed() else new
         plan = plan_maker(arguments, call.positional, kind)(function, make, DTensor, tuple(outs), **bound, **extra)
         wrapped = [None if t is None else make(DTensor, t, out, False) for t, out in zip(parts, outs, strict=True)]
         if window is not None:
