@@ -39,6 +39,8 @@ _LINES = """
     y = 1 + x, 2 - x, 2 / x, 2 ** (x / 10), x % 3, x // 2, ~(x > 0), 5 % x.abs(), 7 // x, divmod(7, int(s))
     y = x @ x.T, x[0] @ x[1], x.sort(0)[0], x.topk(2)[0]
     y = len({x, x}), x in [x]
+    z = torch.complex(x, x * 2) / 9; y = z.prod(0), z.prod(1, keepdim=True) + 1, z.prod(), z.T.prod(1)
+    x.requires_grad_(); torch.complex(x / 9, x / 4).prod(0).abs().sum().backward(); y = x.grad
     x + put(torch.ones(4))
 """
 PROGRAMS = {
