@@ -41,6 +41,8 @@ _LINES = """
     y = len({x, x}), x in [x]
     z = torch.complex(x, x * 2) / 9; y = z.prod(0), z.prod(1, keepdim=True) + 1, z.prod(), z.T.prod(1)
     x.requires_grad_(); torch.complex(x / 9, x / 4).prod(0).abs().sum().backward(); y = x.grad
+    z = put(V[:0]).requires_grad_(); F.mse_loss(z, z * 2).backward(); y = z.grad
+    z = put(V[:, :0]).requires_grad_(); (F.smooth_l1_loss(z, z * 2) + F.huber_loss(z, z * 2)).backward(); y = z.grad
     x + put(torch.ones(4))
 """
 PROGRAMS = {
