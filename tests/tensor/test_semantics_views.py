@@ -212,7 +212,15 @@ def _written(put):
         return x.tolist()
 
 
-INFERENCE = {"stale": _read_when_stale, "written": _written}
+def _read_outside(put):
+    with torch.inference_mode():
+        x = put(VALUES) * 1
+        rows, columns = x[1:4], x[:, 1:]
+        x.add_(1)
+    return rows * 2, columns.tolist(), rows
+
+
+INFERENCE = {"stale": _read_when_stale, "written": _written, "outside": _read_outside}
 
 
 def test_in_inference_mode():

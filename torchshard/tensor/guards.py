@@ -72,7 +72,8 @@ class Window:
             self.outer.refresh()
         version = _version(self.base)
         if version == _UNKNOWN or version != self.version:
-            self.local.copy_(self.fetch(self.held))
+            with torch.inference_mode(self.local.is_inference()):  # elsewhere torch writes to no such tensor
+                self.local.copy_(self.fetch(self.held))
             self.version = version
 
     def take_apart(self) -> None:
