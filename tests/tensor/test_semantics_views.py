@@ -69,6 +69,9 @@ _WRITES = """
     torch.add(put(V), put(V), out=x)
     torch.mm(put(torch.eye(5)), put(V), out=x)
     y = put(torch.zeros(3)); torch.sum(x, 0, out=y)
+    y = put(torch.zeros(3, 5, 2)); torch.matmul(put(torch.arange(45.0).view(3, 5, 3)), put(V[:3, :2]), out=y)
+    y = put(torch.zeros(3, 5)); torch.matmul(put(torch.arange(45.0).view(3, 5, 3)), put(V[0]), out=y)
+    x.copy_(put(torch.zeros(15)))
     torch._foreach_mul_([x.t(), x.unsqueeze(0)], 2.0)
     y = put(torch.tensor([[2, 4, 6], [8, 2, 2]])); y //= 2
     put(torch.tensor([2, 4, 6])).add_(1.5)
@@ -191,7 +194,7 @@ GRADIENTS = _table(
 )
 
 
-@pytest.mark.parametrize(("table", "raises"), [("WRITES", 2), ("REFUSED", 6), ("READS", 0), ("GRADIENTS", 11)])
+@pytest.mark.parametrize(("table", "raises"), [("WRITES", 3), ("REFUSED", 6), ("READS", 0), ("GRADIENTS", 11)])
 def test_as_in_eager_torch(table, raises):
     check(__name__, table, raises=raises)
 
