@@ -285,6 +285,30 @@ def test_tangents():
     run_ranks(2, tangents)
 
 
+def plain_scalars(rank, world):
+    """A plain scalar beside DTensors has a plain gradient, the whole one on every rank."""
+    from torchshard import init_device_mesh
+
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for make in (lambda t: t.clone(), *[lambda t, text=text: put(t, mesh, text) for text in ("R", "S0", "S1", "P")]):
+        s, x = torch.tensor(0.5, requires_grad=True), make(VALUES).requires_grad_()
+        for _ in range(2):
+            (x * 2 + s).square().sum().backward()
+            ((x * s.exp()) * s).sin().sum().backward()
+        (g,) = torch.autograd.grad((x * s**3).sum(), s, create_graph=True)
+        g.backward()
+        assert type(s.grad) is torch.Tensor
+        assert type(g) is torch.Tensor
+        torch.optim.AdamW([s], 0.1).step()
+        found.append(torch.stack([s.detach(), s.grad, g.detach()]))
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0])
+
+
+def test_gradients_of_plain_scalars():
+    run_ranks(2, plain_scalars)
+
+
 def marks(rank, world):
     """What is noted of a tensor whose data was asked for goes neither with it into files nor on to its parts."""
     from torchshard import Shard, distribute_tensor, init_device_mesh
