@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 from torchshard.comm import collectives as C
@@ -155,18 +156,50 @@ def test_reductions_without_a_meaning_are_refused(dtype, op):
         prepare(torch.zeros(2, dtype=dtype), op, 2)
 
 
+class _Beneath(TorchDispatchMode):
+    """Collectives run where operators of DTensors do: there torch no longer carries out what it has put off."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.run(*args)
+
+
+def _beneath(run, x):
+    with _Beneath(run):
+        return torch.ops.aten.alias(x)
+
+
+def _moves_and_sums(rank, plain, group):
+    """Functions of a tensor of 3 x 2 that is the same on both ranks, and what they give."""
+    pieces, mine = plain.split([2, 1]), slice(0, 2) if rank == 0 else slice(2, 3)
+    return [
+        (lambda x: C.all_gather(x, 0, [3, 3], group), torch.cat([plain] * 2)),
+        (lambda x: C.all_gather(x[mine], 0, [2, 1], group), plain),
+        (lambda x: C.all_reduce(x, "sum", group), plain * 2),
+        (lambda x: C.all_reduce(x, "norm(1.0)", group), plain.abs() * 2),
+        (lambda x: C.broadcast(x, 0, group), plain),
+        (lambda x: C.scatter(x, 0, [2, 1], 0, group), pieces[rank]),
+        (lambda x: C.reduce_scatter(x[:2], "sum", 0, [1, 1], group), plain[rank : rank + 1] * 2),
+        (lambda x: C.reduce_scatter(x, "sum", 0, [2, 1], group), pieces[rank] * 2),
+        (lambda x: C.exchange([x[:1], x[1:2]], [(1, 2)] * 2, group)[rank], plain[rank : rank + 1]),
+        (lambda x: C.all_to_all(x[mine], 1, 0, [1, 1], [2, 1], group), plain[:, rank : rank + 1]),
+    ]
+
+
 def _put_off(rank, world):
     """Conjugated and negated tensors whose bits are still those of before."""
     group = _group(rank, world)
-    source = torch.tensor([[1 + 2j, 3 - 1j], [0 + 1j, 2 + 0j]])
+    source = torch.tensor([[1 + 2j, 3 - 1j], [0 + 1j, 2 + 0j], [4 - 3j, 1 + 1j]])
     for x in (source.conj(), source.conj().imag):
         assert x.is_conj() or x.is_neg()
-        plain = x.resolve_conj().resolve_neg().clone()
-        assert torch.equal(C.all_gather(x, 0, [2] * world, group), torch.cat([plain] * world))
-        assert torch.equal(C.all_reduce(x, "sum", group), plain * world)
-        assert torch.equal(C.broadcast(x, 0, group), plain)
-        assert torch.equal(C.reduce_scatter(x, "sum", 0, [1, 1], group), plain[rank : rank + 1] * world)
-        assert torch.equal(C.exchange([x[:1], x[1:]], [(1, 2)] * 2, group)[rank], plain[rank : rank + 1])
+        for at, (run, want) in enumerate(_moves_and_sums(rank, x.resolve_conj().resolve_neg().clone(), group)):
+            assert torch.equal(run(x), want), at
+            assert torch.equal(_beneath(run, x), want), f"{at}, beneath an operator"
+    imag = source.conj().imag
+    assert torch.equal(_beneath(lambda x: C.all_reduce(x, "max", group), imag), imag)
     return True
 
 

@@ -213,6 +213,11 @@ def test_complex_parts_of_a_distributed_tensor():
         assert described(one_graph(lambda x: x * 2, x)) == described(x * 2)
 
 
+def test_views_keep_the_strides_that_they_have_in_eager():
+    for x in (ROWS, WHOLE):
+        assert one_graph(lambda x: (x * 2)[:, :2], x).stride() == (x * 2)[:, :2].stride() == (4, 1)
+
+
 def test_truth_values_that_travel_are_compiled_by_inductor():
     torch._dynamo.reset()
     function = torch.compile(lambda x: torch.dropout(x, 0.5, True) + (x > 0).redistribute(placements=[Replicate()]) * x)

@@ -137,6 +137,25 @@ def test_operators_that_follow(mesh_shape):
     run_ranks(2 * len(mesh_shape), operators_that_follow, mesh_shape)
 
 
+def axes_of_size_one(rank, world):
+    from torchshard import Replicate, Shard, distribute_tensor, explain, init_device_mesh
+
+    full = torch.arange(8.0).view(2, 4)
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape)
+        for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
+            x = distribute_tensor(full, mesh, placements).requires_grad_()
+            flat = x.flatten()
+            (flat * flat).sum().backward()
+            torch.testing.assert_close((flat * 2).full_tensor(), full.flatten() * 2)
+            torch.testing.assert_close(x.grad.full_tensor(), full * 2)
+            assert not explain(lambda x: x.view(2, 4) * 2, flat.detach()).nbytes
+
+
+def test_axes_of_size_one():
+    run_ranks(2, axes_of_size_one)
+
+
 def all_operators(rank, world):
     """Every case of cases.py with its operands split in runs, where their lengths allow."""
     from torch.distributed.tensor import Replicate

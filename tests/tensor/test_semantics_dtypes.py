@@ -154,3 +154,22 @@ def moved_under_autocast(rank, world):
 
 def test_moves_under_autocast():
     assert run_ranks(2, moved_under_autocast) == [10, 10]
+
+
+def put_off(rank, world):
+    """Products of conjugated terms that torch has not conjugated yet; pieces are uneven."""
+    from torchshard import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    a, b = torch.complex(*torch.arange(80.0).sub(30).view(2, 5, 8)).split([3, 5], 1)
+    x = DTensor.from_local(a / world, mesh, [Partial()]).detach().requires_grad_()
+    y, p = distribute_tensor(b, mesh, [Shard(1)]), a.clone().requires_grad_()
+    torch.testing.assert_close((y @ x.conj()).full_tensor(), b @ a.conj())
+    torch.testing.assert_close((y.imag @ x.conj().imag).full_tensor(), b.imag @ a.conj().imag)
+    (x @ x.t()).abs().sum().backward()
+    (p @ p.t()).abs().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), p.grad)
+
+
+def test_conjugated_terms():
+    run_ranks(2, put_off)

@@ -4,7 +4,10 @@ import math
 import pickle
 
 import expecttest
+import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.ranks import run_ranks
 from tests.saying import said
@@ -36,6 +39,10 @@ _LINES = """
     y = 1 + x, 2 - x, 2 / x, 2 ** (x / 10), x % 3, x // 2, ~(x > 0), 5 % x.abs(), 7 // x, divmod(7, int(s))
     y = x @ x.T, x[0] @ x[1], x.sort(0)[0], x.topk(2)[0]
     y = len({x, x}), x in [x]
+    z = torch.complex(x, x * 2) / 9; y = z.prod(0), z.prod(1, keepdim=True) + 1, z.prod(), z.T.prod(1)
+    x.requires_grad_(); torch.complex(x / 9, x / 4).prod(0).abs().sum().backward(); y = x.grad
+    z = put(V[:0]).requires_grad_(); F.mse_loss(z, z * 2).backward(); y = z.grad
+    z = put(V[:, :0]).requires_grad_(); (F.smooth_l1_loss(z, z * 2) + F.huber_loss(z, z * 2)).backward(); y = z.grad
     x + put(torch.ones(4))
 """
 PROGRAMS = {
@@ -256,17 +263,50 @@ def tangents(rank, world):
     a, b = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(t, mesh, [Replicate()])
     result = torch.func.jvp(lambda x: x * x, (a,), (b,))[1]
     torch.testing.assert_close(result.full_tensor(), 2 * x * t)
-    b = b.redistribute(placements=[Shard(0)])
-    torch.testing.assert_close(torch.func.jvp(lambda x: x[1:3] * 2, (a,), (b,))[1].full_tensor(), 2 * t[1:3])
-    try:
-        torch.func.jvp(lambda x: x[1:3] * 2, (a,), (b.redistribute(placements=[Replicate()]),))
-    except UnsupportedOperatorError as error:
-        return str(error)
+    for k in (Shard(0), Shard(1), Replicate()):  # of a tensor and its tangent, one may have to be moved for the view
+        result = torch.func.jvp(lambda x: x[1:3] * 2, (a,), (b.redistribute(placements=[k]),))[1]
+        torch.testing.assert_close(result.full_tensor(), 2 * t[1:3])
+        moved = distribute_tensor(x, mesh, [k])
+        for f in (lambda x: x[1:3].square().sum(), lambda x: x[1:3, 0].square().sum()):
+            torch.testing.assert_close(torch.func.hessian(f)(moved).full_tensor(), torch.func.hessian(f)(x))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(moved * 1, b * 1)
+            dual[1:3].copy_(dual[:2] * dual[3:5])
+            tangent = forward_ad.unpack_dual(dual * 1).tangent
+        torch.testing.assert_close(tangent.full_tensor()[1:3], t[:2] * x[3:5] + x[:2] * t[3:5])
+    for f in (lambda x: x * 2, lambda x: x.sum(0) ** 2):
+        with pytest.raises(UnsupportedOperatorError, match=r"torch.func.linearize cannot record"):
+            torch.func.linearize(f, a)
+    traced = make_fx(lambda x, t: torch.func.jvp(torch.sin, (x,), (t,))[1])(a, b)
+    torch.testing.assert_close(traced(b, a).full_tensor(), t.cos() * x)
 
 
-def test_a_tangent_that_lies_otherwise():
-    for text in run_ranks(2, tangents):
-        assert "tangent.redistribute(placements=primal.placements)" in text
+def test_tangents():
+    run_ranks(2, tangents)
+
+
+def plain_scalars(rank, world):
+    """A plain scalar beside DTensors has a plain gradient, the whole one on every rank."""
+    from torchshard import init_device_mesh
+
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for make in (lambda t: t.clone(), *[lambda t, text=text: put(t, mesh, text) for text in ("R", "S0", "S1", "P")]):
+        s, x = torch.tensor(0.5, requires_grad=True), make(VALUES).requires_grad_()
+        for _ in range(2):
+            (x * 2 + s).square().sum().backward()
+            ((x * s.exp()) * s).sin().sum().backward()
+        (g,) = torch.autograd.grad((x * s**3).sum(), s, create_graph=True)
+        g.backward()
+        assert type(s.grad) is torch.Tensor
+        assert type(g) is torch.Tensor
+        torch.optim.AdamW([s], 0.1).step()
+        found.append(torch.stack([s.detach(), s.grad, g.detach()]))
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0])
+
+
+def test_gradients_of_plain_scalars():
+    run_ranks(2, plain_scalars)
 
 
 def marks(rank, world):

@@ -69,6 +69,9 @@ _WRITES = """
     torch.add(put(V), put(V), out=x)
     torch.mm(put(torch.eye(5)), put(V), out=x)
     y = put(torch.zeros(3)); torch.sum(x, 0, out=y)
+    y = put(torch.zeros(3, 5, 2)); torch.matmul(put(torch.arange(45.0).view(3, 5, 3)), put(V[:3, :2]), out=y)
+    y = put(torch.zeros(3, 5)); torch.matmul(put(torch.arange(45.0).view(3, 5, 3)), put(V[0]), out=y)
+    x.copy_(put(torch.zeros(15)))
     torch._foreach_mul_([x.t(), x.unsqueeze(0)], 2.0)
     y = put(torch.tensor([[2, 4, 6], [8, 2, 2]])); y //= 2
     put(torch.tensor([2, 4, 6])).add_(1.5)
@@ -108,6 +111,8 @@ _READS = """
     v = x[1:4]; x.data[2] = 0.0; y = v.shape
     y = torch.where(x[:1, :2] > 3, x[0, :2], put(torch.ones(1, 2))); y = y, y.stride()
     y = torch._foreach_mul([x[:1].expand(4, 3)], 2.0)[0]; y = y, y.stride()
+    y = torch.ops.aten._unsafe_view((x * 2)[:, :2], (5, 1, 2)); y = y, y.stride()
+    y = torch.ops.aten._unsafe_view((x * 2)[:4].t(), (3, 2, 2)); y = y, y.stride()
     y = torch.rand_like(x[:, :2].t()); y = y, y.stride()
     y = torch.rand_like(x[:, :2]); y = y, y.stride()
     y = torch.bernoulli(x.t().sigmoid()); y = y, y.stride()
@@ -189,7 +194,7 @@ GRADIENTS = _table(
 )
 
 
-@pytest.mark.parametrize(("table", "raises"), [("WRITES", 2), ("REFUSED", 6), ("READS", 0), ("GRADIENTS", 11)])
+@pytest.mark.parametrize(("table", "raises"), [("WRITES", 3), ("REFUSED", 6), ("READS", 0), ("GRADIENTS", 11)])
 def test_as_in_eager_torch(table, raises):
     check(__name__, table, raises=raises)
 
@@ -210,7 +215,15 @@ def _written(put):
         return x.tolist()
 
 
-INFERENCE = {"stale": _read_when_stale, "written": _written}
+def _read_outside(put):
+    with torch.inference_mode():
+        x = put(VALUES) * 1
+        rows, columns = x[1:4], x[:, 1:]
+        x.add_(1)
+    return rows * 2, columns.tolist(), rows
+
+
+INFERENCE = {"stale": _read_when_stale, "written": _written, "outside": _read_outside}
 
 
 def test_in_inference_mode():

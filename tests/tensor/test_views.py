@@ -190,3 +190,30 @@ def of_length_one(rank, world):
 
 def test_dims_of_length_one():
     run_ranks(2, of_length_one)
+
+
+def not_of_the_piece(rank, world):
+    """Views that global strides allow, and those of a piece whose last dim has length 1 do not."""
+    from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    x, w = torch.randn(15, 4), torch.randn(world, 4).requires_grad_()
+    rows, split = distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(w.detach(), mesh, [Shard(0)])
+    split.requires_grad_()
+    for _ in range(2):  # with a new plan, and with the one that was kept
+        for a, b in ((x, w), (rows, split)):
+            torch.nn.functional.linear(a, b).view(5, 3, world).transpose(0, 1).square().sum().backward()
+    torch.testing.assert_close(split.grad.full_tensor(), w.grad)
+    for _ in range(2):
+        local = torch.arange(15.0).view(3, 5, 1).transpose(0, 1)
+        base = DTensor.from_local(local, mesh, [Shard(2)], shape=(5, 3, world), stride=(3 * world, world, 1))
+        view = base.view(15, world)
+        base.add_(1)
+        torch.testing.assert_close(view.to_local(), local.reshape(15, 1))
+        view.mul_(2)
+        torch.testing.assert_close(base.to_local(), view.to_local().view(5, 3, 1))
+
+
+def test_views_that_pieces_do_not_allow():
+    run_ranks(2, not_of_the_piece)

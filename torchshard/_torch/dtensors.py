@@ -150,10 +150,11 @@ def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]
                 return fast  # type: ignore[no-any-return]
         except (TypeError, AttributeError, RuntimeError):
             pass
-    return _portable_constructor
+    return portable_constructor
 
 
-def _portable_constructor(cls: type[Tensor], local: Tensor, spec: Any, requires_grad: bool) -> Tensor:
+def portable_constructor(cls: type[Tensor], local: Tensor, spec: Any, requires_grad: bool) -> Tensor:
+    """A wrapper subclass with slots `_local_tensor` and `_spec`, whose storage offset is 0, not that of `local`."""
     made: Any = Tensor._make_wrapper_subclass(
         cls,
         spec.shape,

@@ -38,12 +38,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_forward_ad() -> bool:
+    """Whether tangents may go along with tensors (torch.autograd.forward_ad, 2.11-2.15)."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def is_missing_tangent(x: Tensor) -> bool:
     """Whether forward AD has made a tensor, for an operand of an operator that has no tangent: one zero, expanded.
 
     Where the operator is a sum, it first asks for the shape of the result, on the meta device (2.13).
     """
-    if type(x) is not Tensor or torch.autograd.forward_ad._current_level < 0:
+    if type(x) is not Tensor or not in_forward_ad():
         return False
     memory = x.untyped_storage()
     return x.is_meta or (memory.nbytes() == x.itemsize and not any(x.stride()) and not any(memory.tolist()))

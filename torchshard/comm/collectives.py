@@ -65,6 +65,7 @@ def all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Ten
 
 def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     """all_gather, without waiting."""
+    x = _carried_out(x)
     if x.dtype not in _CARRIED:
         return _then_uncarried(start_all_gather(_carried(x), dim, lengths, group), x.dtype)
     longest = max(lengths)
@@ -133,7 +134,7 @@ def exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: G
 
 def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> Started[list[Tensor]]:
     """exchange, without waiting."""
-    dtype = blocks[0].dtype
+    blocks, dtype = [_carried_out(b) for b in blocks], blocks[0].dtype
     if dtype not in _CARRIED:
         pairs = (2,) if dtype.is_complex else ()
         started = start_exchange([_carried(b) for b in blocks], [(*shape, *pairs) for shape in shapes], group)
@@ -162,7 +163,7 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
 
 def start_all_reduce(x: Tensor, op: str, group: Group) -> Started[Tensor]:
     """all_reduce, without waiting."""
-    terms, finish = prepare(x, op, group.size)
+    terms, finish = prepare(_carried_out(x), op, group.size)
     return Started(group, [_sent(group, _c10d.all_reduce, _dense(term), name) for term, name in terms], finish)
 
 
@@ -186,7 +187,7 @@ def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: 
 
 def start_reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     """reduce_scatter, without waiting."""
-    terms, finish = prepare(x, op, group.size)
+    terms, finish = prepare(_carried_out(x), op, group.size)
     parts = [_start_reduce_scatter(term, name, dim, lengths, group) for term, name in terms]
     coming = [part.coming[0] for part in parts]
     return Started(group, coming, lambda got: finish([part.finish([x]) for part, x in zip(parts, got, strict=True)]))
@@ -288,11 +289,17 @@ def _joined(join: Callable[..., Tensor], pieces: Sequence[Tensor], dim: int = 0)
         return join(pieces, dim)
 
 
+def _carried_out(x: Tensor) -> Tensor:
+    """With the conjugation or negation carried out that torch may have put off.
+
+    In operators of DTensors torch does not do it for those that join, pad or mask.
+    """
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
 def _dense(x: Tensor) -> Tensor:
-    """Without gaps, and with the conjugation or negation carried out that torch may have put off."""
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    return x.contiguous()
+    """Without gaps, and with nothing put off."""
+    return _carried_out(x).contiguous()
 
 
 def _carried(x: Tensor) -> Tensor:

@@ -133,6 +133,9 @@ def _split(bound: Bound, options: Options, factor: str, runs: int) -> Way | None
 
     Where other factors of its dim are slower, each of their steps is a run of the dim.
     """
+    length = bound.sizes.get(factor)
+    if isinstance(length, int) and 1 < runs >= length:
+        return None  # runs of one step: nothing to split
     lacking = options.reduces.get("..." if factor[0] == "." else factor)
     partial = lacking if isinstance(lacking, Partial) else None
     reduced = not any(factor in dim for dims in bound.results for dim in dims)
@@ -190,8 +193,9 @@ def _possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen:
         for one, other in zip(before.results + before.operands, way.results + way.operands, strict=True):
             if isinstance(one, Partial) and isinstance(other, Partial) and not may_mix(one.op, other.op):
                 return False
-            if isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim and one is not other:
-                return False  # axes split a dim in the same runs
+            one_dim = isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim
+            if one_dim and (one is not other or before.factor != way.factor):
+                return False  # axes split a dim in the same runs, and the same factor of it
     return True
 
 

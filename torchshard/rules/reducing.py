@@ -22,8 +22,8 @@ def dims_of(dim: Dims, ndim: int) -> list[int]:
     return [d % max(ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)] if ndim else []
 
 
-def _eliminated(x: Layout, dims: Sequence[int], keepdim: bool) -> str:
-    names = letters(x.ndim)
+def _eliminated(x: Layout, dims: Sequence[int], keepdim: bool, whole: Sequence[int] = ()) -> str:
+    names = letters(x.ndim, whole)
     kept = ["1" if d in dims else f for d, f in enumerate(names) if keepdim or d not in dims]
     return f"{' '.join(names)} -> {' '.join(kept)}"
 
@@ -31,6 +31,8 @@ def _eliminated(x: Layout, dims: Sequence[int], keepdim: bool) -> str:
 def _reduction(op: str) -> Callable[..., Made]:
     def build(x: Layout, dim: Dims = None, keepdim: bool = False, **_: Any) -> Made:
         dims = dims_of(dim, x.ndim)
+        if op == "product" and x.dtype.is_complex:  # no transport multiplies these
+            return Made(_eliminated(x, dims, keepdim, whole=dims))
         gone = reduces({f: op for d, f in enumerate(letters(x.ndim)) if d in dims})
         return Made(_eliminated(x, dims, keepdim), options={"reduces": gone})
 

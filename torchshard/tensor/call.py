@@ -87,6 +87,10 @@ class Call:
         """Whether results share memory with an argument without being it."""
         return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(self.func).returns)
 
+    def keeps_strides(self) -> bool:
+        """Whether results lie in memory as an argument does: views, and one that does not say that it is one."""
+        return self.viewed() or self.name == "_unsafe_view.default"
+
 
 @functools.lru_cache(4096)
 def _written(func: Any, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -244,6 +248,8 @@ def run_on_meta(call: Call) -> Any:
             if "device" in kwargs:
                 kwargs["device"] = device
             return call.func(*args, **kwargs)
+    except ZeroDivisionError as error:  # by the number of elements, in a formula of torch's that is none of a kernel
+        raise NotImplementedError(str(error)) from error
     except RuntimeError as error:
         if lacks_fake(error):
             raise NotImplementedError(str(error)) from error

@@ -6,6 +6,7 @@ The hot path is generated, see codegen.py; here is what runs when something is m
 import keyword
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -106,7 +107,20 @@ def _kind(x: Any) -> Any:
         raise UnsupportedOperatorError(
             "A subclass of DTensor cannot be used in operators.", expected="a DTensor itself", got=type(x).__name__
         )
-    return ("plain", x.dtype, x.ndim == 0) if isinstance(x, Tensor) else type(x)
+    if not isinstance(x, Tensor):
+        return type(x)
+    if x.requires_grad and id(x) not in _with_plain_gradients:
+        _with_plain_gradients[id(x)] = x
+        x.register_hook(_plain)
+    return "plain", x.dtype, x.ndim == 0
+
+
+_with_plain_gradients: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
+"""Plain scalars that have stood beside DTensors and whose gradients are made plain, by their addresses."""
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if type(gradient) is DTensor else gradient
 
 
 def clear_entries() -> None:

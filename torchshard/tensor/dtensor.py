@@ -348,19 +348,6 @@ def wrap(local: Tensor, layout: TensorLayout) -> DTensor:
     return new(DTensor, local, layout, False)  # type: ignore[return-value]
 
 
-def new_view(cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_grad: bool) -> DTensor:
-    """The wrapper of what an operator that gives views made.
-
-    In inference mode, too, autograd gives the view of a normal tensor a version counter, which inference tensors
-    cannot have; so the wrapper is a normal one.
-    """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
-    made: DTensor = new(cls, local, layout, requires_grad)  # type: ignore[assignment]
-    return made if local.__class__ is Tensor else lie_with_others(made, local)
-
-
 def dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
     """The DTensors among values and in lists of them, in order."""
     for x in values:

@@ -16,7 +16,7 @@ from torchshard.rules.rule import Made
 from torchshard.tensor import guards, outside
 from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
-from torchshard.tensor.dtensor import DTensor, new, new_view
+from torchshard.tensor.dtensor import DTensor, new
 from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, global_stride, layout_for
 from torchshard.tensor.redistribute import redistribute_local
 from torchshard.tensor.refusing import reading_first, refusing
@@ -33,6 +33,9 @@ class FirstRun:
         self.moves = [o.layout.sharding is not t.sharding for o, t in zip(operands, targets, strict=True)]
         # Whether results should be views of the first operand, and cannot be because that has to be moved.
         self.severs = call.viewed() and (self.moves[0] or bool(operands[0].layout.marks & SEVERED))
+        # Whether the result may be a copy, where the global strides allow a view and those of this rank's piece do not;
+        # and whether it is one.
+        self.may_copy, self.copied = call.name == "view.default" and not self.severs, False
 
     def finish(
         self, shape_of: Callable[[int, Tensor], tuple[int, ...]], results: Sequence[Sharding] | None
@@ -64,7 +67,12 @@ class FirstRun:
             base = self.operands[0].at
             values[base], window = guards.opened(values[base], self._there_and_back())
         raw = plan_maker(arguments, call.positional, "raw")
-        local = raw(self._first(function), new, DTensor, (), **bound)(*values)
+        try:
+            local = raw(self._first(function), new, DTensor, (), **bound)(*values)
+        except RuntimeError:
+            if not self.may_copy:
+                raise
+            local, self.copied = raw(self._first(torch.reshape), new, DTensor, (), **bound)(*values), True
         if not isinstance(local, (Tensor, tuple, list)):
             return local, raw(function, new, DTensor, (), **bound)
         parts = [local] if isinstance(local, Tensor) else list(local)
@@ -147,7 +155,8 @@ class FirstRun:
         shape = shape_of(k, local)
         last = sharding.part(shape, [n - 1 for n in self.mesh.shape])
         hidden = any(n <= 1 and n < whole for n, whole in zip(last, shape, strict=True))
-        stride = self._meta_stride(k, shape) if hidden or self.call.viewed() else global_stride(shape, local.stride())
+        hidden = hidden or self.call.keeps_strides()
+        stride = self._meta_stride(k, shape) if hidden else global_stride(shape, local.stride())
         layout = layout_for(sharding, shape, stride, local.dtype)
         if self.mesh.coordinate is not None and tuple(local.shape) != tuple(layout.local_shape):
             raise ShardingError(
@@ -186,13 +195,13 @@ class FirstRun:
         base = self.operands[0].at
         is_list = not isinstance(local, Tensor) and len(schema(call.func).returns) == 1
         if isinstance(local, Tensor):
-            kind = f"view:{base}" if call.name == "view.default" and window is None else "tensor"
+            kind = f"view:{base}" if self.may_copy else "tensor"
         else:
             kind = "list" if is_list else "tuple:" + "".join("0" if t is None else "1" for t in parts)
         extra: dict[str, Any] = {}
         if kind.startswith("view"):
             extra = {"copying": torch.reshape, "severed": guards.copied}
-        make: Callable[..., Any] = new_view if call.viewed() else new
+        make: Callable[..., Any] = guards.new_view if call.viewed() else new
         plan = plan_maker(arguments, call.positional, kind)(function, make, DTensor, tuple(outs), **bound, **extra)
         wrapped = [None if t is None else make(DTensor, t, out, False) for t, out in zip(parts, outs, strict=True)]
         if window is not None:
@@ -200,6 +209,8 @@ class FirstRun:
             for view in wrapped:
                 if view is not None:
                     guards.sever(view, window)
+        elif self.copied and wrapped[0] is not None:
+            guards.copied(wrapped[0], call.values[base])
         result = wrapped[0] if isinstance(local, Tensor) else wrapped if is_list else tuple(wrapped)
         return result, plan if self._lasts(outs) else None
 

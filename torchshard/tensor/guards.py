@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced, memory_of, storage_uses
+from torchshard._torch import (
+    in_forward_ad,
+    is_traced,
+    lie_with_others,
+    memory_of,
+    portable_constructor,
+    storage_uses,
+)
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import reduction
-from torchshard.tensor.dtensor import DTensor, dtensors_in
+from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TensorLayout, overlaps
 from torchshard.tensor.redistribute import redistribute_local
 
@@ -64,7 +72,8 @@ class Window:
             self.outer.refresh()
         version = _version(self.base)
         if version == _UNKNOWN or version != self.version:
-            self.local.copy_(self.fetch(self.held))
+            with torch.inference_mode(self.local.is_inference()):  # elsewhere torch writes to no such tensor
+                self.local.copy_(self.fetch(self.held))
             self.version = version
 
     def take_apart(self) -> None:
@@ -114,6 +123,21 @@ def _version(base: DTensor) -> int:
     if base.is_inference() or local.is_inference() or id(local) in _counted_apart:
         return _UNKNOWN
     return base._version + local._version
+
+
+def new_view(cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_grad: bool) -> DTensor:
+    """The wrapper of what an operator that gives views made.
+
+    In inference mode, too, autograd gives the view of a normal tensor a version counter, which inference tensors
+    cannot have; so the wrapper is a normal one. In forward AD it wants a tangent at the same place in memory as its
+    primal, and the place is not to be that of a piece.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
+    make = portable_constructor if in_forward_ad() else new
+    made: DTensor = make(cls, local, layout, requires_grad)  # type: ignore[assignment]
+    return made if local.__class__ is Tensor else lie_with_others(made, local)
 
 
 def refresh(x: DTensor) -> None:

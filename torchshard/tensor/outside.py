@@ -12,8 +12,9 @@ from torch import Tensor
 from torchshard._torch import schema
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
+from torchshard.tensor import guards
 from torchshard.tensor.call import Call, Operand, run_on_meta
-from torchshard.tensor.dtensor import DTensor, new_view
+from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import TensorLayout, layout_for
 
 
@@ -79,7 +80,7 @@ def dtypes_of(call: Call, operand: Operand) -> list[Any]:
 
 
 def _empty(like: Tensor, layout: TensorLayout) -> DTensor:
-    return new_view(DTensor, like.new_empty(0, dtype=layout.dtype), layout, False)
+    return guards.new_view(DTensor, like.new_empty(0, dtype=layout.dtype), layout, False)
 
 
 def _giving(call: Call) -> Callable[..., Any]:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from torchshard._torch import is_traced
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.layout import SEVERED
+from torchshard.tensor.dtensor import DTensor, dtensors_in
 
 
 def _make_dual(func: Any, primal: DTensor, tangent: Any, level: int) -> Any:
@@ -23,16 +24,15 @@ def _has_same_storage_numel(func: Any, x: Any, other: Any) -> bool:
     """Whether one could be a view of the other's memory: dense tensors of as many elements.
 
     Raises:
-        UnsupportedOperatorError: of a tensor and its tangent, as the same view, one had to be moved and the other not;
-            autograd wants both at the same place in memory.
+        UnsupportedOperatorError: make_fx traces a tangent and not its tensor: it takes no DTensor for a constant, and
+            would note what is done to this rank's part.
     """
-    differ = type(x) is type(other) is DTensor and (x._spec.marks ^ other._spec.marks) & SEVERED
-    if differ and (x.storage_offset(), x.stride()) != (other.storage_offset(), other.stride()):
+    if get_proxy_mode() is not None and not all(is_traced(t._local_tensor) for t in dtensors_in([x, other])):
         raise UnsupportedOperatorError(
-            "Forward AD of a view that had to be moved, while that of its tangent had not, or the reverse.",
-            expected="a tangent that lies as its primal",
-            got=f"{x._spec} and {other._spec}",
-            fix="tangent.redistribute(placements=primal.placements) before the dual tensor is made",
+            "torch.func.linearize cannot record what depends on DTensors beside the tangents.",
+            expected="plain tensors, or forward AD anew for each tangent",
+            got="DTensors",
+            fix="torch.func.jvp(function, primals, tangents)",
         )
     return bool(x.numel() == other.numel())
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchshard._torch import below_dispatch, is_view, operator_names
+from torchshard._torch import base_of, below_dispatch, is_view, operator_names
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor import guards
 from torchshard.tensor.dtensor import DTensor, wrap
@@ -55,9 +55,28 @@ def _as_strided(
     return wrap(seen, out) if func is aten.as_strided_copy.default else guards.sever(wrap(seen, out), window)
 
 
+def _copy_(func: Any, x: DTensor, source: Any, *_: Any, **__: Any) -> Any:
+    """To `x` from a view of it with fewer dims, which torch.matmul has filled for its argument `out` (2.13): done.
+
+    torch.matmul copies because wrappers share no memory; their parts do, or have been given back.
+
+    Raises:
+        RuntimeError: of others with these shapes.
+    """
+    if type(source) is not DTensor or source.ndim >= x.ndim or source.numel() != x.numel():
+        return NotImplemented
+    if tuple(x.shape[x.ndim - source.ndim :]) == tuple(source.shape):
+        return NotImplemented
+    base = base_of(x)
+    if base_of(source) is not (x if base is None else base):
+        torch.empty(x.shape, device="meta").copy_(torch.empty(source.shape, device="meta"))
+    return x
+
+
 HANDLERS: Mapping[str, Callable[..., Any]] = {
     "as_strided.default": _as_strided,
     "as_strided_copy.default": _as_strided,
+    "copy_.default": _copy_,
     **dict.fromkeys(
         ["squeeze_.default", "squeeze_.dim", "squeeze_.dims", "unsqueeze_.default", "t_.default", "transpose_.default"],
         in_place,
