@@ -293,6 +293,31 @@ def let_find_groups() -> list[str]:
     return told
 
 
+def let_ask_the_world() -> list[str]:
+    """Have Dynamo trace functions that ask the default group where none is given, or the group of a name.
+
+    It calls them while it traces and keeps what they say, without a guard: another default group would have the old
+    one's numbers (torch._dynamo.trace_rules, 2.11-2.15). Traced, their code reads torch's tables, and the guards are
+    those of what is read. Returns the names of those of which it had to be told.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import TorchInGraphFunctionVariable, UserFunctionVariable
+
+    told = []
+    for rules in getattr(trace_rules, "torch_name_rule_map", ()):
+        for path, rule in rules.items():
+            name = path.rpartition(".")[2]
+            if path.startswith("torch.distributed.") and name in _OF_THE_WORLD and rule is TorchInGraphFunctionVariable:
+                rules[path] = UserFunctionVariable
+                told.append(name)
+    if told:
+        trace_rules.get_torch_obj_rule_map.cache_clear()
+    return told
+
+
+_OF_THE_WORLD = ("is_initialized", "get_rank", "get_world_size", "get_process_group_ranks", "_get_group_size_by_name")
+
+
 def _opaque_info(cls: type) -> Any:
     """What torch has registered for an opaque class that is not compared by value; None without, as before 2.13."""
     import torch.distributed.tensor  # noqa: F401  # where torch registers groups and meshes

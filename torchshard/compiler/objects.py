@@ -23,10 +23,10 @@ def support_groups() -> tuple[str, ...]:
 
     Dynamo takes rank, size and members of a group for constants, and torch 2.11 to 2.15 do not check later that the
     group is the same: a group passed as an argument, held by an object or swapped in a closure leaves the old numbers
-    in the graph, silently. So does a group, mesh, placement or DTensor that comes as an argument and by way of a global
-    at once. (So do plain tensors and modules, which are left to torch.) This adds the checks, and methods of groups and
-    meshes that Dynamo does not know. It holds for the process and every backend, so nobody but the user calls it. A
-    check costs about a microsecond for each group.
+    in the graph, silently. So does the default group where another one is made, and a group, mesh, placement or DTensor
+    that comes as an argument and by way of a global at once. (So do plain tensors and modules, which are left to
+    torch.) This adds the checks, and methods of groups and meshes that Dynamo does not know. It holds for the process
+    and every backend, so nobody but the user calls it. A check costs about a microsecond for each group.
 
     Returns:
         What had to be added in this process; nothing where torch does it all.
@@ -35,7 +35,8 @@ def support_groups() -> tuple[str, ...]:
         >>> support_groups()                                                # doctest: +SKIP
         ('guards of ProcessGroup', 'guards of objects met twice', 'ProcessGroup.name',
          'ProcessGroup.bound_device_id', 'DeviceMesh.get_all_groups', '_resolve_process_group',
-         '_get_process_group_name')
+         '_get_process_group_name', 'is_initialized', 'get_rank', 'get_world_size',
+         'get_process_group_ranks', '_get_group_size_by_name')
     """
     from torchshard.tensor.dtensor import DTensor  # here, as who reduces gradients may never need them
     from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
@@ -47,7 +48,7 @@ def support_groups() -> tuple[str, ...]:
     added += [f"ShardedTensor.{name}" for name in _torch.trace_methods(ShardedTensor, SHARDED_METHODS)]
     for cls, (asked, traced) in _MEMBERS.items():
         added += [f"{cls.__name__}.{name}" for name in _torch.let_ask(cls, asked, traced)]
-    return (*added, *_torch.let_find_groups())
+    return (*added, *_torch.let_find_groups(), *_torch.let_ask_the_world())
 
 
 def _identity(group: Any) -> list[Any]:
