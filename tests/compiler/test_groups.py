@@ -86,11 +86,55 @@ OF_THE_WORLD = {
     "a global": lambda x: (x + FEW.size(), FEW),
 }
 
+OF_THE_NEXT_WORLD = {
+    "rank": lambda x: x + dist.get_rank(),
+    "size": lambda x: x + dist.get_world_size(),
+    "size of None": lambda x: x + dist.get_world_size(None),
+    "size of WORLD": lambda x: x + dist.get_world_size(dist.group.WORLD),
+    "ranks": lambda x: (x + 1, dist.get_process_group_ranks(None)),
+    "size by name": lambda x: x + c10d._get_group_size_by_name("0"),
+    "initialized": lambda x: (x + 1, dist.is_initialized()),
+    "either": lambda x: x + (dist.get_world_size() if dist.is_initialized() else 1),
+    "backend": lambda x: (x + 1, dist.get_backend()),
+    "default group": lambda x: x + c10d._get_default_group().size(),
+}
+
 
 @pytest.mark.parametrize("name", OF_THE_WORLD)
 def test_the_world(name):
     require(name)
     assert agree(OF_THE_WORLD[name], X)
+
+
+def test_the_world_is_another_one_later():
+    """Made anew with another rank and size: graphs follow; and they say of none what eager mode says, or fail."""
+    script = """
+import sys, torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchshard.compiler import support_groups
+from tests.compiler.test_groups import OF_THE_NEXT_WORLD, X, same
+
+support_groups()
+graphs = {n: torch.compile(f, backend="eager", fullgraph=True) for n, f in OF_THE_NEXT_WORLD.items()}
+def differ():
+    for name, function in OF_THE_NEXT_WORLD.items():
+        try:
+            want = function(X)
+        except (ValueError, RuntimeError, AttributeError):
+            want = None
+        try:
+            got = graphs[name](X)
+        except (ValueError, RuntimeError, torch._dynamo.exc.Unsupported):
+            got = None
+        if (want is None) != (got is None) or want is not None and not same(got, want):
+            yield name, want, got
+for rank, world in ((1, 4), (2, 8)):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    assert not [*differ()], [*differ()]
+    dist.destroy_process_group()
+    assert not [*differ()], [*differ()]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_groups_in_containers():
@@ -199,6 +243,7 @@ def test_a_torch_that_needs_nothing_is_left_alone(monkeypatch):
     assert _torch.let_ask(dist.ProcessGroup, ("size", "rank"), ("name",)) == []
     assert (info.guard_fn, info.members) == before
     assert _torch.let_find_groups() == []
+    assert _torch.let_ask_the_world() == []
     with _torch.without_fast_paths():  # as where torch has no such function
         assert _torch.let_find_groups() == []
     build = VariableBuilder.__call__

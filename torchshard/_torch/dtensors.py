@@ -196,6 +196,17 @@ def root_mesh(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
+def hash_anew(mesh: Any) -> None:
+    """Have a mesh that was pickled, and the one that it was cut out of, work out their hashes in this process.
+
+    They keep it with what is pickled, and it is of strings, which hash otherwise in each process (DeviceMesh._hash,
+    2.11-2.15). Without that name meshes keep none.
+    """
+    for kept in (mesh, root_mesh(mesh)):
+        if hasattr(kept, "_hash"):
+            kept._hash = None
+
+
 def waited(grad: Tensor) -> Tensor:
     """A gradient that is here (torch.distributed._functional_collectives.AsyncCollectiveTensor, 2.11-2.15)."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

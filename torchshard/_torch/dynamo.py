@@ -249,6 +249,33 @@ def trace_methods(cls: type, methods: Mapping[str, Callable[..., Any]]) -> list[
     return list(methods)
 
 
+def let_ask_results(cls: type, names: Sequence[str]) -> list[str]:
+    """Have Dynamo take attributes of a tensor subclass for what they are, of results of a graph as well.
+
+    It makes opaque objects among them results of the graph, and what stands for them while AOTAutograd traces comes out
+    of it (torch._dynamo.variables.tensor.TensorVariable.dynamic_getattr, 2.13-2.15). What depends on nothing but the
+    graph can be a global of the compiled code. Returns the names, none where torch has no opaque objects.
+    """
+    from torch._dynamo.source import GlobalSource
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    get = getattr(TensorVariable, "dynamic_getattr", None)
+    if get is None or _opaque_info(torch.distributed.device_mesh.DeviceMesh) is None:
+        return []
+
+    @functools.wraps(get)
+    def dynamic_getattr(self: Any, tx: Any, name: str) -> Any:
+        example = self.proxy.node.meta.get("example_value")
+        if self.source or name not in names or not isinstance(example, cls):
+            return get(self, tx, name)
+        value = getattr(example, name)
+        return VariableBuilder(tx, GlobalSource(tx.output.install_global_by_id(f"__{name}", value)))(value)
+
+    TensorVariable.dynamic_getattr = dynamic_getattr  # type: ignore[method-assign]
+    return list(names)
+
+
 def let_ask(cls: type, constants: Sequence[str], traced: Sequence[str]) -> list[str]:
     """Have Dynamo take members of an opaque class for constants, or trace them (as above, 2.13-2.15).
 
@@ -291,6 +318,31 @@ def let_find_groups() -> list[str]:
                 torch.compiler.substitute_in_graph(found, skip_signature_check=True)(function)
                 told.append(name)
     return told
+
+
+def let_ask_the_world() -> list[str]:
+    """Have Dynamo trace functions that ask the default group where none is given, or the group of a name.
+
+    It calls them while it traces and keeps what they say, without a guard: another default group would have the old
+    one's numbers (torch._dynamo.trace_rules, 2.11-2.15). Traced, their code reads torch's tables, and the guards are
+    those of what is read. Returns the names of those of which it had to be told.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import TorchInGraphFunctionVariable, UserFunctionVariable
+
+    told = []
+    for rules in getattr(trace_rules, "torch_name_rule_map", ()):
+        for path, rule in rules.items():
+            name = path.rpartition(".")[2]
+            if path.startswith("torch.distributed.") and name in _OF_THE_WORLD and rule is TorchInGraphFunctionVariable:
+                rules[path] = UserFunctionVariable
+                told.append(name)
+    if told:
+        trace_rules.get_torch_obj_rule_map.cache_clear()
+    return told
+
+
+_OF_THE_WORLD = ("is_initialized", "get_rank", "get_world_size", "get_process_group_ranks", "_get_group_size_by_name")
 
 
 def _opaque_info(cls: type) -> Any:

@@ -23,19 +23,22 @@ def support_groups() -> tuple[str, ...]:
 
     Dynamo takes rank, size and members of a group for constants, and torch 2.11 to 2.15 do not check later that the
     group is the same: a group passed as an argument, held by an object or swapped in a closure leaves the old numbers
-    in the graph, silently. So does a group, mesh, placement or DTensor that comes as an argument and by way of a global
-    at once. (So do plain tensors and modules, which are left to torch.) This adds the checks, and methods of groups and
-    meshes that Dynamo does not know. It holds for the process and every backend, so nobody but the user calls it. A
-    check costs about a microsecond for each group.
+    in the graph, silently. So does the default group where another one is made, and a group, mesh, placement or DTensor
+    that comes as an argument and by way of a global at once. (So do plain tensors and modules, which are left to
+    torch.) This adds the checks, and methods of groups and meshes that Dynamo does not know; and the mesh and the
+    placements of a result, which torch gives out of a region as stand-ins. It holds for the process and every backend,
+    so nobody but the user calls it. A check costs about a microsecond for each group.
 
     Returns:
         What had to be added in this process; nothing where torch does it all.
 
     Example:
         >>> support_groups()                                                # doctest: +SKIP
-        ('guards of ProcessGroup', 'guards of objects met twice', 'ProcessGroup.name',
-         'ProcessGroup.bound_device_id', 'DeviceMesh.get_all_groups', '_resolve_process_group',
-         '_get_process_group_name')
+        ('guards of ProcessGroup', 'guards of objects met twice', 'ShardedTensor.local_shards',
+         'ShardedTensor.metadata', 'ShardedTensor.sharding_spec', 'DTensor.device_mesh', 'DTensor.placements',
+         'ProcessGroup.name', 'ProcessGroup.bound_device_id', 'DeviceMesh.get_all_groups', '_resolve_process_group',
+         '_get_process_group_name', 'is_initialized', 'get_rank', 'get_world_size', 'get_process_group_ranks',
+         '_get_group_size_by_name')
     """
     from torchshard.tensor.dtensor import DTensor  # here, as who reduces gradients may never need them
     from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
@@ -45,9 +48,10 @@ def support_groups() -> tuple[str, ...]:
     if _torch.guard_every_source((dist.ProcessGroup, DeviceMesh, Placement), (DTensor, ShardedTensor)):
         added.append("guards of objects met twice")
     added += [f"ShardedTensor.{name}" for name in _torch.trace_methods(ShardedTensor, SHARDED_METHODS)]
+    added += [f"DTensor.{name}" for name in _torch.let_ask_results(DTensor, ("device_mesh", "placements"))]
     for cls, (asked, traced) in _MEMBERS.items():
         added += [f"{cls.__name__}.{name}" for name in _torch.let_ask(cls, asked, traced)]
-    return (*added, *_torch.let_find_groups())
+    return (*added, *_torch.let_find_groups(), *_torch.let_ask_the_world())
 
 
 def _identity(group: Any) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import group_of_members, outside_of_traces
+from torchshard._torch import group_of_members, hash_anew, outside_of_traces
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
@@ -168,7 +168,8 @@ PICKLED = (DeviceMesh, layout._layout, layout._sharding, placements.Shard, place
 
 _this_process = uuid.uuid4().hex
 _by_id: dict[int, tuple["weakref.ref[DeviceMesh]", BoundMesh]] = {}
-_by_value: dict[Any, BoundMesh] = {}
+# Found by comparing: a mesh that another process has pickled may bring the hash that it had there.
+_by_value: list[tuple[Any, BoundMesh]] = []
 
 
 def bind(device_mesh: DeviceMesh) -> BoundMesh:
@@ -189,14 +190,15 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
         )
     # Meshes that differ in this rank's place, or of which one cannot communicate, are equal for torch.
     key = device_mesh, device_mesh.get_coordinate(), _can_talk(device_mesh)
-    found = _by_value.get(key)
+    found = next((bound for value, bound in _by_value if value == key), None)
     if found is not None and not found.alive():
         _forget(found)
         found = None
     if found is None:
         if not _by_value:
             _first_use()
-        found = _by_value[key] = BoundMesh(device_mesh)
+        found = BoundMesh(device_mesh)
+        _by_value.append((key, found))
     place = id(device_mesh)
     _by_id[place] = weakref.ref(device_mesh, lambda _: _by_id.pop(place, None)), found
     return found
@@ -225,7 +227,8 @@ def restored(device_mesh: DeviceMesh) -> BoundMesh:
             got=f"that of the rank at {None if place is None else tuple(place)}",
             fix="load on each rank what that rank has saved, or save x.full_tensor()",
         )
-    known = any(mesh == device_mesh and bound.alive() for (mesh, *_), bound in _by_value.items())
+    hash_anew(device_mesh)
+    known = any(mesh == device_mesh and bound.alive() for (mesh, *_), bound in _by_value)
     if not known and place is not None:
         _check_groups(device_mesh)
     return bind(device_mesh)
@@ -269,8 +272,7 @@ def _forget(dead: BoundMesh) -> None:
     """Let go of a mesh whose process groups were destroyed, and of every plan: they may hold its layouts."""
     from torchshard.tensor import dispatch
 
-    for key in [key for key, mesh in _by_value.items() if mesh is dead]:
-        del _by_value[key]
+    _by_value[:] = [(key, mesh) for key, mesh in _by_value if mesh is not dead]
     for place in [place for place, (_, mesh) in _by_id.items() if mesh is dead]:
         del _by_id[place]
     dispatch.forget_plans()

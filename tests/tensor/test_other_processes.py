@@ -1,0 +1,79 @@
+"""What another process has saved, whose strings hash otherwise: DTensors, and graphs in AOTAutograd's cache."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.older import require
+
+BEGIN = """
+import io, os, sys, torch
+import torch.distributed as dist
+from torchshard import Shard, distribute_tensor, init_device_mesh
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.set_num_threads(1)
+file, first = sys.argv[1], not os.path.exists(sys.argv[1])
+
+def made():
+    return distribute_tensor(torch.ones(8, 6), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), [Shard(0)])
+"""
+
+# The mesh of what is loaded is, in turn: known before it, by torch's hash as well, and known only after it.
+DTENSOR = """
+if first:
+    x = made()
+    {x.device_mesh: hash(x.device_mesh)}
+    torch.save(x, file)
+elif sys.argv[2] == "mesh first":
+    x = made()
+    y = torch.load(file)
+    assert y.device_mesh is x.device_mesh and (x + y).sum().item() == 96
+else:
+    y = torch.load(file)
+    x = made()
+    assert x.device_mesh in {y.device_mesh: 1} and (x + y).sum().item() == 96
+"""
+
+MESH = """
+if first:
+    x = made()
+    {x.device_mesh: hash(x.device_mesh)}
+    torch.save(x.device_mesh, file)
+else:
+    x = made()
+    y = distribute_tensor(torch.ones(8, 6), torch.load(file, weights_only=False), [Shard(0)])
+    assert (x + y).sum().item() == 96
+"""
+
+GRAPH = """
+w = made().requires_grad_()
+torch.compile(lambda w: (w @ w.t()).relu(), fullgraph=True)(w).sum().backward()
+torch.optim.SGD([w], 0.1).step()
+print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+open(file, "w").close()
+"""
+
+
+def run(script, seed, *args, **variables):
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + script, *args], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("script", "order"), [(DTENSOR, "mesh first"), (DTENSOR, "file first"), (MESH, "")])
+def test_what_is_loaded_is_on_the_mesh_of_this_process(script, order, tmp_path):
+    for seed in (1, 2):
+        run(script, seed, str(tmp_path / "saved"), order)
+
+
+def test_a_graph_of_another_process_gives_gradients_on_the_mesh_of_this_one(tmp_path):
+    require("meshes in graphs")
+    file, cache = str(tmp_path / "ran"), str(tmp_path / "cache")
+    hits = [run(GRAPH, seed, file, TORCHINDUCTOR_CACHE_DIR=cache).split() for seed in (1, 2)]
+    assert hits == [["0"], ["1"]]

@@ -1,0 +1,61 @@
+"""What a tensor that was made in a region says there of its mesh and placements, and what of that leaves the region."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.compiler.regions import same
+from tests.older import require
+from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard.compiler import support_groups
+
+
+@pytest.fixture(scope="module", autouse=True)
+def line():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    support_groups()
+    global MESH, ROWS
+    MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    ROWS = distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
+    yield
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+def stored(x):
+    kept = {}
+    kept["mesh"] = (x * 1).device_mesh
+    return [kept["mesh"]]
+
+
+def across_a_break(x):
+    placements, mesh = x.sum(0).placements, x.sum(0).device_mesh
+    torch._dynamo.graph_break()
+    return placements, mesh
+
+
+PROGRAMS = {
+    "returned": lambda x: (x.sum(0).placements, (x * 1).device_mesh, (x * 1).device_mesh.get_group()),
+    "stored": stored,
+    "compared": lambda x: (
+        x.sum(0).placements == (Partial(),), isinstance(x.sum(0).placements[0], Partial), (x * 1).device_mesh is MESH,
+        (x * 1).device_mesh is x.device_mesh, {Shard(0): 1}[(x * 1).placements[0]]),
+    "used": lambda x: ((x * 1).redistribute((x * 2).device_mesh, x.sum(0).placements).placements,
+                       x.sum(0).redistribute(x.sum(0).device_mesh, [Replicate()]).placements),
+    "across a break": across_a_break,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_mesh_and_placements_are_what_they_are(name, backend):
+    require("meshes in graphs")
+    torch._dynamo.reset()
+    function = PROGRAMS[name]
+    compiled = torch.compile(function, backend=backend, fullgraph=function is not across_a_break)
+    got, wanted = compiled(ROWS), function(ROWS)
+    assert same(got, wanted)
+    if name == "returned":
+        (placement,), mesh, _ = got
+        assert DTensor.from_local(torch.ones(4), mesh, [placement]).placements == (Partial(),)
