@@ -1,4 +1,4 @@
-"""What a tensor that was made in a region says there of its mesh and placements, and what of that leaves the region."""
+"""Results of regions: what they say of mesh and placements in and outside of it, and inputs that were written to."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from tests.compiler.regions import same
 from tests.older import require
 from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torchshard.compiler import support_groups
+from torchshard.errors import UnsupportedOperatorError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,3 +60,18 @@ def test_mesh_and_placements_are_what_they_are(name, backend):
     if name == "returned":
         (placement,), mesh, _ = got
         assert DTensor.from_local(torch.ones(4), mesh, [placement]).placements == (Partial(),)
+
+
+@pytest.mark.parametrize("write", [lambda x, y: x.copy_(y), lambda x, y: x.add_(y * 2)])
+def test_what_comes_back_for_an_input_that_was_written_to(write):
+    """AOTAutograd takes that for plain zeros; a copy has a gradient of its own."""
+    for function in (lambda x, y: write(x, y), lambda x, y: write(x, y).clone()):
+        torch._dynamo.reset()
+        x, y = ROWS.detach().clone(), ROWS.detach().clone().requires_grad_()
+        result = torch.compile(function, backend="aot_eager", fullgraph=True)(x, y)
+        if result is x:
+            with pytest.raises(UnsupportedOperatorError, match=r"x.copy_\(y\).clone\(\)"):
+                result.sum().backward()
+        else:
+            result.sum().backward()
+            assert y.grad.placements == (Shard(0),)

@@ -152,6 +152,23 @@ def _redistributed(x: DTensor, *how: Any) -> DTensor:
     return _Redistribute.apply(x, *how)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def as_traced(gradient: DTensor, expected: Sharding, expected_type: type[Tensor] | None) -> DTensor:
+    """The gradient of a traced result, in the layout that its backward was made for.
+
+    Raises:
+        UnsupportedOperatorError: the graph takes it for zeros in a plain tensor, as AOTAutograd does for an input that
+            a region writes to.
+    """
+    if expected_type is not None:
+        raise UnsupportedOperatorError(
+            "An input that a compiled region wrote to has a gradient from behind the region.",
+            expected="none, as AOTAutograd takes it to have",
+            got=f"a DTensor of shape {tuple(gradient.shape)}",
+            fix="return a copy from the region, and go on with that: x.copy_(y).clone()",
+        )
+    return redistribute(gradient, expected)
+
+
 def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:
     """See DTensor.to_local."""
     refresh(x)

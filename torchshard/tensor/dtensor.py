@@ -309,11 +309,11 @@ class DTensor(Tensor):
 
     def __coerce_same_metadata_as_tangent__(
         self, expected: Sharding, expected_type: type[Tensor] | None = None
-    ) -> "DTensor | None":
-        """This gradient in the layout that a compiled backward was made for; None where it expects no DTensor."""
+    ) -> "DTensor":
+        """This gradient in the layout that a compiled backward was made for: see autograd.py."""
         from torchshard.tensor import autograd
 
-        return autograd.redistribute(self, expected) if expected_type is None else None
+        return autograd.as_traced(self, expected, expected_type)
 
     def _stable_hash_for_caching(self) -> str:
         """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
