@@ -1,4 +1,4 @@
-"""Results of regions: what they say of mesh and placements in and outside of it, and inputs that were written to."""
+"""Results of regions: what they say of mesh and placements in and outside of it, inputs that were written to; refusals."""
 
 import pytest
 import torch
@@ -75,3 +75,13 @@ def test_what_comes_back_for_an_input_that_was_written_to(write):
         else:
             result.sum().backward()
             assert y.grad.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda x: torch.normal(x, 1.0), lambda x: torch.nn.functional.rrelu(x, training=True)]
+)
+def test_random_operators_without_a_handler_are_refused_after_eager_calls_too(draw):
+    torch._dynamo.reset()
+    assert draw(ROWS).shape == ROWS.shape
+    with pytest.raises(Exception, match="as no compiled region can"):
+        torch.compile(draw, backend="aot_eager", fullgraph=True)(ROWS)
