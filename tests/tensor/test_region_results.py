@@ -85,3 +85,12 @@ def test_random_operators_without_a_handler_are_refused_after_eager_calls_too(dr
     assert draw(ROWS).shape == ROWS.shape
     with pytest.raises(Exception, match="as no compiled region can"):
         torch.compile(draw, backend="aot_eager", fullgraph=True)(ROWS)
+
+
+def test_distributing_what_is_distributed_already():
+    require("meshes in graphs")
+    torch._dynamo.reset()
+    x = ROWS.detach().requires_grad_()
+    result = torch.compile(lambda x: distribute_tensor(x, MESH, [Shard(0)]) * 2, backend="aot_eager", fullgraph=True)(x)
+    result.sum().backward()
+    assert x.grad.placements == (Shard(0),)
