@@ -1,4 +1,4 @@
-"""Results of regions: what they say of mesh and placements in and outside of it, and inputs that were written to."""
+"""Results of regions: what they say of mesh and placements in and outside of it, inputs that were written to; refusals."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.compiler.regions import same
 from tests.older import require
-from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, layout_of
 from torchshard.compiler import support_groups
+from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
 
 
@@ -75,3 +76,64 @@ def test_what_comes_back_for_an_input_that_was_written_to(write):
         else:
             result.sum().backward()
             assert y.grad.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda x: torch.normal(x, 1.0), lambda x: torch.nn.functional.rrelu(x, training=True)]
+)
+def test_random_operators_without_a_handler_are_refused_after_eager_calls_too(draw):
+    torch._dynamo.reset()
+    assert draw(ROWS).shape == ROWS.shape
+    with pytest.raises(Exception, match="as no compiled region can"):
+        torch.compile(draw, backend="aot_eager", fullgraph=True)(ROWS)
+
+
+def test_distributing_what_is_distributed_already():
+    require("meshes in graphs")
+    torch._dynamo.reset()
+    x = ROWS.detach().requires_grad_()
+    result = torch.compile(lambda x: distribute_tensor(x, MESH, [Shard(0)]) * 2, backend="aot_eager", fullgraph=True)(x)
+    result.sum().backward()
+    assert x.grad.placements == (Shard(0),)
+
+
+def in_mesh(x):
+    with MESH:
+        return x * 2
+
+
+BREAKS = {
+    "isinstance(p, Shard)": lambda x: type(x.placements[0]) == Shard,  # noqa: E721
+    "outside of the region whether": lambda x: hasattr(MESH, "absent"),
+    "give the mesh": in_mesh,
+    "storage_offset()": lambda x: x.storage_offset(),
+    "ask the tensor": lambda x: layout_of(x * 1).shape,
+}
+
+
+@pytest.mark.parametrize("advice", BREAKS)
+def test_what_a_region_does_not_take_is_named_with_a_way_around(advice):
+    require("meshes in graphs")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="Explanation") as refused:
+        torch.compile(BREAKS[advice], backend="aot_eager", fullgraph=True)(ROWS)
+    assert advice in way_around(str(refused.value))
+
+
+def test_a_mesh_as_text():
+    require("meshes in graphs")
+    torch._dynamo.reset()
+    assert torch.compile(lambda x: (x, f"{MESH}"), backend="aot_eager", fullgraph=True)(ROWS)[1] == str(MESH)
+
+
+@pytest.mark.parametrize(
+    "move", [lambda x: x.flip(0), lambda x: torch.cat([x, x]), lambda x: x.redistribute(placements=[Shard(1)])]
+)
+def test_one_row_for_each_rank_is_a_fixed_length(move):
+    torch._dynamo.reset()
+    compiled = torch.compile(move, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (8, 4, 12, 4):
+        x = distribute_tensor(torch.randn(length, 4), MESH, [Shard(0)])
+        if length == 4:
+            torch._dynamo.mark_static(x, 0)
+        assert layout_of(compiled(x)) == layout_of(move(x))

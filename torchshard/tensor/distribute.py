@@ -58,11 +58,11 @@ def _distributed(
     tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[TorchPlacement] | None, src_data_rank: int | None
 ) -> DTensor:
     mesh = bind(device_mesh)
+    sharding = from_torch(placements or [Replicate()] * mesh.ndim, mesh, tensor.shape)
+    if isinstance(tensor, DTensor):  # in a trace even a leaf is none
+        return _already_there(tensor, sharding)
     if not tensor.is_leaf:
         raise RuntimeError("distribute_tensor takes a leaf tensor; use DTensor.from_local for results of operators")
-    sharding = from_torch(placements or [Replicate()] * mesh.ndim, mesh, tensor.shape)
-    if isinstance(tensor, DTensor):
-        return _already_there(tensor, sharding)
     local = tensor.detach()
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)

@@ -171,16 +171,10 @@ def _by_gathering_in_step(call: Call, operands: Sequence[Operand]) -> tuple[Any,
     mesh = operands[0].layout.mesh
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     device = next(dtensors_in(call.values)).device
-    if is_traced(next(dtensors_in(call.values))._local_tensor):
-        raise UnsupportedOperatorError(
-            f"{call.name} draws random numbers as no compiled region can: every rank after the first one's generator.",
-            expected="rand, randn, randint, bernoulli, dropout, normal_, uniform_ and their kin",
-            got=call.name,
-            fix="call it outside of the region",
-        )
     given = call.names.index("generator") if "generator" in call.names else None
 
     def agree(values: Sequence[Any]) -> None:
+        _refuse_to_draw_in_traces(call.name, values)
         random.agree_on_generator(mesh, device, None if given is None else values[given])
 
     agree(call.values)
@@ -194,6 +188,16 @@ def _by_gathering_in_step(call: Call, operands: Sequence[Operand]) -> tuple[Any,
         return drawing(*values)
 
     return result, run
+
+
+def _refuse_to_draw_in_traces(name: str, values: Sequence[Any]) -> None:
+    if is_traced(next(dtensors_in(values))._local_tensor):
+        raise UnsupportedOperatorError(
+            f"{name} draws random numbers as no compiled region can: every rank after the first one's generator.",
+            expected="rand, randn, randint, bernoulli, dropout, normal_, uniform_ and their kin",
+            got=name,
+            fix="call it outside of the region",
+        )
 
 
 def _gathered(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
