@@ -113,17 +113,16 @@ BREAKS = {
 
 @pytest.mark.parametrize("advice", BREAKS)
 def test_what_a_region_does_not_take_is_named_with_a_way_around(advice):
+    """Or taken, as the absent member and the offset by torch 2.15."""
     require("meshes in graphs")
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="Explanation") as refused:
-        torch.compile(BREAKS[advice], backend="aot_eager", fullgraph=True)(ROWS)
-    assert advice in way_around(str(refused.value))
-
-
-def test_a_mesh_as_text():
-    require("meshes in graphs")
-    torch._dynamo.reset()
-    assert torch.compile(lambda x: (x, f"{MESH}"), backend="aot_eager", fullgraph=True)(ROWS)[1] == str(MESH)
+    function = BREAKS[advice]
+    try:
+        taken = torch.compile(function, backend="aot_eager", fullgraph=True)(ROWS)
+        reason = ""
+    except Exception as refused:
+        taken, reason = None, str(refused)
+    assert advice in way_around(reason) if reason else taken == function(ROWS)
 
 
 @pytest.mark.parametrize(

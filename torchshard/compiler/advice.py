@@ -35,7 +35,7 @@ WAYS_AROUND: Mapping[str, str] = {
     "returning intermediate with requires_grad_()": "call requires_grad_() outside of the region",
     "cls_source must not be None for MRO walk": "make texts of placements outside of the region",
     "is not registered for this opaque object type": f"{_SUPPORT}; ask outside of the region whether there is one",
-    "OpaqueObjectClassVariable does not implement richcompare_impl": "isinstance(p, Shard), or `is` instead of `==`",
+    "ClassVariable(<class 'torch.distributed.tensor.placement_types.": "isinstance(p, Shard), or `is` instead of `==`",
     "how to enter a `FakeScriptObject` context manager": "give the mesh to what is called in the region",
     "op: call_method; target: storage_offset": "call storage_offset() outside of the region",
     "how to wrap <class 'torchshard.tensor.layout.TensorLayout'>": "ask the tensor: device_mesh, placements, shape",
