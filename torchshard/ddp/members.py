@@ -21,22 +21,23 @@ class Members:
         delayed: those of them that are averaged all the same.
 
     Attributes:
-        trained: the parameters to be averaged, with their names.
+        trained: the parameters to be averaged in buckets, with their names.
     """
 
     def __init__(
         self, module: torch.nn.Module, ignored: Collection[str], delayed: Sequence[torch.nn.Parameter] = ()
     ) -> None:
         self._module, self._ignored = weakref.ref(module), ignored
-        every = options.reduced(module, ignored)
-        self.trained: Named = [(n, p) for n, p in every if p.requires_grad]
-        frozen = [(n, p) for n, p in every if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+        apart = {id(p) for p in delayed}
+        self._delayed = {n for n, p in module.named_parameters(remove_duplicate=False) if id(p) in apart}
+        every = self._present(module)
+        self._averaged = [(n, p) for n, p in every if p.requires_grad or id(p) in apart]
+        self.trained: Named = [(n, p) for n, p in self._averaged if id(p) not in apart]
+        rest = [(n, p) for n, p in every if not p.requires_grad and id(p) not in apart]
+        frozen = [(n, p) for n, p in rest if p.is_floating_point() or p.is_complex()]
         self._names = {id(p): n for n, p in frozen}
         self._handles = [_torch.register_after_grad(p, self._warn) for _, p in frozen if not p.is_inference()]
-        kept = {id(p) for p in delayed}
-        self._delayed = {n: p for n, p in module.named_parameters(remove_duplicate=False) if id(p) in kept}
-        # torch swaps no tensor that has a weak reference, and says so.
-        self._pins = [weakref.ref(p) for p in [*[p for _, p in self.trained], *delayed]]
+        self._pins = [weakref.ref(p) for _, p in self._averaged]  # torch swaps no tensor that has one, and says so
         self._doubts = 0
         self._absent: Collection[int] | None = None
 
@@ -60,16 +61,15 @@ class Members:
     def check(self) -> None:
         """Raise RuntimeError if parameters have taken the place of others."""
         module = self._module()
-        now = {id(p): (n, p) for n, p in options.reduced(module, self._ignored)} if module else {}
-        gone = [n for n, p in self.trained if id(p) not in now]
-        known = {*self._names, *[id(p) for _, p in self.trained]}
+        now = {id(p): (n, p) for n, p in self._present(module)} if module else {}
+        gone = [n for n, p in self._averaged if id(p) not in now]
+        known = {*self._names, *[id(p) for _, p in self._averaged]}
         new = [n for key, (n, p) in now.items() if p.requires_grad and key not in known]
-        if module and self._delayed:
-            present = dict(module.named_parameters(remove_duplicate=False))
-            others = [n for n, p in self._delayed.items() if (x := present.get(n, p)) is not p and x.requires_grad]
-            gone, new = gone + others, new + others
         if gone and new:
             raise RuntimeError(messages.replaced_text(gone, new))
+
+    def _present(self, module: torch.nn.Module) -> Named:
+        return options.reduced(module, {*self._ignored} - self._delayed)
 
     @_torch.untraced
     def _warn(self, param: torch.Tensor) -> None:
