@@ -1,5 +1,7 @@
 """Whose memory `.grad` is: nobody notices that a bucket lies behind it, unless bucket views were asked for."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -113,9 +115,10 @@ def test_views_stay_where_they_are():
 
 
 def _steady(rank, world, views):
-    """Steps that nobody watches use the same memory again."""
+    """Steps that nobody watches use the same memory again; gloo's thread lets a tensor go shortly after its work."""
     model, storages = _model(gradient_as_bucket_view=views), set()
     for _ in range(4):
+        time.sleep(0.1)  # a step of these is shorter than it may take a busy machine to run that thread again
         model.zero_grad()
         _step(model)
         storages.add(next(model.parameters()).grad.untyped_storage().data_ptr())
