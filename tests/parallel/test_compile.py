@@ -214,6 +214,30 @@ def test_a_parallel_module_is_exported(grid):
     assert collectives(lowered.graph) == ["all_reduce"] * 2
 
 
+def test_styles_are_checked_by_less_than_torchs_own(grid):
+    """How much of what the hooks of two linear layers close over is compared at each call."""
+    from torch.distributed.tensor import parallel as upstream
+
+    from torchshard import parallel as ours
+
+    require("meshes in graphs")
+
+    def checks(library):
+        module = torch.nn.Sequential(OrderedDict(up=torch.nn.Linear(8, 16), down=torch.nn.Linear(16, 8)))
+        plan = {"up": library.ColwiseParallel(), "down": library.RowwiseParallel()}
+        library.parallelize_module(module, grid["tp"], plan)
+        found = []
+
+        def note(entries):
+            found.extend(entry.name for entry in entries if "__closure__" in entry.name)
+            return [True] * len(entries)
+
+        torch.compile(module, backend="eager", fullgraph=True, options={"guard_filter_fn": note})(torch.randn(2, 8))
+        return len(found)
+
+    assert 0 < checks(ours) < 0.6 * checks(upstream)
+
+
 def test_hooks_where_torch_has_none_of_the_private_names():
     from torchshard import _torch
 

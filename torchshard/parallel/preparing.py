@@ -53,34 +53,28 @@ class PrepareModuleInput(ParallelStyle):
                 raise AssertionError(f"input_kwarg_layouts names {names}, desired_input_kwarg_layouts {desired}")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def positional(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return self._prepared(inputs, device_mesh)
+        layouts, desired, local = self.input_layouts, self.desired_input_layouts, self.use_local_output
+        named, desired_named = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+
+        def positional(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            if layouts is None or desired is None:
+                return inputs
+            return prepare_all("input", inputs, device_mesh, layouts, desired, local)
 
         def both(
-            _: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+            module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             prepared = {
-                name: prepare(
-                    x,
-                    device_mesh,
-                    self.input_kwarg_layouts.get(name),
-                    self.desired_input_kwarg_layouts.get(name),
-                    self.use_local_output,
-                )
+                name: prepare(x, device_mesh, named.get(name), desired_named.get(name), local)
                 for name, x in keywords.items()
             }
-            return self._prepared(inputs, device_mesh), prepared
+            return positional(module, inputs), prepared
 
         if self.with_kwargs:
             module.register_forward_pre_hook(both, with_kwargs=True)
         else:
             module.register_forward_pre_hook(positional)
         return module
-
-    def _prepared(self, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        if self.input_layouts is None or self.desired_input_layouts is None:
-            return inputs
-        return prepare_all("input", inputs, mesh, self.input_layouts, self.desired_input_layouts, self.use_local_output)
 
     def __repr__(self) -> str:
         return (
@@ -111,14 +105,15 @@ class PrepareModuleOutput(ParallelStyle):
         _require_as_many("desired_output_layouts", self.desired_output_layouts, "output_layouts", self.output_layouts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(lambda _, inputs, outputs: self._prepared(outputs, device_mesh))
-        return module
+        layouts, desired, local = self.output_layouts, self.desired_output_layouts, self.use_local_output
 
-    def _prepared(self, outputs: Any, mesh: DeviceMesh) -> Any:
-        values = outputs if isinstance(outputs, tuple) else (outputs,)
-        layouts, desired = self.output_layouts, self.desired_output_layouts
-        prepared = prepare_all("output", values, mesh, layouts, desired, self.use_local_output)
-        return prepared[0] if len(prepared) == 1 else prepared
+        def after(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
+            values = outputs if isinstance(outputs, tuple) else (outputs,)
+            prepared = prepare_all("output", values, device_mesh, layouts, desired, local)
+            return prepared[0] if len(prepared) == 1 else prepared
+
+        module.register_forward_hook(after)
+        return module
 
     def __repr__(self) -> str:
         return (

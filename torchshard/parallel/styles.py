@@ -46,9 +46,9 @@ class _CutWeights(ParallelStyle):
         self.output_layouts: Placements = (output_layout,)
         self.use_local_output = use_local_output
 
-    def _wanted(self, module: nn.Module) -> Placements:
+    def _wanted(self, module: nn.Module) -> Placement:
         """The layout in which the module wants its input."""
-        return (Replicate(),)
+        return Replicate()
 
     def _length(self, module: nn.Module) -> int | None:
         """Global length of the last dim of the input, where the module tells it."""
@@ -67,26 +67,24 @@ class _CutWeights(ParallelStyle):
                 placement = cuts.get(name, cuts[""]) if submodule is module else Replicate()  # adapters: whole
                 place_parameter(submodule, name, parameter, mesh, placement, self.src_data_rank)
 
-        wanted, length = self._wanted(module), self._length(module)
-        return distribute_module(
-            module,
-            device_mesh,
-            partition,
-            lambda m, inputs, mesh: self._prepare_input(m, inputs, mesh, wanted, length),
-            lambda m, output, mesh: self._prepare_output(output),
-        )
+        distribute_module(module, device_mesh, partition)
+        # Compiled code checks what a hook refers to at each call, so hooks refer to these and to nothing else.
+        (here,), (there,), local = self.input_layouts, self.output_layouts, self.use_local_output
+        style, wanted, length = type(self).__name__, self._wanted(module), self._length(module)
 
-    def _prepare_input(
-        self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh, wanted: Placements, length: int | None
-    ) -> tuple[Any, ...]:
-        x = first_tensor(self, module, inputs)
-        if not isinstance(x, DTensor):
-            x = annotated(x, mesh, self.input_layouts, length)
-        return x.redistribute(placements=wanted), *inputs[1:]
+        def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = first_tensor(style, module, inputs)
+            if not isinstance(x, DTensor):
+                x = annotated(x, device_mesh, here, length)
+            return x.redistribute(placements=(wanted,)), *inputs[1:]
 
-    def _prepare_output(self, output: Any) -> Any:
-        output = output.redistribute(placements=self.output_layouts)
-        return output.to_local() if self.use_local_output else output
+        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            output = output.redistribute(placements=(there,))
+            return output.to_local() if local else output
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
 
     def __repr__(self) -> str:
         return (
@@ -141,8 +139,8 @@ class RowwiseParallel(_CutWeights):
     ) -> None:
         super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
 
-    def _wanted(self, module: nn.Module) -> Placements:
-        return (Shard(-1),) if isinstance(module, nn.Linear) else (Replicate(),)
+    def _wanted(self, module: nn.Module) -> Placement:
+        return Shard(-1) if isinstance(module, nn.Linear) else Replicate()
 
     def _length(self, module: nn.Module) -> int | None:
         return module.in_features if isinstance(module, nn.Linear) else None
@@ -167,21 +165,21 @@ class SequenceParallel(ParallelStyle):
             for name, parameter in list(submodule.named_parameters(recurse=False)):
                 place_parameter(submodule, name, parameter, mesh, Replicate(), self.src_data_rank)
 
-        return distribute_module(
-            module,
-            device_mesh,
-            partition,
-            self._prepare_input,
-            lambda m, output, mesh: output.to_local() if self.use_local_output else output,
-        )
+        distribute_module(module, device_mesh, partition)
+        style, (wanted,), local = type(self).__name__, self.sequence_sharding, self.use_local_output
 
-    def _prepare_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        x = first_tensor(self, module, inputs)
-        if isinstance(x, DTensor):
-            x = x.redistribute(placements=self.sequence_sharding)
-        else:
-            x = DTensor.from_local(x, mesh, self.sequence_sharding)
-        return x, *inputs[1:]
+        def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = first_tensor(style, module, inputs)
+            if not isinstance(x, DTensor):
+                return annotated(x, device_mesh, wanted), *inputs[1:]
+            return x.redistribute(placements=(wanted,)), *inputs[1:]
+
+        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            return output.to_local() if local else output
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
 
     def __repr__(self) -> str:
         dim = getattr(self.sequence_sharding[0], "dim", None)
@@ -201,24 +199,22 @@ def place_parameter(
         module.register_parameter(name, nn.Parameter(placed.detach(), requires_grad=parameter.requires_grad))
 
 
-def first_tensor(style: ParallelStyle, module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-    """The first input of a module.
+def first_tensor(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    """The first input of a module of this style.
 
     Raises:
         ValueError: there is none, or it is no tensor.
     """
     if not inputs or not isinstance(inputs[0], Tensor):
         got = type(inputs[0]).__name__ if inputs else "none (keyword arguments are not looked at)"
-        raise ValueError(
-            f"{type(style).__name__} expects a tensor as the first positional input of {module}; got {got}"
-        )
+        raise ValueError(f"{style} expects a tensor as the first positional input of {module}; got {got}")
     return inputs[0]
 
 
-def annotated(x: Tensor, mesh: DeviceMesh, placements: Placements, length: int | None) -> DTensor:
+def annotated(x: Tensor, mesh: DeviceMesh, placement: Placement, length: int | None = None) -> DTensor:
     """The DTensor of which `x` is this rank's part; `length` is that of its last dim, where that is known."""
-    dim = getattr(placements[0], "dim", None)
+    dim = None if length is None else getattr(placement, "dim", None)
     if length is None or dim is None or dim % x.ndim != x.ndim - 1:
-        return DTensor.from_local(x, mesh, placements)
+        return DTensor.from_local(x, mesh, (placement,))
     shape = (*x.shape[:-1], length)  # known, so pieces may be of unequal size
-    return DTensor.from_local(x, mesh, placements, shape=shape, stride=contiguous_stride(shape))
+    return DTensor.from_local(x, mesh, (placement,), shape=shape, stride=contiguous_stride(shape))
