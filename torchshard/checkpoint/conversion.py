@@ -204,13 +204,13 @@ def _options(
 
 
 def _check_apart(source: Path, index: Index, target: Path) -> None:
-    """Neither may lie within the other."""
-    there = os.path.realpath(target)
+    """Neither may lie within the other, nor the source where the destination is written."""
+    places = [os.path.realpath(target), os.path.realpath(destination.hidden(target))]
     inner = [] if source.is_dir() else [files.root / name for files in index.opened for name in index.files]
     for path in (source, *inner):
         above, name = os.path.split(os.path.abspath(path))
         for here in (os.path.realpath(path), os.path.join(os.path.realpath(above), name)):  # a link, and where it leads
-            if os.path.commonpath([here, there]) in (here, there):
+            if any(os.path.commonpath([here, there]) in (here, there) for there in places):
                 raise CheckpointError(
                     "The destination is the source, lies in it or around it, and the source is never touched.",
                     got=target,
