@@ -187,6 +187,21 @@ def test_resume_refuses_another_source_or_other_options(small, tmp_path):
     assert os.listdir(tmp_path) == [".out.partial"]
 
 
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_resume_does_not_take_other_names_for_the_same(small, tmp_path, monkeypatch, to):
+    """One that was killed when it had its name, and another whose result differs by a name of equal length."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(destination.Destination, "_leave", lambda self: os.close(self.journal))
+    convert(small, out, to, rename=lambda key: f"a.{key}", fsync=False)
+    monkeypatch.undo()
+    before = contents(out)
+    with pytest.raises(CheckpointError, match="other options"):
+        convert(small, out, to, rename=lambda key: f"b.{key}", fsync=False, resume=True, overwrite=True)
+    assert contents(out) == before
+    convert(small, out, to, rename=lambda key: f"b.{key}", fsync=False, overwrite=True)
+    assert "b.w1" in checkpoint.open(out)
+
+
 def test_resume_with_nothing_to_go_on_from_leaves_nothing(small, tmp_path):
     checkpoint.convert(small, tmp_path / "out", to="torch")
     with pytest.raises(CheckpointError, match="The destination exists"):

@@ -249,10 +249,12 @@ def _fingerprint(out: Output, to: str) -> str:
                 place = piece.place()
                 digest.update(repr((piece.box, place.start, place.stride, place.extent.file)).encode())
                 sources[str(place.extent.files.root / place.extent.file)] = None
+        for offset, data in file.finish([0] * len(file.slots)):  # names, and all that is no tensor
+            digest.update(repr((offset, len(data))).encode() + data)
     for name in sources:
         status = os.stat(name)
         digest.update(repr((os.path.realpath(name), status.st_size, status.st_mtime_ns)).encode())
-    return f"torchshard conversion 2 {digest.hexdigest()}"
+    return f"torchshard conversion 3 {digest.hexdigest()}"
 
 
 @dataclass(slots=True)
