@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.checkpoint import sources
 from tests.checkpoint.sources import assert_same_tree, bytes_of, same_bits, torch_loads
@@ -18,7 +19,7 @@ from torchshard import checkpoint, state_dict
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.moving.casting import FLOATING, TARGETS, cast
 from torchshard.errors import CheckpointError
-from torchshard.keys import KeyRules, fuse, rename, split, transpose
+from torchshard.keys import KeyRules, fuse, rename, split, strip_prefix, transpose
 from torchshard.layout import Box
 
 KINDS = ("torch", "safetensors", "dcp", "dcp cut", "torch parts", "safetensors parts")
@@ -177,6 +178,24 @@ NESTED = {
     "opts": [{"state": {0: {"a": torch.ones(1)}}}, {"state": {0: {"a": torch.zeros(1)}, 1: {}}}],
     "pair": (torch.ones(1), {"state": {"a": torch.zeros(1)}}),
 }
+
+
+def test_metadata_of_modules_follow_renames(tmp_path):
+    """What load_state_dict asks for the version of a module, at the top and further in, as for live state dicts."""
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2)))
+    state = nn.DataParallel(module).state_dict()
+    torch.save({"model": state, "epoch": 1}, tmp_path / "nested.pt")
+    torch.save(state, tmp_path / "flat.pt")
+    checkpoint.convert(tmp_path / "flat.pt", tmp_path / "a.pt", to="torch", rename=KeyRules([strip_prefix("module.")]))
+    found = torch.load(tmp_path / "a.pt")
+    assert found._metadata == module.state_dict()._metadata
+    assert list(found) == list(module.state_dict())
+    rules = [rename("model", "net"), rename("module.1", "module.head")]
+    checkpoint.convert(tmp_path / "nested.pt", tmp_path / "b.pt", to="torch", rename=KeyRules(rules))
+    versions = {"": 1, "module": 1, "module.0": 2, "module.head": 1, "module.head.0": 1}
+    assert {name: its["version"] for name, its in torch.load(tmp_path / "b.pt")["net"]._metadata.items()} == versions
+    checkpoint.convert(tmp_path / "nested.pt", tmp_path / "c.pt", to="torch", exclude=["epoch"], dtype="bfloat16")
+    assert torch.load(tmp_path / "c.pt")["model"]._metadata == state._metadata
 
 
 def test_renames_keep_the_nesting(tmp_path):
