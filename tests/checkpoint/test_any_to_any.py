@@ -235,9 +235,11 @@ def test_an_optimizer_by_name_follows_as_a_live_one_does(tmp_path, kind):
 
 
 def test_an_optimizer_by_number_is_not_joined(tmp_path):
-    numbered = by_name({"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": [{"params": [0], "lr": 0.1}]})
-    convert_saved(numbered, tmp_path, "torch", KeyRules([rename("layers", "blocks")]))
-    assert_same_tree(torch.load(tmp_path / "b.pt")["optim"], numbered["optim"])
+    groups = [{"params": [0], "lr": 0.1, "param_names": ["layers.0.weight"]}]
+    numbered = by_name({"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": groups})
+    rules = [rename("layers", "blocks")]
+    convert_saved(numbered, tmp_path, "torch", KeyRules(rules))
+    assert_same_tree(torch.load(tmp_path / "b.pt"), state_dict.KeyRules(rules)(numbered))
     joined = KeyRules([fuse(["layers.0.weight", "layers.1.weight"], "layers.weight")])
     with pytest.raises(CheckpointError, match="go by numbers cannot be joined"):
         convert_saved(numbered, tmp_path, "torch", joined)
