@@ -15,6 +15,7 @@ from torchshard.checkpoint import opening
 from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.editing import Edits, Rename, edited, merged
 from torchshard.checkpoint.entries import Index, Piece, TensorEntry, flat
+from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
 from torchshard.checkpoint.formats.out import Options, Output, Slot, whole_slot
 from torchshard.checkpoint.moving import destination
@@ -147,7 +148,8 @@ def convert(
             _check_apart(source, checkpoint.index, target)
         out = WRITERS[to](edited(merged([checkpoint.index for checkpoint in opened]), edits), options)
         pieces = {id(piece) for slot in out.slots for piece in slot.entry.pieces}
-        work = _Work(out, target, budget, progress, verify, _fingerprint(out, to))
+        read = [files for checkpoint in opened for files in checkpoint.index.opened]
+        work = _Work(out, target, budget, progress, verify, _fingerprint(out, to), read)
         if not (resume and destination.begun(target) and os.path.lexists(target)):
             destination.check(target, out.nbytes, overwrite=overwrite, folder=out.is_folder)
         if not dry_run:
@@ -267,6 +269,7 @@ class _Work:
     progress: Callable[[int, int], object] | None
     verify: bool
     fingerprint: str
+    read: Sequence[Files]
     done: int = 0
     total: int = field(init=False, default=0)
 
@@ -288,6 +291,8 @@ class _Work:
             place.write_notes()
             if self.verify:
                 self._check_written(place.data, crcs)
+            for source in self.read:
+                source.check_unchanged()
             place.commit()
 
     def _advance(self, nbytes: int) -> None:

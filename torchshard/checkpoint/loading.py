@@ -63,8 +63,8 @@ def load_into(
 
     Raises:
         CheckpointError: keys that the checkpoint lacks, other shapes, types that are not cast, tensors on the meta
-            device, sparse or expanded, all of them named; nothing is loaded then. Or the files are damaged; some
-            tensors are filled then.
+            device, sparse or expanded, all of them named; nothing is loaded then. Or the files are damaged, or
+            written to meanwhile; some tensors are filled then.
 
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
@@ -112,6 +112,8 @@ def load_into(
                 done += nbytes
                 if progress is not None:
                     progress(done, total)
+        for files in checkpoint.index.opened:
+            files.check_unchanged()
 
 
 def _joined(errors: Sequence[CheckpointError], path: Path) -> CheckpointError:
