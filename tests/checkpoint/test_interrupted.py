@@ -179,6 +179,26 @@ def test_resume_moves_only_what_is_missing(small, tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "other")
 
 
+@pytest.mark.parametrize("left", ["nothing", "holes", "half"])
+def test_resume_trusts_nothing_that_it_does_not_find(small, tmp_path, left):
+    """The journal may have reached the disk without the data, as after a power cut."""
+    calls = int(run(KILLED, small, tmp_path / "other", "safetensors", -1, "{}").stdout)
+    run(KILLED, small, tmp_path / "out", "safetensors", calls - 6, "{}")
+    data = tmp_path / ".out.partial" / "data"
+    size = data.stat().st_size
+    assert len((data.parent / "journal").read_text().splitlines()) > 2
+    if left == "nothing":
+        data.write_bytes(b"")
+    elif left == "half":
+        os.truncate(data, size // 2)
+    else:
+        data.write_bytes(bytes(size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.convert(small, tmp_path / "out", to="safetensors", max_memory=2**21, resume=True, fsync=False)
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
+
+
 def test_resume_refuses_another_source_or_other_options(small, tmp_path):
     run(KILLED, small, tmp_path / "out", "torch", 12, "{}")
     for kwargs in ({"dtype": "bfloat16", "select": ["w0"]}, {"exclude": ["lr"]}):
