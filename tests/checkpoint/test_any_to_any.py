@@ -86,6 +86,13 @@ def test_plain_data_and_containers_survive_a_dcp_folder(tmp_path):
             assert_same_tree(ours[key], theirs[key])
 
 
+def test_keys_that_are_one_as_text_do_not_fit_a_dcp_folder(tmp_path):
+    torch.save({"a": {0: torch.ones(1), "0": {"b": torch.ones(2)}}}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"contradict each other(?s:.*)a\.0\.b at \(a, 0, b\)"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "ck", to="dcp")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
 def test_the_libraries_read_parts(every_kind):
     folder = every_kind / "safetensors parts"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
