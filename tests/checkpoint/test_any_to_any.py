@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.checkpoint import sources
 from tests.checkpoint.sources import assert_same_tree, bytes_of, same_bits, torch_loads
@@ -18,7 +19,7 @@ from torchshard import checkpoint, state_dict
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.moving.casting import FLOATING, TARGETS, cast
 from torchshard.errors import CheckpointError
-from torchshard.keys import KeyRules, fuse, rename, split, transpose
+from torchshard.keys import KeyRules, fuse, rename, split, strip_prefix, transpose
 from torchshard.layout import Box
 
 KINDS = ("torch", "safetensors", "dcp", "dcp cut", "torch parts", "safetensors parts")
@@ -83,6 +84,13 @@ def test_plain_data_and_containers_survive_a_dcp_folder(tmp_path):
     for key in theirs:
         if key != "ordered":  # theirs becomes a dict, ours too
             assert_same_tree(ours[key], theirs[key])
+
+
+def test_keys_that_are_one_as_text_do_not_fit_a_dcp_folder(tmp_path):
+    torch.save({"a": {0: torch.ones(1), "0": {"b": torch.ones(2)}}}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"contradict each other(?s:.*)a\.0\.b at \(a, 0, b\)"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "ck", to="dcp")
+    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_the_libraries_read_parts(every_kind):
@@ -179,6 +187,24 @@ NESTED = {
 }
 
 
+def test_metadata_of_modules_follow_renames(tmp_path):
+    """What load_state_dict asks for the version of a module, at the top and further in, as for live state dicts."""
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2)))
+    state = nn.DataParallel(module).state_dict()
+    torch.save({"model": state, "epoch": 1}, tmp_path / "nested.pt")
+    torch.save(state, tmp_path / "flat.pt")
+    checkpoint.convert(tmp_path / "flat.pt", tmp_path / "a.pt", to="torch", rename=KeyRules([strip_prefix("module.")]))
+    found = torch.load(tmp_path / "a.pt")
+    assert found._metadata == module.state_dict()._metadata
+    assert list(found) == list(module.state_dict())
+    rules = [rename("model", "net"), rename("module.1", "module.head")]
+    checkpoint.convert(tmp_path / "nested.pt", tmp_path / "b.pt", to="torch", rename=KeyRules(rules))
+    versions = {"": 1, "module": 1, "module.0": 2, "module.head": 1, "module.head.0": 1}
+    assert {name: its["version"] for name, its in torch.load(tmp_path / "b.pt")["net"]._metadata.items()} == versions
+    checkpoint.convert(tmp_path / "nested.pt", tmp_path / "c.pt", to="torch", exclude=["epoch"], dtype="bfloat16")
+    assert torch.load(tmp_path / "c.pt")["model"]._metadata == state._metadata
+
+
 def test_renames_keep_the_nesting(tmp_path):
     torch.save(NESTED, tmp_path / "a.pt")
     checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", rename=KeyRules([rename("layers", "blocks")]))
@@ -216,9 +242,11 @@ def test_an_optimizer_by_name_follows_as_a_live_one_does(tmp_path, kind):
 
 
 def test_an_optimizer_by_number_is_not_joined(tmp_path):
-    numbered = by_name({"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": [{"params": [0], "lr": 0.1}]})
-    convert_saved(numbered, tmp_path, "torch", KeyRules([rename("layers", "blocks")]))
-    assert_same_tree(torch.load(tmp_path / "b.pt")["optim"], numbered["optim"])
+    groups = [{"params": [0], "lr": 0.1, "param_names": ["layers.0.weight"]}]
+    numbered = by_name({"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": groups})
+    rules = [rename("layers", "blocks")]
+    convert_saved(numbered, tmp_path, "torch", KeyRules(rules))
+    assert_same_tree(torch.load(tmp_path / "b.pt"), state_dict.KeyRules(rules)(numbered))
     joined = KeyRules([fuse(["layers.0.weight", "layers.1.weight"], "layers.weight")])
     with pytest.raises(CheckpointError, match="go by numbers cannot be joined"):
         convert_saved(numbered, tmp_path, "torch", joined)

@@ -376,6 +376,27 @@ def test_a_file_that_shrinks_while_it_is_read(copy, monkeypatch):
         checkpoint.convert(copy, copy.parent / "out.pt", to="torch")
 
 
+@pytest.mark.parametrize("how", ["in place", "another file"])
+def test_a_file_that_is_written_while_it_is_read(tmp_path, how):
+    """Otherwise some tensors would be of one checkpoint, and some of the next."""
+    path, out = tmp_path / "a.safetensors", tmp_path / "b.pt"
+    safetensors.torch.save_file({f"w{i}": torch.zeros(2**18) for i in range(4)}, path)
+
+    def written(done, total):
+        safetensors.torch.save_file({f"w{i}": torch.ones(2**18) for i in range(4)}, tmp_path / "new")
+        if how == "another file":
+            os.replace(tmp_path / "new", path)
+        else:
+            path.write_bytes((tmp_path / "new").read_bytes())
+            (tmp_path / "new").unlink()
+
+    with pytest.raises(CheckpointError, match=r"written to while it was read(?s:.*)a\.safetensors"):
+        checkpoint.convert(path, out, to="torch", fsync=False, progress=written)
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+    with pytest.raises(CheckpointError, match="written to while it was read"):
+        checkpoint.load_into(path, {"w0": torch.zeros(2**18)}, progress=written)
+
+
 def test_a_disk_that_fails(copy, monkeypatch):
     def fail(fd, buffers, offset):
         raise OSError(5, "Input/output error")

@@ -179,12 +179,47 @@ def test_resume_moves_only_what_is_missing(small, tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "other")
 
 
+@pytest.mark.parametrize("left", ["nothing", "holes", "half"])
+def test_resume_trusts_nothing_that_it_does_not_find(small, tmp_path, left):
+    """The journal may have reached the disk without the data, as after a power cut."""
+    calls = int(run(KILLED, small, tmp_path / "other", "safetensors", -1, "{}").stdout)
+    run(KILLED, small, tmp_path / "out", "safetensors", calls - 6, "{}")
+    data = tmp_path / ".out.partial" / "data"
+    size = data.stat().st_size
+    assert len((data.parent / "journal").read_text().splitlines()) > 2
+    if left == "nothing":
+        data.write_bytes(b"")
+    elif left == "half":
+        os.truncate(data, size // 2)
+    else:
+        data.write_bytes(bytes(size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.convert(small, tmp_path / "out", to="safetensors", max_memory=2**21, resume=True, fsync=False)
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
+
+
 def test_resume_refuses_another_source_or_other_options(small, tmp_path):
     run(KILLED, small, tmp_path / "out", "torch", 12, "{}")
     for kwargs in ({"dtype": "bfloat16", "select": ["w0"]}, {"exclude": ["lr"]}):
         with pytest.raises(CheckpointError, match="of another source or other options"):
             checkpoint.convert(small, tmp_path / "out", to="torch", max_memory=2**21, resume=True, **kwargs)
     assert os.listdir(tmp_path) == [".out.partial"]
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_resume_does_not_take_other_names_for_the_same(small, tmp_path, monkeypatch, to):
+    """One that was killed when it had its name, and another whose result differs by a name of equal length."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(destination.Destination, "_leave", lambda self: os.close(self.journal))
+    convert(small, out, to, rename=lambda key: f"a.{key}", fsync=False)
+    monkeypatch.undo()
+    before = contents(out)
+    with pytest.raises(CheckpointError, match="other options"):
+        convert(small, out, to, rename=lambda key: f"b.{key}", fsync=False, resume=True, overwrite=True)
+    assert contents(out) == before
+    convert(small, out, to, rename=lambda key: f"b.{key}", fsync=False, overwrite=True)
+    assert "b.w1" in checkpoint.open(out)
 
 
 def test_resume_with_nothing_to_go_on_from_leaves_nothing(small, tmp_path):
@@ -274,6 +309,84 @@ def test_overwriting_a_folder(small, tmp_path):
         checkpoint.convert(small, out, to="dcp", overwrite=True)
     assert (out / "thesis.txt").exists()
     assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("stopped", ["before", "after"])
+def test_a_folder_that_steps_aside_is_never_lost(small, tmp_path, monkeypatch, stopped, resume):
+    """Interrupted between the two renames by which a folder takes the name of another."""
+    out, rename = tmp_path / "out", os.rename
+    checkpoint.convert(small, out, to="dcp", select=["w1"], fsync=False)
+    old = contents(out)
+
+    def interrupted(a, b):
+        if Path(a).name != "data":
+            return rename(a, b)
+        if stopped == "after":
+            rename(a, b)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(small, out, "dcp", fsync=False, resume=resume)
+    monkeypatch.undo()
+    assert (contents(out) == old) == (stopped == "before")
+    assert (os.listdir(tmp_path) == ["out"]) == (not resume)
+    convert(small, out, "dcp", fsync=False, resume=resume)
+    assert list(checkpoint.open(out)) == ["w0", "w1", "w2", "lr"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_name_that_is_taken_while_a_folder_steps_aside(small, tmp_path, monkeypatch):
+    """Another program makes a folder there: neither that one nor the old one is lost."""
+    out, rename, hidden = tmp_path / "out", os.rename, tmp_path / ".out.partial"
+    checkpoint.convert(small, out, to="dcp", select=["w1"], fsync=False)
+    old = contents(out)
+
+    def meeting(a, b):
+        if Path(a).name == "data":
+            out.mkdir()
+            (out / "theirs").write_text("theirs")
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", meeting)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert(small, out, "dcp", fsync=False)
+    monkeypatch.undo()
+    for _ in range(2):
+        assert (out / "theirs").read_text() == "theirs"
+        assert contents(hidden / "replaced") == old
+        (out / "theirs").rename(tmp_path / "theirs")
+        with pytest.raises(CheckpointError, match="stepped aside"):
+            convert(small, out, "dcp", fsync=False)
+        (tmp_path / "theirs").rename(out / "theirs")
+    (hidden / "replaced").rename(tmp_path / "mine")
+    (out / "theirs").rename(tmp_path / "theirs")
+    convert(small, out, "dcp", fsync=False)
+    assert sorted(os.listdir(tmp_path)) == ["mine", "out", "theirs"]
+
+
+def test_killed_before_what_it_replaced_was_removed(small, tmp_path):
+    out = tmp_path / "out"
+    checkpoint.convert(small, out, to="dcp", fsync=False)
+    hidden = tmp_path / ".out.partial"
+    (hidden / "replaced").mkdir(parents=True)
+    (hidden / "replaced" / ".metadata").write_bytes(b"old")
+    checkpoint.convert(small, out, to="dcp", select=["w1"], fsync=False, overwrite=True)
+    assert list(checkpoint.open(out)) == ["w1"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("name", [".out.partial", ".out.partial/data"])
+def test_the_hidden_folder_is_no_source(small, tmp_path, name):
+    hidden = tmp_path / ".out.partial"
+    hidden.mkdir()
+    (hidden / "data").write_bytes(small.read_bytes())
+    (hidden / "model_rank0.pt").write_bytes(small.read_bytes())
+    before = contents(hidden)
+    with pytest.raises(CheckpointError, match="never touched"):
+        checkpoint.convert(tmp_path / name, tmp_path / "out", to="torch")
+    assert contents(hidden) == before
 
 
 @pytest.mark.parametrize("name", ["", "journal"])

@@ -84,6 +84,38 @@ def test_objects_and_errors(tmp_path):
             checkpoint.load_into(tmp_path / "a.pt", state)
 
 
+def test_all_that_does_not_fit_is_named(tmp_path):
+    torch.save({"model": {"w": torch.arange(4.0), "b": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
+    state = {"model": {"w": torch.zeros(5), "b": torch.zeros(2), "c": torch.zeros(1)}, "epoch": torch.zeros(()), "x": 0}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_into(tmp_path / "a.pt", state)
+    assert str(caught.value).replace(f"{tmp_path}/", "") == (
+        """\
+The checkpoint does not fit the state dict.
+  got:      A tensor of the checkpoint has another shape. a.pt: model.w, expected (5,), got (4,)
+            The checkpoint lacks a key of the state dict. a.pt, got model.c
+            The checkpoint holds no tensor here, unlike the state dict. a.pt: epoch
+            The checkpoint lacks a key of the state dict. a.pt, got x
+  where:    a.pt
+  fix:      Give rename=, or leave the key out of the state dict; inspect shows the keys."""
+    )
+    assert not state["model"]["b"].any()
+
+
+def test_empty_dicts_and_lists_of_lists(tmp_path):
+    """torch.distributed.checkpoint keeps no empty dicts, such as the state of SGD without momentum."""
+    state = {"state": {}, "groups": [{}, {"lr": 1}], "deep": [[torch.ones(2)], [3]]}
+    sources.make(tmp_path / "ck", 1, sources.save, state)
+    torch.save(state, tmp_path / "a.pt")
+    for name in ("ck", "a.pt"):
+        target = {"state": {}, "groups": [{}, {"lr": 0}], "deep": [[torch.zeros(2)], [0]]}
+        checkpoint.load_into(tmp_path / name, target)
+        assert target["deep"][0][0].tolist() == [1, 1]
+        assert (target["state"], target["groups"], target["deep"][1]) == ({}, state["groups"], [3])
+    with pytest.raises(CheckpointError, match=r"lacks a key(?s:.*)deep"):
+        checkpoint.load_into(tmp_path / "ck", {"deep": {}})
+
+
 def test_objects_are_torchs_own(tmp_path):
     values = {
         "pair": (torch.arange(3).bfloat16(), 3), "size": torch.Size([2, 3]), "dtype": torch.bfloat16,

@@ -141,6 +141,28 @@ def test_metadata_of_parts_are_kept(tmp_path):
     assert checkpoint.open(parts).metadata == {"total_size": "12"}
 
 
+def test_what_an_index_does_not_name_is_said(tmp_path):
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    safetensors.torch.save_file({"a": torch.ones(1), "b": torch.ones(2)}, folder / "1.safetensors")
+    torch.save({"b": torch.zeros(2)}, folder / "2.bin")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.bin"}}))
+    with pytest.warns(UserWarning, match=r"^not in the index, and left out: 1\.safetensors: b$"):
+        opened = checkpoint.open(folder)
+    assert opened["b"].numpy().tolist() == [0, 0]
+
+
+def test_an_index_of_pieces_is_refused(tmp_path):
+    """A piece would pass for its tensor."""
+    said = json.dumps({"w": {"saved_offsets": [2]}})
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "1.safetensors", metadata={"DCP_SHARDING_INFO": said})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "1.safetensors"}}))
+    with pytest.raises(CheckpointError, match="do not make it up"):
+        checkpoint.open(tmp_path)
+
+
 def test_metadata_of_parts_that_differ_are_named(tmp_path):
     parts = in_parts(tmp_path / "parts", {"by": "me", "rank": "0"}, {"by": "me", "rank": "1"})
     with pytest.warns(UserWarning, match=r"metadata that differ are left out: rank$") as caught:

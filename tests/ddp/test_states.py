@@ -17,9 +17,12 @@ def _module():
 def test_keys():
     assert wrappers.bare("module._orig_mod.0.weight") == "0.weight"
     own = ["module.a", "module.module.b"]
-    assert wrappers.renamed(["a", "module.a", "b", "_orig_mod.b", "c"], own) == {
-        "a": "module.a", "module.a": "module.a", "b": "module.module.b", "_orig_mod.b": "module.module.b", "c": "c",
+    assert wrappers.renamed(["a", "b", "c"], own) == {"a": "module.a", "b": "module.module.b", "c": "c"}
+    assert wrappers.renamed(["module.a", "_orig_mod.b"], own) == {
+        "module.a": "module.a", "_orig_mod.b": "module.module.b",
     }  # fmt: skip
+    for twice in (["a", "module.a"], ["module.a", "_orig_mod.a"], ["b", "_orig_mod.b"]):
+        assert wrappers.renamed(twice, own) == {key: key for key in twice}
     assert wrappers.renamed(["module.b"], ["b", "x.module.b", "_orig_mod.b"]) == {"module.b": "module.b"}  # which one?
 
 
@@ -44,6 +47,14 @@ def test_any_form_is_loaded(fake_group):
         target.load_state_dict({**source.state_dict(), "other": torch.ones(1)})
     with pytest.raises(RuntimeError, match=r"Missing key.*module\.0\.0\.weight"):
         target.load_state_dict({})
+
+
+def test_two_values_of_one_parameter_are_not_taken(fake_group):
+    target = DistributedDataParallel(_module())
+    state = target.state_dict()
+    for twice in ({**state, **bare_state_dict(_module())}, {**bare_state_dict(_module()), **state}):
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*\"0\.0\.weight\""):
+            target.load_state_dict(twice)
 
 
 def test_versions_of_modules_go_along(fake_group):

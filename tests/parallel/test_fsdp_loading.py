@@ -3,11 +3,13 @@
 import pickle
 from pathlib import Path
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.ranks import run_ranks
+from torchshard.errors import ShardingError
 
 
 def state(mesh, seed=0, rows=10, dtype=torch.float32, library=None):
@@ -122,6 +124,46 @@ CheckpointError: A checkpoint cannot be loaded into this state dict; nothing was
   got:      more: not in the checkpoint
   where:    rank 0, 1, 2, 3""",
     )
+
+
+def of(n):
+    """A state dict that has everything n times, or n of it."""
+    return {
+        "optimizer": {
+            "state": {0: {"step": n, "exp_avg": torch.full((2,), float(n))}},
+            "param_groups": [{"betas": (0.1 * n, 0.2 * n), "milestones": [n] * n, "params": [0]}],
+        },
+        "lists": [[n], [torch.tensor(n), {"name": "x" * n}]],
+        "pair": (torch.tensor(n), n),
+        "empty": {},
+    }
+
+
+def test_all_values_are_those_of_the_checkpoint(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard.parallel.fsdp import load
+
+    dcp.save(of(3), checkpoint_id=tmp_path)
+    for n in (1, 4):
+        target = of(n)
+        average = target["optimizer"]["state"][0]["exp_avg"]
+        load(target, checkpoint_id=tmp_path)
+        assert target == {**of(3), "optimizer": target["optimizer"]}
+        kept = target["optimizer"]["state"][0].pop("exp_avg")
+        assert kept is average
+        assert kept.tolist() == [3.0, 3.0]
+        assert target["optimizer"] == {"state": {0: {"step": 3}}, "param_groups": of(3)["optimizer"]["param_groups"]}
+
+
+def test_values_that_go_by_one_name(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard.parallel.fsdp import load
+
+    dcp.save({"a.b": 1}, checkpoint_id=tmp_path)
+    with pytest.raises(ShardingError, match=r"(?s)go by the same name.*a\.b"):
+        load({"a": {"b": 0}, "a.b": 0}, checkpoint_id=tmp_path)
 
 
 def dead(rank, world, folder):

@@ -15,6 +15,7 @@ from torchshard.checkpoint import opening
 from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.editing import Edits, Rename, edited, merged
 from torchshard.checkpoint.entries import Index, Piece, TensorEntry, flat
+from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
 from torchshard.checkpoint.formats.out import Options, Output, Slot, whole_slot
 from torchshard.checkpoint.moving import destination
@@ -147,7 +148,8 @@ def convert(
             _check_apart(source, checkpoint.index, target)
         out = WRITERS[to](edited(merged([checkpoint.index for checkpoint in opened]), edits), options)
         pieces = {id(piece) for slot in out.slots for piece in slot.entry.pieces}
-        work = _Work(out, target, budget, progress, verify, _fingerprint(out, to))
+        read = [files for checkpoint in opened for files in checkpoint.index.opened]
+        work = _Work(out, target, budget, progress, verify, _fingerprint(out, to), read)
         if not (resume and destination.begun(target) and os.path.lexists(target)):
             destination.check(target, out.nbytes, overwrite=overwrite, folder=out.is_folder)
         if not dry_run:
@@ -204,13 +206,13 @@ def _options(
 
 
 def _check_apart(source: Path, index: Index, target: Path) -> None:
-    """Neither may lie within the other."""
-    there = os.path.realpath(target)
+    """Neither may lie within the other, nor the source where the destination is written."""
+    places = [os.path.realpath(target), os.path.realpath(destination.hidden(target))]
     inner = [] if source.is_dir() else [files.root / name for files in index.opened for name in index.files]
     for path in (source, *inner):
         above, name = os.path.split(os.path.abspath(path))
         for here in (os.path.realpath(path), os.path.join(os.path.realpath(above), name)):  # a link, and where it leads
-            if os.path.commonpath([here, there]) in (here, there):
+            if any(os.path.commonpath([here, there]) in (here, there) for there in places):
                 raise CheckpointError(
                     "The destination is the source, lies in it or around it, and the source is never touched.",
                     got=target,
@@ -249,10 +251,12 @@ def _fingerprint(out: Output, to: str) -> str:
                 place = piece.place()
                 digest.update(repr((piece.box, place.start, place.stride, place.extent.file)).encode())
                 sources[str(place.extent.files.root / place.extent.file)] = None
+        for offset, data in file.finish([0] * len(file.slots)):  # names, and all that is no tensor
+            digest.update(repr((offset, len(data))).encode() + data)
     for name in sources:
         status = os.stat(name)
         digest.update(repr((os.path.realpath(name), status.st_size, status.st_mtime_ns)).encode())
-    return f"torchshard conversion 2 {digest.hexdigest()}"
+    return f"torchshard conversion 3 {digest.hexdigest()}"
 
 
 @dataclass(slots=True)
@@ -265,6 +269,7 @@ class _Work:
     progress: Callable[[int, int], object] | None
     verify: bool
     fingerprint: str
+    read: Sequence[Files]
     done: int = 0
     total: int = field(init=False, default=0)
 
@@ -286,6 +291,8 @@ class _Work:
             place.write_notes()
             if self.verify:
                 self._check_written(place.data, crcs)
+            for source in self.read:
+                source.check_unchanged()
             place.commit()
 
     def _advance(self, nbytes: int) -> None:

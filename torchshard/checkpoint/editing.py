@@ -114,7 +114,7 @@ def _names(keys: Iterable[str], rename: Rename) -> Mapping[str, Sequence[str]]:
     return found
 
 
-_GROUP = re.compile(r"((?:.*\.)?)(param_groups\.\d+\.params)", re.DOTALL)  # of an optimizer
+_GROUP = re.compile(r"((?:.*\.)?)(param_groups\.\d+\.param(?:s|_names))", re.DOTALL)  # of an optimizer
 
 
 def _parameters(entry: ObjectEntry, key: str, state: tuple[str, str], rename: Rename) -> object:

@@ -44,7 +44,7 @@ class Files:
         real = os.path.realpath(root)
         self._inside = (real, *_blobs(real))
         self._handle = functools.lru_cache(maxsize=OPEN_FILES)(self._open)
-        self._sizes: dict[str, int] = {}
+        self._found: dict[str, os.stat_result] = {}
 
     def path(self, name: str) -> Path:
         """Where the file is.
@@ -77,7 +77,7 @@ class Files:
 
     def size(self, name: str) -> int:
         """Bytes of the file, which must be a regular one."""
-        if name not in self._sizes:
+        if name not in self._found:
             path = self.path(name)
             try:
                 status = os.stat(path)
@@ -85,8 +85,21 @@ class Files:
                 raise unreadable(path, error) from error
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError("This is not a regular file.", where=path)
-            self._sizes[name] = status.st_size
-        return self._sizes[name]
+            self._found[name] = status
+        return self._found[name].st_size
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if a file is another, or was written to, since its size was first asked for."""
+        for name, before in self._found.items():
+            path = self.path(name)
+            try:
+                now = os.stat(path)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            if _version(now) != _version(before):
+                raise CheckpointError(
+                    "The file was written to while it was read.", where=path, fix="Read it when nothing writes to it."
+                )
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly `length` bytes; for the small parts of a file, as they are allocated in one go."""
@@ -170,6 +183,10 @@ class Files:
     def close(self) -> None:
         """Let go of all open files; a later read opens them again."""
         self._handle.cache_clear()
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _blobs(snapshot: str) -> tuple[str, ...]:

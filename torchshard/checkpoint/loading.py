@@ -5,8 +5,9 @@ torch is imported when this is called, by a process that has it anyway. There is
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchshard.checkpoint import opening
@@ -61,8 +62,9 @@ def load_into(
         progress: called with the bytes read and the bytes in all, on this rank.
 
     Raises:
-        CheckpointError: a key that the checkpoint lacks, another shape, a type that is not cast, a tensor on the meta
-            device, sparse or expanded; nothing is loaded then. Or the files are damaged; some tensors are filled then.
+        CheckpointError: keys that the checkpoint lacks, other shapes, types that are not cast, tensors on the meta
+            device, sparse or expanded, all of them named; nothing is loaded then. Or the files are damaged, or
+            written to meanwhile; some tensors are filled then.
 
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
@@ -76,25 +78,32 @@ def load_into(
             fix="model.state_dict()",
         )
     with opening.open(path) as checkpoint:
-        parts: list[_Part] = []
         entries = edited(checkpoint.index, Edits(rename=rename)).entries
+        parts: list[_Part] = []
         objects: list[tuple[Any, Any, object]] = []
+        wrong: list[CheckpointError] = []
+        inner = {key[:at] for key in entries for at, sign in enumerate(key) if sign == "."}
         for container, step, key, value in _leaves(state_dict, ""):
-            entry = entries.get(key)
-            if entry is None:
-                raise CheckpointError(
-                    "The checkpoint lacks a key of the state dict.",
-                    got=printable(key),
-                    where=checkpoint.path,
-                    fix="Give rename=, or leave the key out of the state dict; inspect shows the keys.",
-                )
-            if isinstance(entry, ObjectEntry) and not _is_tensor(value):
-                objects.append((container, step, live(entry.value(), f"{checkpoint.path}: {printable(key)}")))
-            elif isinstance(entry, TensorEntry) and _is_tensor(value):
-                parts += _parts(key, _fitting(entry, value, f"{checkpoint.path}: {printable(key)}"), value)
-            else:
-                held = "a tensor" if isinstance(entry, TensorEntry) else "no tensor"
-                raise CheckpointError(f"The checkpoint holds {held} here, unlike the state dict.", where=printable(key))
+            try:
+                entry, where = entries.get(key), f"{checkpoint.path}: {printable(key)}"
+                if isinstance(entry, ObjectEntry) and not _is_tensor(value):
+                    objects.append((container, step, live(entry.value(), where)))
+                elif isinstance(entry, TensorEntry) and _is_tensor(value):
+                    parts += _parts(key, _fitting(entry, value, where), value)
+                elif entry is not None:
+                    held = "a tensor" if isinstance(entry, TensorEntry) else "no tensor"
+                    raise CheckpointError(f"The checkpoint holds {held} here, unlike the state dict.", where=where)
+                elif not isinstance(value, Mapping) or key in inner:  # some formats do not keep empty dicts
+                    raise CheckpointError(
+                        "The checkpoint lacks a key of the state dict.",
+                        got=printable(key),
+                        where=checkpoint.path,
+                        fix="Give rename=, or leave the key out of the state dict; inspect shows the keys.",
+                    )
+            except CheckpointError as error:
+                wrong.append(error)
+        if wrong:
+            raise _joined(wrong, checkpoint.path)
         for container, step, made in objects:
             container[step] = made
         total, done = sum([part.box.numel * part.entry.itemsize for part in parts]), 0
@@ -103,6 +112,26 @@ def load_into(
                 done += nbytes
                 if progress is not None:
                     progress(done, total)
+        for files in checkpoint.index.opened:
+            files.check_unchanged()
+
+
+def _joined(errors: Sequence[CheckpointError], path: Path) -> CheckpointError:
+    """One error that says all; of one alone itself."""
+    if len(errors) == 1:
+        return errors[0]
+    fixes = dict.fromkeys([error.fix for error in errors if error.fix is not None])
+    return CheckpointError(
+        "The checkpoint does not fit the state dict.",
+        got="\n".join(map(_in_a_line, errors)),
+        where=path,
+        fix="\n".join(map(str, fixes)) or None,
+    )
+
+
+def _in_a_line(error: CheckpointError) -> str:
+    facts = [("", error.where), ("expected ", error.expected), ("got ", error.got)]
+    return f"{error.what} {', '.join([f'{name}{fact}' for name, fact in facts if fact is not None])}"
 
 
 def live(value: object, where: str) -> Any:
@@ -169,11 +198,15 @@ def _leaves(tree: Any, prefix: str) -> Iterator[tuple[Any, Any, str, Any]]:
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for step, value in list(items):
         key = f"{prefix}{step}"
-        holds_more = isinstance(value, list) and any(isinstance(v, Mapping) or _is_tensor(v) for v in value)
-        if holds_more or (isinstance(value, Mapping) and value):
+        if _is_cut(value) or (isinstance(value, Mapping) and value):
             yield from _leaves(value, f"{key}.")
         else:
             yield tree, step, key, value
+
+
+def _is_cut(value: object) -> bool:
+    """Whether a checkpoint holds what is in this list one by one: where it has tensors, dicts or such lists."""
+    return isinstance(value, list) and any(isinstance(v, Mapping) or _is_tensor(v) or _is_cut(v) for v in value)
 
 
 def _is_tensor(value: object) -> bool:

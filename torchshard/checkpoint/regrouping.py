@@ -8,6 +8,9 @@ from torchshard.checkpoint.pickles.inert import OrderedDict
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import Walk, as_step
 from torchshard.errors import CheckpointError
+from torchshard.keys.containers import modules_renamed
+
+_METADATA = "_metadata"  # of a module's state dict: what is known of each module, by its name
 
 
 class _Dropped:
@@ -18,12 +21,18 @@ DROPPED = _Dropped()
 
 
 class _Group:
-    """A container to be: what it is like, and what it holds, groups and leaves, by key or place."""
+    """A container to be: what it is like, and what it holds, groups and leaves, by key or place.
 
-    __slots__ = ("items", "like", "names")
+    Args:
+        like: the container that it is a copy of.
+        was: dotted beginning of all names in that one.
+        now: dotted beginning of all names in this one.
+    """
 
-    def __init__(self, like: Any) -> None:
-        self.like = like
+    __slots__ = ("items", "like", "names", "now", "was")
+
+    def __init__(self, like: Any, was: str = "", now: str = "") -> None:
+        self.like, self.was, self.now = like, was, now
         self.items: dict[Any, Any] = {}
         # Keys, or all places, as text.
         self.names: dict[str, Any] = {} if isinstance(like, dict) else {str(i): i for i in range(len(like))}
@@ -50,24 +59,39 @@ class _Group:
             at = name.rfind(".", 0, at)
         return None
 
-    def made(self) -> Any:
-        """The container, or DROPPED."""
-        items = {key: item.made() if isinstance(item, _Group) else item for key, item in self.items.items()}
+    def made(self, moved: Mapping[str, str]) -> Any:
+        """The container, or DROPPED.
+
+        Args:
+            moved: new to old name of each leaf, in all containers.
+        """
+        items = {key: item.made(moved) if isinstance(item, _Group) else item for key, item in self.items.items()}
         kept = {key: item for key, item in items.items() if item is not DROPPED}
         if not kept:
             return DROPPED
         if isinstance(self.like, dict):
-            return _like(self.like, kept)
+            return self.dict_of(kept, moved)
         places = [kept.get(i) for i in range(len(self.like))]
         return places if isinstance(self.like, list) else tuple(places)
 
-
-def _like(container: Mapping[Any, Any], items: Mapping[Any, Any]) -> dict[Any, Any]:
-    if not isinstance(container, OrderedDict):
-        return dict(items)
-    made = OrderedDict(items)
-    made.attributes = container.attributes
-    return made
+    def dict_of(self, items: Mapping[Any, Any], moved: Mapping[str, str]) -> dict[Any, Any]:
+        """A dict as the old one, with its attributes; those of modules go by their new names."""
+        if not isinstance(self.like, OrderedDict):
+            return dict(items)
+        made = OrderedDict(items)
+        made.attributes = self.like.attributes
+        modules = (made.attributes or {}).get(_METADATA)
+        if isinstance(modules, OrderedDict) and any(old != new for new, old in moved.items()):
+            pairs = [
+                (old.removeprefix(self.was), new.removeprefix(self.now))
+                for new, old in moved.items()
+                if old.startswith(self.was) and new.startswith(self.now)
+            ]
+            names = [name for name in modules if isinstance(name, str)]
+            renamed = OrderedDict({new: modules[old] for old, new in modules_renamed(names, pairs)})
+            renamed.attributes = modules.attributes
+            made.attributes = {**(made.attributes or {}), _METADATA: renamed}
+        return made
 
 
 class Regrouped:
@@ -85,6 +109,7 @@ class Regrouped:
             raise CheckpointError("The file holds no state dict.", expected="a dict", got=printable(tree), where=where)
         self.change, self.where, self.walk = change, where, Walk(where)
         self.paths: dict[str, tuple[Any, ...]] = {}  # keys and places on the way to each leaf
+        self.moved: dict[str, str] = {}  # new to old name of each leaf
         self.root = _Group(tree)
         self._fill(self.root, ())
 
@@ -97,7 +122,7 @@ class Regrouped:
             if item and (
                 isinstance(item, dict) or (type(item) in (list, tuple) and self.walk.holds_more(item, len(at)))
             ):
-                inner = _Group(item)
+                inner = _Group(item, (below := f"{group.was}{as_step(key)}."), below)
                 group.put(key, inner)
                 self._fill(inner, at)
                 continue
@@ -105,6 +130,7 @@ class Regrouped:
             self.paths[name] = at
             if (new := self.change(name, item)) is not DROPPED:
                 group.put(key, new)
+                self.moved[name] = name
 
     def add(self, name: str, entry: Entry, old: str | None = None) -> None:
         """Put an entry into the innermost container whose name its own begins with.
@@ -134,11 +160,13 @@ class Regrouped:
                 break
             if isinstance(group.like, dict):
                 raise CheckpointError("Two entries have the same name.", got=printable(name), where=self.where)
-        for key, like in zip(steps, self._containers(steps, path), strict=False):
-            inner = _Group(like)
-            group.put(key, inner)
+        for i, like in enumerate(self._containers(steps, path)):
+            was = "".join([f"{as_step(key)}." for key in path[: len(path) - len(steps) + 1 + i]])
+            inner = _Group(like, was, f"{group.now}{as_step(steps[i])}.")
+            group.put(steps[i], inner)
             group = inner
         group.put(steps[-1], entry)
+        self.moved[name] = name if old is None else old
 
     def _containers(self, steps: list[Any], path: tuple[Any, ...]) -> list[Any]:
         """What the steps but the first are steps into, on the old path."""
@@ -153,8 +181,8 @@ class Regrouped:
 
     def made(self) -> dict[Any, Any]:
         """The state dict."""
-        made = self.root.made()
-        return _like(self.root.like, {}) if made is DROPPED else made
+        made = self.root.made(self.moved)
+        return self.root.dict_of({}, {}) if made is DROPPED else made
 
 
 def _as_wide(name: str, path: tuple[Any, ...]) -> list[Any]:

@@ -1,5 +1,6 @@
 """Names in state dicts, with and without what wrappers put in front: `module.`, `_orig_mod.`."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 WRAPPERS = frozenset({"module", "_orig_mod"})
@@ -15,7 +16,7 @@ def renamed(given: Iterable[str], own: Iterable[str]) -> dict[str, str]:
     """Each given key, and which of a module's own keys it means.
 
     A key that the module knows means itself. Another means the one that differs by names of wrappers only; where there
-    is none, or more than one, it stays as it is.
+    is none, or more than one, or more than one of the given keys that mean it, it stays as it is.
     """
     known = set(own)
     by_bare: dict[str, list[str]] = {}
@@ -25,4 +26,5 @@ def renamed(given: Iterable[str], own: Iterable[str]) -> dict[str, str]:
     for key in given:
         candidates = by_bare.get(bare(key), [])
         found[key] = candidates[0] if key not in known and len(candidates) == 1 else key
-    return found
+    times = Counter(found.values())
+    return {key: meant if times[meant] == 1 else key for key, meant in found.items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torchshard.checkpoint.entries import Index, TensorEntry
+from torchshard.checkpoint.entries import Index, ObjectEntry, TensorEntry
 from torchshard.checkpoint.formats.dcp import METADATA
 from torchshard.checkpoint.formats.out import Options, OutFile, Output, unsaid
 from torchshard.checkpoint.formats.torch_file import ArchivePlan, lay_out
@@ -16,7 +16,7 @@ from torchshard.checkpoint.pickles.inert import LAYOUT, Global, Record, Size
 from torchshard.checkpoint.pickles.write import Call, View, dump
 from torchshard.checkpoint.sharing import overlapping
 from torchshard.checkpoint.text import printable, said_of
-from torchshard.checkpoint.trees import Steps, leaves
+from torchshard.checkpoint.trees import Steps, leaves, nest
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout import Box, Mesh, Placement, whole
 
@@ -71,7 +71,8 @@ def write(index: Index, options: Options) -> Output:
     """The folder that torch.distributed.checkpoint loads.
 
     Raises:
-        CheckpointError: an object that is not plain data, or placements that do not fit; names the key.
+        CheckpointError: an object that is not plain data, placements that do not fit, or keys of dicts that are one as
+            text; names the key.
     """
     mesh = options.mesh or Mesh((1,))
     ranks = [_Rank(rank, options.shard_size) for rank in range(mesh.size)]
@@ -111,6 +112,9 @@ def _leaves(index: Index) -> list[tuple[str, Steps, object]]:
         if key in found:
             raise CheckpointError("Two entries have the same dotted name.", got=printable(key))
         found[key] = key, path, value
+    there = ObjectEntry(lambda: None)
+    # As text, keys of one dict may be one (0 and "0"): then a reader would not know what is whose.
+    nest(dict.fromkeys(found, there), {key: path for key, path, _ in found.values()}, "keys, which become text")
     return list(found.values())
 
 

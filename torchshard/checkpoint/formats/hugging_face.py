@@ -6,6 +6,7 @@ metadata where each tensor lies in the full one (DCP_SHARDING_INFO); their piece
 """
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,9 @@ def read_indexed(files: Files, name: str) -> Index:
 
     Raises:
         CheckpointError: a damaged index, a file missing or lacking a key, or damaged itself.
+
+    Warns:
+        UserWarning: names what the files hold beyond the keys that the index has for them.
     """
     path, size = files.root / name, files.size(name)
     if size > _INDEX_LIMIT:
@@ -67,13 +71,19 @@ def read_indexed(files: Files, name: str) -> Index:
                 "A file lacks a key that the index says it holds.", got=printable(key), where=files.root / part
             )
         entries[key] = entry
+    more = [f"{part}: {key}" for part, its in parts.items() for key in its.entries if wanted.get(key) != part]
+    if more:
+        names = ", ".join(map(printable, more[:10])) + (" ..." if len(more) > 10 else "")
+        warnings.warn(f"not in the index, and left out: {names}", stacklevel=4)
     metadata = index.get("metadata")
     facts = {key: str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
     return _index(files, entries, parts, {name: size}, facts)
 
 
 def _part(files: Files, name: str) -> Index:
-    return safetensors.read(files, name) if name.endswith(".safetensors") else torch_file.read(files, name)
+    if name.endswith(".safetensors"):
+        return of_whole_tensors(safetensors.read(files, name), files.root / name)
+    return torch_file.read(files, name)
 
 
 def read_folder(paths: list[Path]) -> Index:

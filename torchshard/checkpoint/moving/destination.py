@@ -2,6 +2,7 @@
 
     .NAME.partial/journal    what is done; locked as long as a conversion is at work
     .NAME.partial/data       the file or folder to be
+    .NAME.partial/replaced   a folder that was at NAME, until `data` has that name
 
 A process that is killed leaves this folder behind, never a destination. The next conversion to the same place goes on
 from there if it is asked to (`resume`), else it begins anew.
@@ -54,7 +55,7 @@ class Destination:
     ) -> None:
         self.path, self.files, self.overwrite, self.fsync, self.resume = path, files, overwrite, fsync, resume
         self.is_folder = "" not in files
-        self.partial = _partial(path)
+        self.partial = hidden(path)
         self.data = self.partial / "data"
         self.done: Mapping[journal.Block, Sequence[int]] = {}
         self.finished = self.committed = False
@@ -78,8 +79,7 @@ class Destination:
             raise
 
     def _begin(self, fingerprint: str) -> None:
-        if (replaced := self.partial / _REPLACED).exists() and not os.path.lexists(self.path):
-            os.rename(replaced, self.path)  # killed while this stepped aside
+        self._settle()
         state = journal.read(self.journal, fingerprint) if self.resume else None
         if state is None:
             if self.resume and (self.data.exists() or os.fstat(self.journal).st_size):
@@ -161,21 +161,45 @@ class Destination:
         if kind is not None and self.resume and not self.committed:
             with suppress(CheckpointError, OSError):
                 self.write_notes()
+            with suppress(CheckpointError, OSError):
+                self._settle()
             os.close(self.journal)
             return
         self._leave()
 
+    def _settle(self) -> None:
+        """What stepped aside goes where the new folder has its name, and else gets it back.
+
+        Raises:
+            CheckpointError: neither can be, as another program has taken the name; all stays where it is.
+        """
+        replaced = self.partial / _REPLACED
+        if not os.path.lexists(replaced):
+            return
+        if not os.path.lexists(self.path):
+            os.rename(replaced, self.path)
+        elif not os.path.lexists(self.data):
+            _remove(replaced)
+        else:
+            raise CheckpointError(
+                "A folder stepped aside for an earlier conversion, and its name was taken before that one was there.",
+                got=replaced,
+                where=self.path,
+                fix="Move one of them elsewhere, or remove it.",
+            )
+
     def _leave(self) -> None:
-        """Remove the hidden folder; the lock goes last."""
-        _remove(self.data)
-        _remove(self.partial / _REPLACED)
-        with suppress(OSError):
+        """Remove the hidden folder, unless what stepped aside must stay there; the lock goes last."""
+        with suppress(CheckpointError, OSError):
+            self._settle()
+            _remove(self.data)
             (self.partial / "journal").unlink()
             self.partial.rmdir()
         os.close(self.journal)
 
 
-def _partial(path: Path) -> Path:
+def hidden(path: Path) -> Path:
+    """The folder in which the destination of this path is written."""
     return path.with_name(f".{path.name}{SUFFIX}")
 
 
@@ -229,14 +253,8 @@ def _take_name(data: Path, path: Path) -> None:
     if not path.is_dir():
         os.replace(data, path)
         return
-    old = data.with_name(_REPLACED)
-    os.rename(path, old)
-    try:
-        os.rename(data, path)
-    except OSError:
-        os.rename(old, path)
-        raise
-    _remove(old)
+    os.rename(path, data.with_name(_REPLACED))
+    os.rename(data, path)
 
 
 def _remove(path: Path) -> None:
@@ -255,7 +273,7 @@ def check(path: Path, nbytes: int, *, overwrite: bool, folder: bool) -> None:
         free = shutil.disk_usage(path.parent).free
     except OSError as error:
         raise refused(path, error) from error
-    free += _size(_partial(path) / "data")  # goes, or is part of it
+    free += _size(hidden(path) / "data")  # goes, or is part of it
     if nbytes > free:
         raise CheckpointError(
             "There is not enough room for the destination.",
@@ -267,7 +285,7 @@ def check(path: Path, nbytes: int, *, overwrite: bool, folder: bool) -> None:
 
 def begun(path: Path) -> bool:
     """Whether there is something to go on from."""
-    return os.path.lexists(_partial(path))
+    return os.path.lexists(hidden(path))
 
 
 def _size(path: Path) -> int:

@@ -1,7 +1,8 @@
 """What a conversion has done so far, on disk: a line a block, so that another can go on where it was killed.
 
 The first line is a fingerprint of all that was asked for. A block is written down only after its bytes, and where the
-disk is waited for, after these have reached it. Each line has a checksum of itself: one that was cut off is ignored.
+disk is waited for, after these have reached it; who goes on compares them with their checksum. Each line has a checksum
+of itself: one that was cut off is ignored.
 """
 
 import os

@@ -229,7 +229,7 @@ class _Run:
 
     def _do(self, job: _Job, room: Room) -> Sequence[int]:
         """Move one block; its checksums."""
-        if self.target is not None and (crcs := self.target.done.get(job.name)) is not None:
+        if (crcs := self._done(job, room)) is not None:
             return crcs
         entry, compared = job.entry, job.move.compared
         stored: list[int] = []
@@ -239,6 +239,18 @@ class _Run:
             write_all(handle.fd, data, job.offset)
         alone = len(job.block.copies) == 1 and job.block.copies[0].source in compared
         return [stored[0] if alone and entry.stored_dtype == entry.dtype else crc32(data), *stored]
+
+    def _done(self, job: _Job, room: Room) -> Sequence[int] | None:
+        """The checksums of a block that was noted as done, if it is on the disk: after a power cut it need not be."""
+        crcs = None if self.target is None else self.target.done.get(job.name)
+        if self.target is None or crcs is None or job.move.file is None:
+            return crcs
+        data = room.out[: job.nbytes]
+        try:
+            got = os.preadv(self.target.fd(job.move.file).fd, [data], job.offset)
+        except OSError:
+            return None
+        return crcs if got == len(data) and crc32(data) == crcs[0] else None
 
     def take(self, done: _Done) -> None:
         """Add the checksums of a block.

@@ -5,8 +5,7 @@ without a word, and leaves a mixture behind where a rank fails half-way.
 """
 
 import os
-from collections.abc import Iterator
-from operator import itemgetter
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +22,7 @@ from torchshard._torch import default_group, is_sharded_tensor
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout.boxes import Box, check_tiling
-from torchshard.state_dict.trees import leaves, with_leaves
+from torchshard.state_dict.trees import leaves
 
 
 def load(
@@ -36,20 +35,24 @@ def load(
     """torch.distributed.checkpoint.load, which changes `state_dict` only when every rank has read all of its part.
 
     Every rank reads into tensors of its own first, so the memory of its parts is needed twice. To be called by all
-    ranks of the group. DTensors of both classes and plain tensors, in any nesting of dicts and lists.
+    ranks of the group. DTensors of both classes and plain tensors, in any nesting of dicts and lists, are filled; all
+    other values are replaced, tuples as a whole, and lists without tensors and dicts.
+
+    torch reads, and so unpickles: only what comes from where you trust (checkpoint.load_into runs nothing).
 
     Raises:
         RankMismatchError: the ranks have other keys, shapes or dtypes, or one does not answer any more.
         CheckpointError: a key is missing, a shape or a dtype differs, stored pieces overlap or do not make up a tensor,
             or a file cannot be read; on every rank, naming the keys, and the ranks that found it.
+        ShardingError: two values have the same name when keys are joined by dots.
         NotImplementedError: a ShardedTensor, or an object with a state dict of its own.
     """
     _refuse_others(state_dict)
-    agreement = _agreement(process_group)
+    agreement, places = _agreement(process_group), list(_places(state_dict))
     if agreement is not None:
-        lines = [f"{name}: {_described(x)}" for name, x in sorted(leaves(state_dict), key=itemgetter(0))]
+        lines = sorted([f"{name}: {_described(container[key])}" for name, container, key in places])
         agreement.confirm("\n".join(lines), 0)
-    fresh = with_leaves(state_dict, _fresh)
+    fresh = _fresh(places)
     try:
         state_dict_loader.load(
             fresh,
@@ -66,7 +69,11 @@ def load(
             raise
         agreement.blame("a checkpoint to be read, and left everything as it was", error)
     with torch.no_grad():
-        _put(state_dict, fresh)
+        for name, container, key in places:
+            if isinstance(x := container[key], Tensor):
+                x.copy_(fresh[name])
+            else:
+                container[key] = fresh[name]
 
 
 def _agreement(group: dist.ProcessGroup | None) -> Agreement | None:
@@ -77,8 +84,40 @@ def _agreement(group: dist.ProcessGroup | None) -> Agreement | None:
     return Agreement(group, torch.device("cpu"), "state dicts to load into")
 
 
-def _fresh(_: str, x: Any) -> Any:
-    return torch.empty_like(x, requires_grad=False) if isinstance(x, Tensor) else x
+_Place = tuple[str, Any, Any]
+"""The name of a value, its container, and its key or position there."""
+
+
+def _places(tree: Any, path: str = "") -> Iterator[_Place]:
+    """Of all that torch keeps by itself: not what is in tuples, and in lists only where they have tensors or dicts."""
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        name = f"{path}{key}"
+        if _is_cut(value):
+            yield from _places(value, f"{name}.")
+        else:
+            yield name, tree, key
+
+
+def _is_cut(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, Tensor) or _is_cut(item) for item in value)
+    return isinstance(value, Mapping)
+
+
+def _fresh(places: list[_Place]) -> dict[str, Any]:
+    """What is read into, by name."""
+    fresh: dict[str, Any] = {}
+    for name, container, key in places:
+        x = container[key]
+        if name in fresh:
+            raise ShardingError(
+                "Two values of a state dict go by the same name.",
+                expected="keys and positions that differ when they are joined by dots",
+                got=name,
+                fix="rename one of the keys",
+            )
+        fresh[name] = torch.empty_like(x, requires_grad=False) if isinstance(x, Tensor) else x
+    return fresh
 
 
 def _described(x: Any) -> str:
@@ -91,18 +130,6 @@ def _refuse_others(state_dict: dict[str, Any]) -> None:
             raise NotImplementedError(
                 f"load: {name} is a {type(x).__name__}; give its state_dict(), of DTensors or plain tensors"
             )
-
-
-def _put(tree: Any, fresh: Any) -> None:
-    """Values of a second nesting into the first: into its tensors, and in place of everything else."""
-    for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
-        x = tree[key]
-        if isinstance(x, Tensor):
-            x.copy_(fresh[key])
-        elif isinstance(x, (dict, list, tuple)):
-            _put(x, fresh[key])
-        elif not isinstance(tree, tuple):
-            tree[key] = fresh[key]
 
 
 class _Checking(DefaultLoadPlanner):
