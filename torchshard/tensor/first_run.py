@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import local_callable, schema
+from torchshard._torch import local_callable, refuses_kind, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.rules.bind import bind as bind_rule
@@ -176,8 +176,13 @@ class FirstRun:
         """
         try:
             results = run_on_meta(self.call)
-        except NotImplementedError:
-            return contiguous_stride(shape)
+        except RuntimeError as error:
+            if not refuses_kind(error):
+                raise
+            try:  # the device knows what to do with truth values
+                results = run_on_meta(self.call, {torch.bool: torch.uint8})
+            except NotImplementedError:
+                return contiguous_stride(shape)
         result = results[k] if isinstance(results, (list, tuple)) else results
         return tuple(result.stride())
 
