@@ -55,6 +55,26 @@ def test_as_in_eager_torch():
     check(__name__, "PROGRAMS", mesh_shapes=((2,),), texts=("A", "M"), raises=4)
 
 
+_MISUSED = """
+    s.diagonal()
+    s[:3]
+    s.unbind()
+    s.rot90()
+    s.select(0, 0)
+    s.transpose(0, 1)
+    x.diagonal(0, 0, 2)
+    x.unbind(2)
+    x.rot90(1, (0, 2))
+    x.sum(2)
+    x.gather(2, x.long())
+"""
+MISUSED = {line.strip(): program(f"s = put(torch.tensor(3.0)); {line}") for line in _MISUSED.strip().splitlines()}
+
+
+def test_dims_that_are_not_there():
+    check(__name__, "MISUSED", mesh_shapes=((2,),), texts=("S0",), raises=len(MISUSED))
+
+
 def told(rank, world):
     from torchshard import init_device_mesh
 
