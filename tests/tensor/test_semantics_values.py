@@ -43,6 +43,10 @@ _LINES = """
     x.requires_grad_(); torch.complex(x / 9, x / 4).prod(0).abs().sum().backward(); y = x.grad
     z = put(V[:0]).requires_grad_(); F.mse_loss(z, z * 2).backward(); y = z.grad
     z = put(V[:, :0]).requires_grad_(); (F.smooth_l1_loss(z, z * 2) + F.huber_loss(z, z * 2)).backward(); y = z.grad
+    y = torch.tensor([s, 2.0, x[0, 1]]), torch.as_tensor([x.sum(), s]), torch.tensor([s.int(), 2], dtype=torch.int64)
+    y = torch.tensor([[s > 2, s > 3]]), torch.tensor([torch.complex(s, s)]), torch.tensor([x[0, 0], x[1:4][0, 1]])
+    y = torch.tensor([x[0]])
+    y = x.new(), type(x.new(3)) is type(x), x.new(2, 3).zero_(), tuple(x.new(x.shape).shape), x.new([1.0, 2.0]), x.new(x)
     x + put(torch.ones(4))
 """
 PROGRAMS = {
@@ -51,8 +55,8 @@ PROGRAMS = {
 
 
 def test_as_in_eager_torch():
-    check(__name__, "PROGRAMS", raises=4)
-    check(__name__, "PROGRAMS", mesh_shapes=((2,),), texts=("A", "M"), raises=4)
+    check(__name__, "PROGRAMS", raises=5)
+    check(__name__, "PROGRAMS", mesh_shapes=((2,),), texts=("A", "M"), raises=5)
 
 
 _MISUSED = """

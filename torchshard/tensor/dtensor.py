@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, lie_with_others, no_torch_function, wrapper_constructor
+from torchshard._torch import current_mesh, lie_with_others, no_torch_function, reading_number, wrapper_constructor
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, Sharding
 from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch
@@ -223,6 +223,9 @@ class DTensor(Tensor):
         """The values of the whole tensor as nested lists, a number for a scalar. Every rank must call it."""
         return self.full_tensor().tolist()
 
+    __bool__, __int__, __float__ = map(reading_number, ("__bool__", "__int__", "__float__"))
+    __complex__, __index__ = map(reading_number, ("__complex__", "__index__"))
+
     def numpy(self, *, force: bool = False) -> Any:
         """With force=True a copy of the whole tensor as an array, which every rank must ask for.
 
@@ -232,6 +235,15 @@ class DTensor(Tensor):
         if force:
             return self.full_tensor().numpy(force=True)
         raise _no_memory("numpy()", "numpy(force=True)")
+
+    def new(self, *data: Any, device: Any = None) -> Tensor:  # type: ignore[override]
+        """torch's oldest constructor: empty, of these lengths; of the values in a list; or the tensor that is given."""
+        first = data[0] if data else 0
+        if isinstance(first, Tensor):
+            return first.view_as(first)
+        if isinstance(first, (list, tuple)) and not isinstance(first, torch.Size):
+            return self.new_tensor(first, device=device)
+        return self.new_empty(*(data or (0,)), device=device)
 
     def share_memory_(self) -> "DTensor":
         """Move this rank's part to shared memory."""
