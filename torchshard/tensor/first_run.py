@@ -145,11 +145,13 @@ class FirstRun:
         results: Sequence[Sharding] | None,
     ) -> TensorLayout:
         """The layout of result k; checked against its local tensor, which a wrong rule would contradict."""
-        if local.layout is not torch.strided:
+        if local.layout is not torch.strided or local.is_nested:
+            kind = "a nested tensor" if local.is_nested else f"a tensor of layout {local.layout}"
             raise UnsupportedOperatorError(
-                f"{self.call.name} gives a tensor of layout {local.layout}, which a DTensor cannot hold.",
+                f"{self.call.name} gives {kind}, which a DTensor cannot hold.",
                 expected="strided tensors",
-                fix="use it on x.to_local(), or on x.full_tensor()",
+                fix="use it on x.to_local(), or on x.full_tensor()"
+                + "; nn.TransformerEncoder(..., enable_nested_tensor=False) does without" * local.is_nested,
             )
         sharding = self.mesh.replicated() if results is None else results[k]
         shape = shape_of(k, local)
