@@ -31,6 +31,7 @@ _LINES = """
     y = torch.isclose(x, x * (1 + 1e-9)), 3.0 in x, 99.0 in x
     y = max(s, put(torch.tensor(2.0))).item(), abs(x), sum(x)
     y = x.relu().nonzero(), torch.unique(x), x[x > 0]
+    y = [(z, z.stride()) for z in (t.nonzero() for t in (x, x[:1, :1], x[:1] * 0, x[0, :1]))]
     y = len(x), [row for row in x], [float(a) for a in x[0]], [a + b for a, b in zip(x, x)]
     a, b, c, d, e = x; y = a, e
     y = tuple(x.shape), x.stride(), x.dim(), x.numel(), x.element_size(), x.dtype, str(x.device), x.nbytes

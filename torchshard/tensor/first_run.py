@@ -158,7 +158,12 @@ class FirstRun:
         last = sharding.part(shape, [n - 1 for n in self.mesh.shape])
         hidden = any(n <= 1 and n < whole for n, whole in zip(last, shape, strict=True))
         hidden = hidden or self.call.keeps_strides()
-        stride = self._meta_stride(k, shape) if hidden else global_stride(shape, local.stride())
+        if hidden:
+            stride = self._meta_stride(k, shape)
+        elif results is None and torch.Tag.dynamic_output_shape in self.call.func.tags:  # of the whole, as it came
+            stride = tuple(local.stride())
+        else:
+            stride = global_stride(shape, local.stride())
         layout = layout_for(sharding, shape, stride, local.dtype)
         if self.mesh.coordinate is not None and tuple(local.shape) != tuple(layout.local_shape):
             raise ShardingError(
