@@ -24,12 +24,13 @@ class DTensor(Tensor):
     only where a rule needs it; the result is what eager torch gives on the full tensor, or an error that says why not.
     """
 
-    __slots__ = ("_local_tensor", "_spec", "_window")
+    __slots__ = ("_filled", "_local_tensor", "_spec", "_window")
     __torch_function__ = no_torch_function()
 
     _local_tensor: Tensor
     _spec: TensorLayout
     _window: Any  # of severed views only, see guards.py
+    _filled: int | None  # of views that were an `out=`, see guards.py
 
     @staticmethod
     def __torch_dispatch__(  # type: ignore[override]

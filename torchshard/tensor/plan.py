@@ -263,6 +263,8 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
                         fix="use the operator's variant that returns its result",
                     )
                 guards.write_back(x, local, target)
+                if call.names[o.at] == "out":
+                    guards.fill(x)
         arguments = iter([values[at] for at in written])
         parts = made if isinstance(made, (list, tuple)) else [made]
         outs = [
