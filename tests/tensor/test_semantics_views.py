@@ -118,6 +118,7 @@ _READS = """
     y = torch._foreach_mul([x[:1].expand(4, 3)], 2.0)[0]; y = y, y.stride()
     y = torch.ops.aten._unsafe_view((x * 2)[:, :2], (5, 1, 2)); y = y, y.stride()
     y = torch.ops.aten._unsafe_view((x * 2)[:4].t(), (3, 2, 2)); y = y, y.stride()
+    y = F.conv1d(x[None].transpose(1, 2), x[:2, :, None]); y = y, y.stride()
     y = torch.rand_like(x[:, :2].t()); y = y, y.stride()
     y = torch.rand_like(x[:, :2]); y = y, y.stride()
     y = torch.bernoulli(x.t().sigmoid()); y = y, y.stride()

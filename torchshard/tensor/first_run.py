@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import local_callable, refuses_kind, schema
+from torchshard._torch import lies_as_device_likes, local_callable, refuses_kind, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.rules.bind import bind as bind_rule
@@ -157,7 +157,7 @@ class FirstRun:
         shape = shape_of(k, local)
         last = sharding.part(shape, [n - 1 for n in self.mesh.shape])
         hidden = any(n <= 1 and n < whole for n, whole in zip(last, shape, strict=True))
-        hidden = hidden or self.call.keeps_strides()
+        hidden = hidden or self.call.keeps_strides() or lies_as_device_likes(self.call.func)
         if hidden:
             stride = self._meta_stride(k, shape)
         elif results is None and torch.Tag.dynamic_output_shape in self.call.func.tags:  # of the whole, as it came
