@@ -222,7 +222,9 @@ class DTensor(Tensor):
 
     def tolist(self) -> Any:
         """The values of the whole tensor as nested lists, a number for a scalar. Every rank must call it."""
-        return self.full_tensor().tolist()
+        from torchshard.tensor import outside
+
+        return outside.whole(self, "tolist()").tolist()
 
     __bool__, __int__, __float__ = map(reading_number, ("__bool__", "__int__", "__float__"))
     __complex__, __index__ = map(reading_number, ("__complex__", "__index__"))
@@ -234,16 +236,16 @@ class DTensor(Tensor):
             UnsupportedOperatorError: without `force` the array would have to share memory with the tensor.
         """
         if force:
-            return self.full_tensor().numpy(force=True)
+            from torchshard.tensor import outside
+
+            return outside.whole(self, "numpy()").numpy(force=True)
         raise _no_memory("numpy()", "numpy(force=True)")
 
     def new(self, *data: Any, device: Any = None) -> Tensor:  # type: ignore[override]
         """torch's oldest constructor: empty, of these lengths; of the values in a list; or the tensor that is given."""
         first = data[0] if data else 0
-        if isinstance(first, Tensor):
-            return first.view_as(first)
-        if isinstance(first, (list, tuple)) and not isinstance(first, torch.Size):
-            return self.new_tensor(first, device=device)
+        if isinstance(first, (list, tuple, Tensor)) and not isinstance(first, torch.Size):
+            return first.view_as(first) if isinstance(first, Tensor) else self.new_tensor(first, device=device)
         return self.new_empty(*(data or (0,)), device=device)
 
     def share_memory_(self) -> "DTensor":
