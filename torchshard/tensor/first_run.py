@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import lies_as_device_likes, local_callable, refuses_kind, schema
+from torchshard._torch import is_traced, lies_as_device_likes, local_callable, refuses_kind, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.rules.bind import bind as bind_rule
@@ -17,8 +17,8 @@ from torchshard.tensor import guards, outside
 from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new
-from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, global_stride, layout_for
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, dense_stride, global_stride, layout_for
+from torchshard.tensor.redistribute import in_memory_order, redistribute_local
 from torchshard.tensor.refusing import reading_first, refusing
 
 Plan = Callable[..., Any]
@@ -77,6 +77,8 @@ class FirstRun:
             return local, raw(function, new, DTensor, (), **bound)
         parts = [local] if isinstance(local, Tensor) else list(local)
         outs = [None if t is None else self._layout(k, t, shape_of, results) for k, t in enumerate(parts)]
+        if not call.keeps_strides() and any(map(_lies_otherwise, parts, outs)):
+            function, parts = partial(_ordering, function, outs), _ordered(parts, outs)
         return self._wrapped(local, parts, outs, arguments, bound, function, window)
 
     def _first(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,6 +236,26 @@ class FirstRun:
         floats_in = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
         floats_out = any(out is not None and out.dtype.is_floating_point for out in outs)
         return floats_in or not floats_out
+
+
+def _lies_otherwise(local: Tensor | None, layout: TensorLayout | None) -> bool:
+    """Whether a result lies in memory as no piece of its layout does: autograd's formulas see the layout's strides, and
+    kernels take their word for those of operands (group_norm's gradient).
+    """
+    if local is None or layout is None or is_traced(local) or 0 in layout.stride:
+        return False
+    dense = dense_stride(local.shape, layout.stride)
+    return any(n > 1 and a != b for n, a, b in zip(local.shape, local.stride(), dense, strict=True))
+
+
+def _ordered(parts: Sequence[Tensor | None], outs: Sequence[TensorLayout | None]) -> list[Tensor | None]:
+    return [None if t is None or o is None else in_memory_order(t, o) for t, o in zip(parts, outs, strict=True)]
+
+
+def _ordering(function: Callable[..., Any], outs: Sequence[TensorLayout | None], *args: Any, **kwargs: Any) -> Any:
+    """The results of a function of local tensors, in memory as their layouts say."""
+    made = function(*args, **kwargs)
+    return _ordered([made], outs)[0] if isinstance(made, Tensor) else _ordered(made, outs)
 
 
 def mover(source: TensorLayout, target: TensorLayout) -> Callable[[Tensor], Tensor]:
