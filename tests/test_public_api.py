@@ -55,6 +55,7 @@ class DTensor(Tensor)
     from_torch(upstream)
     full_tensor(self, *, grad_placements=None)
     is_shared(self)
+    new(self, *data, device=None)
     numpy(self, *, force=False)
     placements: property
     redistribute(self, device_mesh=None, placements=None, *, async_op=False, forward_dtype=None, backward_dtype=None)

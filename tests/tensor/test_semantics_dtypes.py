@@ -83,6 +83,19 @@ def test_numbers_that_are_not_finite():
     check(__name__, "NUMBERS", mesh_shapes=((2,),), texts=("P", "A", "S0"))
 
 
+MIXED = {
+    line.strip(): program(line)
+    for line in """
+    y = (x > 0) << 1, (x > 0) >> 1, (x[:1] > 0) << 1, (x[:, :1] > 0) << 2; y = y, [z.stride() for z in y]
+    y = x.index_fill(0, put(torch.tensor([1])), torch.tensor(2)), x.index_fill(1, put(torch.tensor([0])), torch.tensor(3.0))
+    """.strip().splitlines()
+}
+
+
+def test_kinds_that_meta_tensors_refuse():
+    check(__name__, "MIXED", mesh_shapes=((2,),))
+
+
 WRAPPED = {
     "sum": lambda x: (x.sum(), x.sum(0), x.sum(1, dtype=torch.int32), x.sum(dtype=torch.float32)),
     "sum in its own type": lambda x: (x.sum(dtype=x.dtype), x.cumsum(0, dtype=x.dtype)),

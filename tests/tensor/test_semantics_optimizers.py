@@ -12,17 +12,17 @@ WEIGHT, BIAS, SCALE = VALUES.double() / 10, torch.tensor([1.0, 2, 3]).double(), 
 INPUT = torch.linspace(-1, 1, 30).view(6, 5).double().sin()
 
 
-def _trains(kind, only_matrices=False, rounded=False, **options):
+def _trains(kind, only_matrices=False, rounded=False, idle=(), **options):
     """Five steps of a small regression, with a state dict saved and loaded after the second."""
 
     def run(put):
-        parameters = [nn.Parameter(put(t)) for t in ((WEIGHT,) if only_matrices else (WEIGHT, BIAS, SCALE))]
+        parameters = [nn.Parameter(put(t)) for t in ((WEIGHT,) if only_matrices else (WEIGHT, BIAS, SCALE, *idle))]
         x = put(INPUT)
         optimizer = kind(parameters, **options)
 
         def loss():
             optimizer.zero_grad()
-            weight, bias, scale = parameters if len(parameters) > 1 else (*parameters, 1.0, 1.0)
+            weight, bias, scale = parameters[:3] if len(parameters) > 1 else (*parameters, 1.0, 1.0)
             out = ((x @ weight + bias) * scale - x[:, 1:4]).square().mean() + 0.1 * weight.square().sum()
             out.backward()
             return out
@@ -76,6 +76,7 @@ FUSED = {
     "AdamW, rate in a tensor": _trains(AdamW, lr=torch.tensor(0.01), foreach=False),
     "LBFGS": _trains(LBFGS, lr=0.5, max_iter=2),
     "LBFGS strong Wolfe": _trains(LBFGS, lr=0.5, max_iter=2, line_search_fn="strong_wolfe"),
+    "LBFGS, a parameter without gradient": _trains(LBFGS, lr=0.5, max_iter=2, idle=(BIAS,)),
     # Its matrix products run in bfloat16, so that the order of sums shows.
     "Muon": _trains(torch.optim.Muon, lr=0.001, only_matrices=True, rounded=True),
 }

@@ -31,6 +31,7 @@ _LINES = """
     y = torch.isclose(x, x * (1 + 1e-9)), 3.0 in x, 99.0 in x
     y = max(s, put(torch.tensor(2.0))).item(), abs(x), sum(x)
     y = x.relu().nonzero(), torch.unique(x), x[x > 0]
+    y = [(z, z.stride()) for z in (t.nonzero() for t in (x, x[:1, :1], x[:1] * 0, x[0, :1]))]
     y = len(x), [row for row in x], [float(a) for a in x[0]], [a + b for a, b in zip(x, x)]
     a, b, c, d, e = x; y = a, e
     y = tuple(x.shape), x.stride(), x.dim(), x.numel(), x.element_size(), x.dtype, str(x.device), x.nbytes
@@ -43,6 +44,10 @@ _LINES = """
     x.requires_grad_(); torch.complex(x / 9, x / 4).prod(0).abs().sum().backward(); y = x.grad
     z = put(V[:0]).requires_grad_(); F.mse_loss(z, z * 2).backward(); y = z.grad
     z = put(V[:, :0]).requires_grad_(); (F.smooth_l1_loss(z, z * 2) + F.huber_loss(z, z * 2)).backward(); y = z.grad
+    y = torch.tensor([s, 2.0, x[0, 1]]), torch.as_tensor([x.sum(), s]), torch.tensor([s.int(), 2], dtype=torch.int64)
+    y = torch.tensor([[s > 2, s > 3]]), torch.tensor([torch.complex(s, s)]), torch.tensor([x[0, 0], x[1:4][0, 1]])
+    y = torch.tensor([x[0]])
+    y = x.new(), type(x.new(3)) is type(x), x.new(2, 3).zero_(), tuple(x.new(x.shape).shape), x.new([1.0, 2.0]), x.new(x)
     x + put(torch.ones(4))
 """
 PROGRAMS = {
@@ -51,8 +56,28 @@ PROGRAMS = {
 
 
 def test_as_in_eager_torch():
-    check(__name__, "PROGRAMS", raises=4)
-    check(__name__, "PROGRAMS", mesh_shapes=((2,),), texts=("A", "M"), raises=4)
+    check(__name__, "PROGRAMS", raises=5)
+    check(__name__, "PROGRAMS", mesh_shapes=((2,),), texts=("A", "M"), raises=5)
+
+
+_MISUSED = """
+    s.diagonal()
+    s[:3]
+    s.unbind()
+    s.rot90()
+    s.select(0, 0)
+    s.transpose(0, 1)
+    x.diagonal(0, 0, 2)
+    x.unbind(2)
+    x.rot90(1, (0, 2))
+    x.sum(2)
+    x.gather(2, x.long())
+"""
+MISUSED = {line.strip(): program(f"s = put(torch.tensor(3.0)); {line}") for line in _MISUSED.strip().splitlines()}
+
+
+def test_dims_that_are_not_there():
+    check(__name__, "MISUSED", mesh_shapes=((2,),), texts=("S0",), raises=len(MISUSED))
 
 
 def told(rank, world):
@@ -80,6 +105,7 @@ def told(rank, world):
         "upstream": lambda: x["S0"] + torch.distributed.tensor.distribute_tensor(plain, mesh),
         "vmap": lambda: torch.vmap(lambda k: x["S0"] * k)(torch.arange(3.0)),
         "norm with a view": lambda: [(n.detach(), n.pow_(2)) for n in [x["S0"].norm(dim=0)]],
+        "nested": lambda: torch._nested_tensor_from_mask(x["S0"].view(1, 5, 3), x["S0"][None, :, 0] < 8),
         "load": lambda: _load_alone(x["S0"]),
         "load another's": lambda: _load_anothers(x["S0"], rank),
     }
@@ -185,6 +211,9 @@ class Sentences(expecttest.TestCase):
   expected: terms of a sum, an average, a maximum or a minimum, not of P(norm(2.0))
   got:      float32[3] (0=2:P(norm(2.0)))
   fix:      redistribute it to Replicate() or Shard(dim) first
+[nested] UnsupportedOperatorError: _nested_tensor_from_mask.default gives a nested tensor, which a DTensor cannot hold.
+  expected: strided tensors
+  fix:      use it on x.to_local(), or on x.full_tensor(); nn.TransformerEncoder(..., enable_nested_tensor=False) does without
 [load] returned A DTensor can be loaded only where its ranks can talk.
   expected: a process group
   got:      none

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchshard._torch.finding import has_fast_paths
+from torchshard._torch.finding import find, has_fast_paths
 
 _SAME_VALUES = {"_unsafe_view": "view"}
 
@@ -190,6 +190,30 @@ def intercepting(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> 
 
     mode: Any = Intercepting
     return cast(AbstractContextManager[None], mode())
+
+
+def reading_number(name: str) -> Any:
+    """Tensor.__float__ or one of its kin, for a subclass: its operators see it also where torch has switched them off.
+
+    torch.tensor([x, 2.0]) asks its items while Python's dispatch key is excluded, and would read a wrapper's memory,
+    of which there is none (torch._C._dispatch_tls_set_dispatch_key_excluded, 2.11-2.15; without it, torch's error).
+    """
+    read = getattr(Tensor, name)
+
+    def number(x: Tensor) -> Any:
+        is_excluded, exclude = find("_C._dispatch_tls_is_dispatch_key_excluded"), find(_SET_EXCLUDED)
+        if is_excluded is None or exclude is None or not is_excluded(python := torch._C.DispatchKey.Python):
+            return read(x)
+        exclude(python, False)
+        try:
+            return read(x)
+        finally:
+            exclude(python, True)
+
+    return number
+
+
+_SET_EXCLUDED = "_C._dispatch_tls_set_dispatch_key_excluded"
 
 
 def no_torch_function() -> Any:

@@ -2,10 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -220,10 +220,14 @@ def refuse_as_eager(call: Call) -> None:
         run_on_meta(call)
 
 
-def run_on_meta(call: Call) -> Any:
+def run_on_meta(call: Call, stand_ins: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})) -> Any:
     """The operator on meta tensors of the global shapes: for its errors, and for the strides of its results.
 
     Where these depend on the device, on fake tensors of it.
+
+    Args:
+        call: the call.
+        stand_ins: dtypes in place of others that operands have.
 
     Raises:
         NotImplementedError: it has nothing to run on meta tensors.
@@ -239,8 +243,9 @@ def run_on_meta(call: Call) -> Any:
         if isinstance(x, (list, tuple)):
             return [meta(item) for item in x]
         if type(x) is DTensor:
-            return torch.empty_strided(x._spec.shape, x._spec.stride, dtype=x._spec.dtype, device=device)
-        return x
+            dtype = stand_ins.get(x._spec.dtype, x._spec.dtype)
+            return torch.empty_strided(x._spec.shape, x._spec.stride, dtype=dtype, device=device)
+        return torch.empty((), dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
 
     try:
         with mode:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, lie_with_others, no_torch_function, wrapper_constructor
+from torchshard._torch import current_mesh, lie_with_others, no_torch_function, reading_number, wrapper_constructor
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, Sharding
 from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch
@@ -24,12 +24,13 @@ class DTensor(Tensor):
     only where a rule needs it; the result is what eager torch gives on the full tensor, or an error that says why not.
     """
 
-    __slots__ = ("_local_tensor", "_spec", "_window")
+    __slots__ = ("_filled", "_local_tensor", "_spec", "_window")
     __torch_function__ = no_torch_function()
 
     _local_tensor: Tensor
     _spec: TensorLayout
     _window: Any  # of severed views only, see guards.py
+    _filled: int | None  # of views that were an `out=`, see guards.py
 
     @staticmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -221,7 +222,12 @@ class DTensor(Tensor):
 
     def tolist(self) -> Any:
         """The values of the whole tensor as nested lists, a number for a scalar. Every rank must call it."""
-        return self.full_tensor().tolist()
+        from torchshard.tensor import outside
+
+        return outside.whole(self, "tolist()").tolist()
+
+    __bool__, __int__, __float__ = map(reading_number, ("__bool__", "__int__", "__float__"))
+    __complex__, __index__ = map(reading_number, ("__complex__", "__index__"))
 
     def numpy(self, *, force: bool = False) -> Any:
         """With force=True a copy of the whole tensor as an array, which every rank must ask for.
@@ -230,8 +236,17 @@ class DTensor(Tensor):
             UnsupportedOperatorError: without `force` the array would have to share memory with the tensor.
         """
         if force:
-            return self.full_tensor().numpy(force=True)
+            from torchshard.tensor import outside
+
+            return outside.whole(self, "numpy()").numpy(force=True)
         raise _no_memory("numpy()", "numpy(force=True)")
+
+    def new(self, *data: Any, device: Any = None) -> Tensor:  # type: ignore[override]
+        """torch's oldest constructor: empty, of these lengths; of the values in a list; or the tensor that is given."""
+        first = data[0] if data else 0
+        if isinstance(first, (list, tuple, Tensor)) and not isinstance(first, torch.Size):
+            return first.view_as(first) if isinstance(first, Tensor) else self.new_tensor(first, device=device)
+        return self.new_empty(*(data or (0,)), device=device)
 
     def share_memory_(self) -> "DTensor":
         """Move this rank's part to shared memory."""

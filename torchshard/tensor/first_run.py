@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import local_callable, schema
+from torchshard._torch import is_traced, lies_as_device_likes, local_callable, refuses_kind, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.rules.bind import bind as bind_rule
@@ -17,8 +17,8 @@ from torchshard.tensor import guards, outside
 from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new
-from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, global_stride, layout_for
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, dense_stride, global_stride, layout_for
+from torchshard.tensor.redistribute import in_memory_order, redistribute_local
 from torchshard.tensor.refusing import reading_first, refusing
 
 Plan = Callable[..., Any]
@@ -77,6 +77,8 @@ class FirstRun:
             return local, raw(function, new, DTensor, (), **bound)
         parts = [local] if isinstance(local, Tensor) else list(local)
         outs = [None if t is None else self._layout(k, t, shape_of, results) for k, t in enumerate(parts)]
+        if not call.keeps_strides() and any(map(_lies_otherwise, parts, outs)):
+            function, parts = partial(_ordering, function, outs), _ordered(parts, outs)
         return self._wrapped(local, parts, outs, arguments, bound, function, window)
 
     def _first(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,18 +147,25 @@ class FirstRun:
         results: Sequence[Sharding] | None,
     ) -> TensorLayout:
         """The layout of result k; checked against its local tensor, which a wrong rule would contradict."""
-        if local.layout is not torch.strided:
+        if local.layout is not torch.strided or local.is_nested:
+            kind = "a nested tensor" if local.is_nested else f"a tensor of layout {local.layout}"
             raise UnsupportedOperatorError(
-                f"{self.call.name} gives a tensor of layout {local.layout}, which a DTensor cannot hold.",
+                f"{self.call.name} gives {kind}, which a DTensor cannot hold.",
                 expected="strided tensors",
-                fix="use it on x.to_local(), or on x.full_tensor()",
+                fix="use it on x.to_local(), or on x.full_tensor()"
+                + "; nn.TransformerEncoder(..., enable_nested_tensor=False) does without" * local.is_nested,
             )
         sharding = self.mesh.replicated() if results is None else results[k]
         shape = shape_of(k, local)
         last = sharding.part(shape, [n - 1 for n in self.mesh.shape])
         hidden = any(n <= 1 and n < whole for n, whole in zip(last, shape, strict=True))
-        hidden = hidden or self.call.keeps_strides()
-        stride = self._meta_stride(k, shape) if hidden else global_stride(shape, local.stride())
+        hidden = hidden or self.call.keeps_strides() or lies_as_device_likes(self.call.func)
+        if hidden:
+            stride = self._meta_stride(k, shape)
+        elif results is None and torch.Tag.dynamic_output_shape in self.call.func.tags:  # of the whole, as it came
+            stride = tuple(local.stride())
+        else:
+            stride = global_stride(shape, local.stride())
         layout = layout_for(sharding, shape, stride, local.dtype)
         if self.mesh.coordinate is not None and tuple(local.shape) != tuple(layout.local_shape):
             raise ShardingError(
@@ -176,8 +185,13 @@ class FirstRun:
         """
         try:
             results = run_on_meta(self.call)
-        except NotImplementedError:
-            return contiguous_stride(shape)
+        except RuntimeError as error:
+            if not refuses_kind(error):
+                raise
+            try:  # the device knows what to do with truth values
+                results = run_on_meta(self.call, {torch.bool: torch.uint8})
+            except NotImplementedError:
+                return contiguous_stride(shape)
         result = results[k] if isinstance(results, (list, tuple)) else results
         return tuple(result.stride())
 
@@ -222,6 +236,26 @@ class FirstRun:
         floats_in = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
         floats_out = any(out is not None and out.dtype.is_floating_point for out in outs)
         return floats_in or not floats_out
+
+
+def _lies_otherwise(local: Tensor | None, layout: TensorLayout | None) -> bool:
+    """Whether a result lies in memory as no piece of its layout does: autograd's formulas see the layout's strides, and
+    kernels take their word for those of operands (group_norm's gradient).
+    """
+    if local is None or layout is None or is_traced(local) or 0 in layout.stride:
+        return False
+    dense = dense_stride(local.shape, layout.stride)
+    return any(n > 1 and a != b for n, a, b in zip(local.shape, local.stride(), dense, strict=True))
+
+
+def _ordered(parts: Sequence[Tensor | None], outs: Sequence[TensorLayout | None]) -> list[Tensor | None]:
+    return [None if t is None or o is None else in_memory_order(t, o) for t, o in zip(parts, outs, strict=True)]
+
+
+def _ordering(function: Callable[..., Any], outs: Sequence[TensorLayout | None], *args: Any, **kwargs: Any) -> Any:
+    """The results of a function of local tensors, in memory as their layouts say."""
+    made = function(*args, **kwargs)
+    return _ordered([made], outs)[0] if isinstance(made, Tensor) else _ordered(made, outs)
 
 
 def mover(source: TensorLayout, target: TensorLayout) -> Callable[[Tensor], Tensor]:

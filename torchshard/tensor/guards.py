@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import (
+    base_of,
     in_forward_ad,
     is_traced,
     lie_with_others,
@@ -271,6 +272,18 @@ def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
             got=layout,
             fix="redistribute it to Replicate() or Shard(dim) first",
         )
+
+
+def fill(view: DTensor) -> None:
+    """Remember that an operator has written to a view as its `out`, so that the base has these values."""
+    view._filled = None if view.is_inference() else view._version + 1  # which it has when the operator is over
+
+
+def has_filled(view: DTensor, base: DTensor) -> bool:
+    """Whether both are views of one tensor, or one is of the other, and not written to since `view` was an `out`."""
+    version = None if view.is_inference() else view._version
+    same = base_of(view) is (base if base_of(base) is None else base_of(base))
+    return same and getattr(view, "_filled", _UNKNOWN) == version
 
 
 def refuse_overlapping(layout: TensorLayout) -> None:

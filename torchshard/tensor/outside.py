@@ -76,7 +76,7 @@ def dtypes_of(call: Call, operand: Operand) -> list[Any]:
     try:
         return [t.dtype for t in run_on_meta(call) or ()]
     except NotImplementedError as error:
-        raise _not_known(call, operand, "dtypes that follow from values") from error
+        raise _not_known(call.name, operand.layout, "dtypes that follow from values") from error
 
 
 def _empty(like: Tensor, layout: TensorLayout) -> DTensor:
@@ -94,11 +94,11 @@ def _giving(call: Call) -> Callable[..., Any]:
 def _making(call: Call, operands: Sequence[Operand], results: Sequence[Sharding] | None) -> Callable[..., Any]:
     first, mesh = operands[0], operands[0].layout.mesh
     if not all("Tensor" in str(r.type) for r in schema(call.func).returns):
-        raise _not_known(call, first, "a number")
+        raise _not_known(call.name, first.layout, "a number")
     try:
         made = run_on_meta(call)
     except NotImplementedError as error:
-        raise _not_known(call, first, "a shape that follows from values") from error
+        raise _not_known(call.name, first.layout, "a shape that follows from values") from error
     parts = [made] if isinstance(made, Tensor) else list(made)
     shardings = results or [mesh.replicated()] * len(parts)
     outs = [
@@ -115,10 +115,21 @@ def _making(call: Call, operands: Sequence[Operand], results: Sequence[Sharding]
     return plan
 
 
-def _not_known(call: Call, operand: Operand, what: str) -> UnsupportedOperatorError:
+def whole(x: DTensor, asker: str) -> Tensor:
+    """The full tensor, for who wants its values.
+
+    Raises:
+        UnsupportedOperatorError: this rank is outside of the mesh, where full_tensor() gives an empty one.
+    """
+    if x._spec.mesh.coordinate is None:
+        raise _not_known(asker, x._spec, "values")
+    return x.full_tensor()
+
+
+def _not_known(name: str, layout: TensorLayout, what: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
-        f"{call.name} gives {what}, which a rank outside of the mesh does not know.",
-        expected=f"a rank of the mesh {operand.layout.mesh}",
-        got=operand.layout,
+        f"{name} gives {what}, which a rank outside of the mesh does not know.",
+        expected=f"a rank of the mesh {layout.mesh}",
+        got=layout,
         fix="call it where mesh.get_coordinate() is not None, or bring the tensor to a mesh of all ranks first",
     )

@@ -123,7 +123,11 @@ def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]
     if rule is None:
         return None
     layouts = [o.layout for o in operands]
-    ruled = rule.made(*call.with_values(_with_layouts(call, operands)))
+    try:
+        ruled = rule.made(*call.with_values(_with_layouts(call, operands)))
+    except (ArithmeticError, LookupError, ValueError):  # it reckons with dims that are not there
+        refuse_as_eager(call)
+        raise
     if ruled is None:
         return None
     made, options = ruled[0], linearity.for_call(call, ruled[1], operands)
@@ -259,6 +263,8 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
                         fix="use the operator's variant that returns its result",
                     )
                 guards.write_back(x, local, target)
+                if call.names[o.at] == "out":
+                    guards.fill(x)
         arguments = iter([values[at] for at in written])
         parts = made if isinstance(made, (list, tuple)) else [made]
         outs = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchshard._torch import base_of, below_dispatch, is_view, operator_names
+from torchshard._torch import below_dispatch, is_view, operator_names
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor import guards
 from torchshard.tensor.dtensor import DTensor, wrap
@@ -56,21 +56,15 @@ def _as_strided(
 
 
 def _copy_(func: Any, x: DTensor, source: Any, *_: Any, **__: Any) -> Any:
-    """To `x` from a view of it with fewer dims, which torch.matmul has filled for its argument `out` (2.13): done.
+    """To `x` from the view of it that an operator has just filled as its `out`: done.
 
-    torch.matmul copies because wrappers share no memory; their parts do, or have been given back.
-
-    Raises:
-        RuntimeError: of others with these shapes.
+    torch.matmul fills a view with fewer dims of its argument `out`, and copies it there if they share no memory (2.13).
+    Wrappers do not; their parts do, or have been given back.
     """
-    if type(source) is not DTensor or source.ndim >= x.ndim or source.numel() != x.numel():
+    if type(source) is not DTensor or source.numel() != x.numel():
         return NotImplemented
-    if tuple(x.shape[x.ndim - source.ndim :]) == tuple(source.shape):
-        return NotImplemented
-    base = base_of(x)
-    if base_of(source) is not (x if base is None else base):
-        torch.empty(x.shape, device="meta").copy_(torch.empty(source.shape, device="meta"))
-    return x
+    broadcasts = x.ndim >= source.ndim and x.shape[x.ndim - source.ndim :] == source.shape
+    return NotImplemented if broadcasts or not guards.has_filled(source, x) else x
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
