@@ -31,6 +31,7 @@ from torchshard._torch.data_parallel import (
     keep_metadata,
 )
 from torchshard._torch.dtensors import (
+    asked,
     current_mesh,
     expected,
     functional_collectives,
@@ -159,6 +160,7 @@ __all__ = [
     "after_every_forward",
     "aliasing",
     "as_if_uncompiled",
+    "asked",
     "backend_by_name",
     "base_of",
     "below_dispatch",

@@ -124,6 +124,15 @@ def unrecorded(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+def asked(function: Callable[..., Any], *args: Any) -> None:
+    """As above, of a function that asks of lengths what is best in this run: graphs are made anew where that turns.
+
+    An exported program cannot be, and keeps what it has for all lengths.
+    """
+    if not torch.compiler.is_exporting():
+        unrecorded(function, *args)
+
+
 def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]:
     """The fastest way to make a wrapper subclass with slots `_local_tensor` and `_spec`.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import expected, mend_trace, norm_partial, strided_shard, unrecorded
+from torchshard._torch import asked, expected, mend_trace, norm_partial, strided_shard, unrecorded
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding
 from torchshard.layout.pieces import Symbolic
@@ -19,7 +19,7 @@ from torchshard.layout.strided import factors_from_order, order_from_factors
 SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
 ASSUMED = 2  # made by from_local without a shape: that all ranks hold equal pieces has not been checked yet
 
-Symbolic.unrecorded = unrecorded
+Symbolic.unrecorded, Symbolic.asked, Symbolic.expected = unrecorded, asked, expected
 
 
 class TensorLayout(Layout):
@@ -55,10 +55,6 @@ class TensorLayout(Layout):
             found.marks, found.plain = marks, self.plain
             found = self.plain._marked.setdefault(marks, found)
         return found
-
-    def nbytes_of(self, shape: Sequence[int]) -> int:
-        """As of any layout; where lengths are symbolic, that of this run, as it decides about costs alone."""
-        return expected(super().nbytes_of(shape))
 
     def to(self, sharding: Sharding) -> "TensorLayout":
         """The same tensor in another sharding."""
