@@ -214,6 +214,19 @@ def test_a_parallel_module_is_exported(grid):
     assert collectives(lowered.graph) == ["all_reduce"] * 2
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_layer_whose_result_is_made_whole_is_exported(grid, strict):
+    """Of three dims: the tracer has those that cannot change as symbols too."""
+    from torchshard import Replicate
+    from torchshard.parallel import ColwiseParallel, parallelize_module
+
+    require("collectives of a fake group")
+    layer = parallelize_module(torch.nn.Linear(8, 16), grid["tp"], ColwiseParallel(output_layouts=Replicate()))
+    batches = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(layer, (torch.ones(4, 6, 8),), dynamic_shapes=batches, strict=strict).module()
+    assert torch.equal(program(torch.ones(3, 6, 8)), layer(torch.ones(3, 6, 8)))
+
+
 def test_hooks_where_torch_has_none_of_the_private_names():
     from torchshard import _torch
 

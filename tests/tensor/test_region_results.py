@@ -125,14 +125,18 @@ def test_what_a_region_does_not_take_is_named_with_a_way_around(advice):
     assert advice in way_around(reason) if reason else taken == function(ROWS)
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
     "move", [lambda x: x.flip(0), lambda x: torch.cat([x, x]), lambda x: x.redistribute(placements=[Shard(1)])]
 )
-def test_one_row_for_each_rank_is_a_fixed_length(move):
+def test_one_row_for_each_rank_is_a_fixed_length(move, grad):
     torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
     compiled = torch.compile(move, backend="aot_eager", fullgraph=True, dynamic=True)
-    for length in (8, 4, 12, 4):
-        x = distribute_tensor(torch.randn(length, 4), MESH, [Shard(0)])
-        if length == 4:
-            torch._dynamo.mark_static(x, 0)
-        assert layout_of(compiled(x)) == layout_of(move(x))
+    for length in (8, 2, 6, 2):
+        x = distribute_tensor(torch.randn(length, 4), mesh, [Shard(0)]).requires_grad_(grad)
+        y = compiled(x)
+        assert layout_of(y) == layout_of(move(x))
+        if grad:
+            y.sum().backward()
+            assert x.grad.shape == x.shape

@@ -73,6 +73,15 @@ def expected(n: int) -> int:
     return hint if isinstance(hint, int) else int(n)
 
 
+def number(n: int) -> int:
+    """A length as a plain number, where it can only be one (SymNode.expr, 2.11-2.15); others as they are.
+
+    A trace has such lengths as symbols still, and cannot record what is computed of them.
+    """
+    expression = getattr(getattr(n, "node", None), "expr", None)
+    return int(n) if getattr(expression, "is_number", False) else n
+
+
 class _FirstKept(dict[Any, Any]):
     """A dict whose entries stay what they were at first."""
 
