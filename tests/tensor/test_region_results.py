@@ -140,3 +140,19 @@ def test_one_row_for_each_rank_is_a_fixed_length(move, grad):
         if grad:
             y.sum().backward()
             assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(("rows", "placement"), [(8, Shard(0)), (7, Shard(0)), (8, Shard(1)), (8, Replicate())])
+def test_the_gradient_of_a_split_vocabulary_is_split_as_in_eager(rows, placement):
+    torch._dynamo.reset()
+    indices = distribute_tensor(torch.tensor([[1, 5], [2, 6]]), MESH, [Replicate()])
+
+    def looked_up(table):
+        return torch.nn.functional.embedding(indices, table).redistribute(placements=[Replicate()])
+
+    layouts = []
+    for function in (looked_up, torch.compile(looked_up, backend="aot_eager", fullgraph=True)):
+        table = distribute_tensor(torch.randn(rows, 4), MESH, [placement]).requires_grad_()
+        function(table).sum().backward()
+        layouts.append(layout_of(table.grad))
+    assert layouts[0] == layouts[1]
