@@ -1,9 +1,14 @@
 """Results of regions: what they say of mesh and placements in and outside of it, inputs that were written to; refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as mapped
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from tests.compiler.regions import same
 from tests.older import require
@@ -11,6 +16,7 @@ from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, in
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
+from torchshard.parallel import ColwiseParallel, local_parameters, parallelize_module
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,6 +129,48 @@ def test_what_a_region_does_not_take_is_named_with_a_way_around(advice):
     except Exception as refused:
         taken, reason = None, str(refused)
     assert advice in way_around(reason) if reason else taken == function(ROWS)
+
+
+HIGHER = {
+    "cond": lambda x: torch.cond(PREDICATE, lambda a: a * 2, lambda a: a * 3, (x,)),
+    "while_loop": lambda x: while_loop(lambda k, a: k < 3, lambda k, a: (k + 1, a * 2), (torch.tensor(0), x)),
+    "map": lambda x: mapped(lambda a: a * 2, x),
+    "scan": lambda x: scan(lambda a, b: (a + b, b * 1), x[0] * 0, x),
+}
+PREDICATE = torch.tensor(True)
+
+
+@pytest.mark.parametrize("name", HIGHER)
+def test_operators_of_functions_are_refused_with_a_way_around(name):
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as refused:  # noqa: PT011
+        torch.compile(HIGHER[name], backend="aot_eager", fullgraph=True)(ROWS)
+    assert "to_local()" in way_around(str(refused.value))
+
+
+def test_a_checkpoint_around_a_module_whose_parameters_are_lent():
+    """The way around is named, and gives eager's values."""
+    require("attributes that go in a region")
+    layer = torch.nn.Linear(4, 8)
+    local_parameters(parallelize_module(layer, MESH, ColwiseParallel()))
+    x = torch.randn(3, 4)
+    results = []
+    for setting in (None, False, True):
+        torch._dynamo.reset()
+        function = partial(checkpoint, layer, use_reentrant=False)
+        if setting is None:
+            results.append(function(x))
+            continue
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=setting):
+            if not setting:
+                with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+                    function(x)
+                assert "skip_fwd_side_effects" in way_around(str(refused.value))
+            else:
+                results.append(function(x))
+    grads = [torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in results]
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 @pytest.mark.parametrize("grad", [False, True])

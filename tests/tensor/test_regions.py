@@ -282,6 +282,14 @@ def test_dtensors_made_in_a_module_are_exported(function, strict):
         assert described(program.module()(PIECE)) == described(function(PIECE))
 
 
+def test_exported_programs_are_compiled_after_run_decompositions():
+    program = torch.export.export(Around(lambda x: from_local(x, MESH).to_local() + 1), (PIECE,))
+    with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+        one_graph(program.module(), PIECE)
+    assert "program.run_decompositions()" in way_around(str(refused.value))
+    assert torch.equal(one_graph(program.run_decompositions().module(), PIECE), PIECE + 1)
+
+
 def test_an_exported_function_is_traced_through_where_torch_has_no_way_to_record_it(monkeypatch):
     monkeypatch.delattr(torch._export.wrappers, "_emit_flat_apply_call")
     exported = torch.export.export(Around(lambda x: from_local(x, MESH).to_local() + 1), (PIECE,))
