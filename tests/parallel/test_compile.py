@@ -196,12 +196,18 @@ def test_alike_modules_share_a_graph(grid):
             assert graphs("ours", prepare, compiled_first) == of_torch
 
 
-def test_a_parallel_module_is_exported(grid):
+@pytest.mark.parametrize(
+    ("lend", "strict"), [("", False), ("", True), ("local", False), ("torch", False), ("torch", True)]
+)
+def test_a_parallel_module_is_exported(grid, lend, strict):
     """With any number of rows; numbers and gradients are eager's, and lowered it consists of plain tensors."""
+    from torchshard.parallel import fsdp, local_parameters
+
     require("collectives of a fake group")
-    model = cases.parallel(grid)
+    lending = {"": lambda model: model, "local": local_parameters, "torch": fsdp.torch_parameters}
+    model = lending[lend](cases.parallel(grid, hidden=(10, 7)))
     x = torch.randn(5, cases.WIDTH, generator=torch.Generator().manual_seed(0))
-    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=strict)
     lowered, program = exported.run_decompositions(), exported.module()
     for rows in (x, x[:3]):
         results = [run(rows) for run in (model, program, lowered.module())]
@@ -209,8 +215,9 @@ def test_a_parallel_module_is_exported(grid):
         assert torch.equal(results[0], results[2])
         for result in results[:2]:
             result.square().sum().backward()
-    for p, q in zip(model.parameters(), program.parameters(), strict=True):
-        torch.testing.assert_close(*[getattr(t.grad, "_local_tensor", t.grad) for t in (p, q)])
+    of_program = dict(program.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(*[getattr(t.grad, "_local_tensor", t.grad) for t in (p, of_program[name])])
     assert collectives(lowered.graph) == ["all_reduce"] * 2
 
 
@@ -236,6 +243,19 @@ def test_styles_are_checked_by_less_than_torchs_own(grid):
         return len(found)
 
     assert 0 < checks(ours) < 0.6 * checks(upstream)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_layer_whose_result_is_made_whole_is_exported(grid, strict):
+    """Of three dims: the tracer has those that cannot change as symbols too."""
+    from torchshard import Replicate
+    from torchshard.parallel import ColwiseParallel, parallelize_module
+
+    require("collectives of a fake group")
+    layer = parallelize_module(torch.nn.Linear(8, 16), grid["tp"], ColwiseParallel(output_layouts=Replicate()))
+    batches = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(layer, (torch.ones(4, 6, 8),), dynamic_shapes=batches, strict=strict).module()
+    assert torch.equal(program(torch.ones(3, 6, 8)), layer(torch.ones(3, 6, 8)))
 
 
 def test_hooks_where_torch_has_none_of_the_private_names():

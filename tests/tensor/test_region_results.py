@@ -1,9 +1,14 @@
 """Results of regions: what they say of mesh and placements in and outside of it, inputs that were written to; refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as mapped
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from tests.compiler.regions import same
 from tests.older import require
@@ -11,6 +16,7 @@ from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, in
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
+from torchshard.parallel import ColwiseParallel, local_parameters, parallelize_module
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,14 +131,76 @@ def test_what_a_region_does_not_take_is_named_with_a_way_around(advice):
     assert advice in way_around(reason) if reason else taken == function(ROWS)
 
 
+HIGHER = {
+    "cond": lambda x: torch.cond(PREDICATE, lambda a: a * 2, lambda a: a * 3, (x,)),
+    "while_loop": lambda x: while_loop(lambda k, a: k < 3, lambda k, a: (k + 1, a * 2), (torch.tensor(0), x)),
+    "map": lambda x: mapped(lambda a: a * 2, x),
+    "scan": lambda x: scan(lambda a, b: (a + b, b * 1), x[0] * 0, x),
+}
+PREDICATE = torch.tensor(True)
+
+
+@pytest.mark.parametrize("name", HIGHER)
+def test_operators_of_functions_are_refused_with_a_way_around(name):
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as refused:  # noqa: PT011
+        torch.compile(HIGHER[name], backend="aot_eager", fullgraph=True)(ROWS)
+    assert "to_local()" in way_around(str(refused.value))
+
+
+def test_a_checkpoint_around_a_module_whose_parameters_are_lent():
+    """The way around is named, and gives eager's values."""
+    require("attributes that go in a region")
+    layer = torch.nn.Linear(4, 8)
+    local_parameters(parallelize_module(layer, MESH, ColwiseParallel()))
+    x = torch.randn(3, 4)
+    results = []
+    for setting in (None, False, True):
+        torch._dynamo.reset()
+        function = partial(checkpoint, layer, use_reentrant=False)
+        if setting is None:
+            results.append(function(x))
+            continue
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=setting):
+            if not setting:
+                with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+                    function(x)
+                assert "skip_fwd_side_effects" in way_around(str(refused.value))
+            else:
+                results.append(function(x))
+    grads = [torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in results]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
     "move", [lambda x: x.flip(0), lambda x: torch.cat([x, x]), lambda x: x.redistribute(placements=[Shard(1)])]
 )
-def test_one_row_for_each_rank_is_a_fixed_length(move):
+def test_one_row_for_each_rank_is_a_fixed_length(move, grad):
     torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
     compiled = torch.compile(move, backend="aot_eager", fullgraph=True, dynamic=True)
-    for length in (8, 4, 12, 4):
-        x = distribute_tensor(torch.randn(length, 4), MESH, [Shard(0)])
-        if length == 4:
-            torch._dynamo.mark_static(x, 0)
-        assert layout_of(compiled(x)) == layout_of(move(x))
+    for length in (8, 2, 6, 2):
+        x = distribute_tensor(torch.randn(length, 4), mesh, [Shard(0)]).requires_grad_(grad)
+        y = compiled(x)
+        assert layout_of(y) == layout_of(move(x))
+        if grad:
+            y.sum().backward()
+            assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(("rows", "placement"), [(8, Shard(0)), (7, Shard(0)), (8, Shard(1)), (8, Replicate())])
+def test_the_gradient_of_a_split_vocabulary_is_split_as_in_eager(rows, placement):
+    torch._dynamo.reset()
+    indices = distribute_tensor(torch.tensor([[1, 5], [2, 6]]), MESH, [Replicate()])
+
+    def looked_up(table):
+        return torch.nn.functional.embedding(indices, table).redistribute(placements=[Replicate()])
+
+    layouts = []
+    for function in (looked_up, torch.compile(looked_up, backend="aot_eager", fullgraph=True)):
+        table = distribute_tensor(torch.randn(rows, 4), MESH, [placement]).requires_grad_()
+        function(table).sum().backward()
+        layouts.append(layout_of(table.grad))
+    assert layouts[0] == layouts[1]

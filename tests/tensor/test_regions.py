@@ -133,6 +133,24 @@ def test_one_graph_for_all_lengths(name, placement, n):
     assert counting.frame_count <= (1 if n == 8 else 2)  # parts that come to be even, or cease to, look different
 
 
+def test_another_length_for_which_another_way_is_cheaper_has_a_graph_of_its_own():
+    torch._dynamo.reset()
+    weight = distribute_tensor(torch.randn(4, 64), MESH, [Shard(1)])
+    counting = CompileCounterWithBackend("aot_eager")
+
+    def product(x):  # few rows are made whole, beside many the weight is
+        return x @ weight
+
+    compiled = torch.compile(product, backend=counting, fullgraph=True, dynamic=True)
+    lengths_compared(product, compiled, Shard(0), (800, 16, 8, 1200, 12))
+    assert counting.frame_count == 2
+    module = Around(lambda x: (from_local(x, MESH, [Shard(0)]) @ module.weight).full_tensor())
+    module.weight = torch.nn.Parameter(weight)
+    rows = ({0: torch.export.Dim.DYNAMIC},)
+    exported = torch.export.export(module, (torch.randn(200, 4),), dynamic_shapes=rows)
+    assert exported.module()(torch.randn(2, 4)).shape == (8, 64)
+
+
 def test_traces_of_this_torch_need_mending(monkeypatch):
     """If this fails, torch needs `mend_trace` for its tracer no longer: leave that out from this version on."""
     monkeypatch.setattr("torchshard.tensor.layout.mend_trace", lambda n: None)
@@ -262,6 +280,14 @@ def test_dtensors_made_in_a_module_are_exported(function, strict):
     exported = torch.export.export(Around(function), (PIECE,), strict=strict)
     for program in (exported, exported.run_decompositions()):
         assert described(program.module()(PIECE)) == described(function(PIECE))
+
+
+def test_exported_programs_are_compiled_after_run_decompositions():
+    program = torch.export.export(Around(lambda x: from_local(x, MESH).to_local() + 1), (PIECE,))
+    with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+        one_graph(program.module(), PIECE)
+    assert "program.run_decompositions()" in way_around(str(refused.value))
+    assert torch.equal(one_graph(program.run_decompositions().module(), PIECE), PIECE + 1)
 
 
 def test_an_exported_function_is_traced_through_where_torch_has_no_way_to_record_it(monkeypatch):

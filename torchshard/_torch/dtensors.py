@@ -73,6 +73,15 @@ def expected(n: int) -> int:
     return hint if isinstance(hint, int) else int(n)
 
 
+def number(n: int) -> int:
+    """A length as a plain number, where it can only be one (SymNode.expr, 2.11-2.15); others as they are.
+
+    A trace has such lengths as symbols still, and cannot record what is computed of them.
+    """
+    expression = getattr(getattr(n, "node", None), "expr", None)
+    return int(n) if getattr(expression, "is_number", False) else n
+
+
 class _FirstKept(dict[Any, Any]):
     """A dict whose entries stay what they were at first."""
 
@@ -122,6 +131,15 @@ def unrecorded(function: Callable[..., Any], *args: Any) -> Any:
 
     with disable_proxy_modes_tracing():
         return function(*args)
+
+
+def asked(function: Callable[..., Any], *args: Any) -> None:
+    """As above, of a function that asks of lengths what is best in this run: graphs are made anew where that turns.
+
+    An exported program cannot be, and keeps what it has for all lengths.
+    """
+    if not torch.compiler.is_exporting():
+        unrecorded(function, *args)
 
 
 def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]:

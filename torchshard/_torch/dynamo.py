@@ -114,6 +114,24 @@ def leaf_of_gradient() -> Any:
     return getattr(edges[0][0], "variable", None) if edges else None
 
 
+def note_of_input(x: torch.Tensor, note: Any) -> None:
+    """Leave a note for the gradient of a tensor that is an input of AOTAutograd's trace.
+
+    It puts another tensor, which is no leaf, in the place of one that has parts: its node is of a kind that is nowhere
+    else (torch._mirror_autograd_meta_to, 2.11-2.15). No note is left elsewhere.
+    """
+    node: Any = x.grad_fn
+    if type(node).__name__ == "Error":
+        node.metadata[note_of_input] = note
+
+
+def noted_of_gradient() -> Any:
+    """The note for the gradient that the autograd node that runs now makes first; None where there is none."""
+    node = current_node()
+    edges = node.next_functions if node is not None else ()
+    return getattr(edges[0][0], "metadata", {}).get(note_of_input) if edges else None
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Put a text into torch's structured trace, where tlparse finds it (torch._logging.trace_structured, 2.11-2.15).
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 _LOCAL = "take x.local_tensor() in the region: parts that require gradients have them by themselves"
+_PLAIN = "run them on `to_local()`, or outside of the region"
 _SUPPORT = "call torchshard.compiler.support_groups() first"
 
 # What Dynamo says (a part of it) -> what to do instead.
@@ -10,6 +11,14 @@ WAYS_AROUND: Mapping[str, str] = {
     "Module-level backwards hooks require compiled autograd": (
         "set torch._dynamo.config.compiled_autograd = True and compile the call of backward() too"
     ),
+    "There was no rule registered for HOP": _PLAIN,
+    "get_tensor_storages does not support traceable wrapper subclasses": _PLAIN,
+    "expected both a and b to be FakeTensor": _PLAIN,
+    "Mutating a variable from outside the scope of this HOP": (
+        "compile what the checkpoint calls, or set "
+        "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True"
+    ),
+    "higher order operator variable for flat_apply": "compile the module itself, or program.run_decompositions()",
     "An opaque object was created in the middle of the program": "make meshes and groups before the region",
     "Dynamo does not know how to enter a `device` context manager": "make meshes and groups before the region",
     "Encountered aliased inputs that are mutated": "write before the region, or give it a clone",

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torchshard.errors import ShardingError
 from torchshard.layout import grid
 from torchshard.layout.boxes import Box
+from torchshard.layout.pieces import Symbolic
 from torchshard.layout.placements import Partial, Placement, Placements, R, Shard, without_partial
 from torchshard.layout.reductions import may_mix
 
@@ -157,11 +158,11 @@ class Sharding:
         try:
             found = self._layouts.get(key)
         except TypeError:  # lists, or symbolic sizes
-            key = (tuple(shape), tuple(stride), dtype)
+            shape, stride = tuple(map(Symbolic.number, shape)), tuple(map(Symbolic.number, stride))
             try:
-                found = self._layouts.get(key)
+                found = self._layouts.get((shape, stride, dtype))
             except TypeError:
-                return self.mesh.layout_type(self, *key)
+                return self.mesh.layout_type(self, shape, stride, dtype)
         if found is None:
             shape, stride = tuple(shape), tuple(stride)
             found = self._layouts.setdefault((shape, stride, dtype), self.mesh.layout_type(self, shape, stride, dtype))

@@ -14,9 +14,19 @@ _T = TypeVar("_T")
 
 
 class Symbolic:
-    """How to compute with lengths that are no plain numbers; whoever brings such sets `unrecorded`."""
+    """How to compute with lengths that are no plain numbers; whoever brings such sets these.
+
+    Attributes:
+        unrecorded: calls a function, which is no part of a trace.
+        asked: calls one that asks of lengths what a trace depends on, so that it is made anew where the answer turns.
+        expected: what a length is in this run; to ask for it does not tie a graph to it.
+        number: a length that can only be one number, as that number; others as they are.
+    """
 
     unrecorded: Callable[..., Any] = staticmethod(lambda function, *args: function(*args))
+    asked: Callable[..., None] = staticmethod(lambda function, *args: function(*args))
+    expected: Callable[[int], int] = staticmethod(lambda n: n)
+    number: Callable[[int], int] = staticmethod(lambda n: n)
 
 
 def _unrecorded(function: Callable[[int, *_Ts], _T]) -> Callable[[int, *_Ts], _T]:

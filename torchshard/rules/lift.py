@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchshard.layout.layout import Layout, Mesh, Sharding
-from torchshard.layout.pieces import piece
+from torchshard.layout.pieces import Symbolic, piece
 from torchshard.layout.placements import Partial, Placement, Placements, R, Shard
 from torchshard.layout.reductions import may_mix, reduction
 from torchshard.rules.bind import Bound
@@ -70,23 +70,30 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     possible = list(ways(bound, options, kinds, runs))
     if options.like and len(possible) == 1:  # results that share no dim with the operands, of which nothing is read
         return Lifted(tuple([o.sharding for o in layouts]), (mesh.replicated(),) * len(bound.results))
-    nbytes = [float(layout.largest_nbytes()) for layout in layouts]
-    result_bytes = [float(layouts[0].nbytes_of(bound.known_shape(k))) for k in range(len(bound.results))]
+    nbytes = [layout.largest_nbytes() for layout in layouts]
+    nbytes += [layouts[0].nbytes_of(bound.known_shape(k)) for k in range(len(bound.results))]
+    estimate = [float(Symbolic.expected(n)) for n in nbytes]
     pieces = {f: [n] for f, n in bound.sizes.items()}
     chosen: list[Way] = []
     for axis, parts in enumerate(mesh.shape):
         ranked = []
         for at, way in enumerate(possible):
-            price = _price(way, axis, parts, layouts, nbytes, fixed, options)
+            price = _price(way, axis, parts, layouts, estimate, fixed, options)
             if price < math.inf:
                 # What runs where it lies is taken: users place tensors to have it so.
-                cost = price + _pending(way, layouts, axis, parts, result_bytes)
+                cost = price + _pending(way, layouts, axis, parts, estimate)
                 ranked.append((price >= _LAUNCH, cost, at))
+        ranked.sort()
         # Lengths are asked about last, and no more than it takes: those of a trace are guarded then.
-        best = next((possible[at] for *_, at in sorted(ranked) if _possible(possible[at], parts, pieces, chosen)), None)
-        if best is None:
+        first = next((k for k, (*_, at) in enumerate(ranked) if _possible(possible[at], parts, pieces, chosen)), None)
+        if first is None:
             return None
+        launches, _, at = ranked[first]
+        best = possible[at]
         chosen.append(best)
+        if any(type(n) is not int for n in nbytes):
+            others = [possible[other] for also, _, other in ranked[first + 1 :] if also == launches]
+            Symbolic.asked(_ask_whether_cheapest, best, others, axis, parts, layouts, nbytes, fixed, options)
         _cut(pieces, best, parts)
     return _assembled(mesh, bound, chosen, layouts, fixed, options.like)
 
@@ -208,7 +215,7 @@ def _price(
     fixed: Mapping[int, int | None],
     options: Options,
 ) -> float:
-    """What it costs to bring the operands there."""
+    """What it costs to bring the operands there; their sizes come first, then those of results."""
     price = 0.0
     for k, layout in enumerate(layouts):
         now, wanted = layout.placements[axis], way.operands[k]
@@ -238,13 +245,45 @@ def _move(now: Placement, wanted: Placement, nbytes: float, parts: int) -> float
     return _LAUNCH + nbytes * (parts - 1) + (_COPY if isinstance(wanted, Shard) else 0)
 
 
-def _pending(way: Way, layouts: Sequence[Layout], axis: int, parts: int, result_bytes: Sequence[float]) -> float:
+def _pending(way: Way, layouts: Sequence[Layout], axis: int, parts: int, nbytes: Sequence[float]) -> float:
     """What a new Partial result will cost when it is reduced (scattered, at best)."""
     if any(isinstance(layout.placements[axis], Partial) for layout in layouts):
         return 0.0
-    return sum(
-        [n * (parts - 1) / parts for p, n in zip(way.results, result_bytes, strict=True) if isinstance(p, Partial)]
-    )
+    sizes = zip(way.results, nbytes[len(layouts) :], strict=True)
+    return sum([n * (parts - 1) / parts for p, n in sizes if isinstance(p, Partial)])
+
+
+def _ask_whether_cheapest(
+    best: Way,
+    others: Sequence[Way],
+    axis: int,
+    parts: int,
+    layouts: Sequence[Layout],
+    nbytes: Sequence[int],
+    fixed: Mapping[int, int | None],
+    options: Options,
+) -> None:
+    """Ask of symbolic lengths what the choice depends on: a trace is guarded by it, and is made anew where it turns.
+
+    Costs are sums of a number and multiples of sizes, and multiples of 1 / parts.
+    """
+    known = [0.0 if type(n) is not int else float(n) for n in nbytes]
+    symbolic = [k for k, n in enumerate(nbytes) if type(n) is not int]
+
+    def cost(way: Way, sizes: Sequence[float]) -> int:
+        price = _price(way, axis, parts, layouts, sizes, fixed, options)
+        return round(parts * (price + _pending(way, layouts, axis, parts, sizes)))
+
+    def terms(way: Way) -> list[int]:
+        start = cost(way, known)
+        return [start, *[cost(way, [*known[:k], 1.0, *known[k + 1 :]]) - start for k in symbolic]]
+
+    of_best = terms(best)
+    for more in dict.fromkeys(
+        tuple([other - own for other, own in zip(terms(way), of_best, strict=True)]) for way in others
+    ):
+        if min(more) < 0:
+            bool(more[0] + sum([m * nbytes[k] for m, k in zip(more[1:], symbolic, strict=True) if m]) >= 0)
 
 
 def _assembled(
@@ -282,9 +321,10 @@ def _orders(
     for axis, way in enumerate(chosen):
         if way.factor is not None:
             axes[way.factor] = (*axes.get(way.factor, ()), axis)
-    ranked = sorted(range(len(layouts)), key=lambda k: (k not in fixed, -layouts[k].largest_nbytes()))
-    for factor, split in axes.items():
-        if len(split) > 1:
+    nested = {factor: split for factor, split in axes.items() if len(split) > 1}
+    if nested:
+        ranked = sorted(range(len(layouts)), key=lambda k: (k not in fixed, -layouts[k].largest_nbytes()))
+        for factor, split in nested.items():
             for k in ranked:
                 dim = next((d for d, factors in enumerate(bound.operands[k]) if factor in factors), None)
                 have = layouts[k].sharding.splits.get(dim, ()) if dim is not None else ()

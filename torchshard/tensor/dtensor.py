@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import current_mesh, lie_with_others, no_torch_function, reading_number, wrapper_constructor
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, Sharding
-from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch
+from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch, sized
 from torchshard.tensor.mesh import PICKLED, bind, restored
 
 
@@ -313,7 +313,8 @@ class DTensor(Tensor):
         inner: Mapping[str, Tensor], sharding: Sharding, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> "DTensor":
         local = inner["_local_tensor"]
-        made = wrap(local, sharding.layout(tuple(outer_size), tuple(outer_stride), local.dtype))  # type: ignore[arg-type]
+        size = sized(tuple(outer_size), local.shape, sharding)
+        made = wrap(local, sharding.layout(size, tuple(outer_stride), local.dtype))  # type: ignore[arg-type]
         return made if local.__class__ is Tensor else lie_with_others(made, local)
 
     def __coerce_tangent_metadata__(self) -> "DTensor":

@@ -7,7 +7,7 @@ import torch.distributed.tensor as upstream
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import waited
+from torchshard._torch import exported_whole, waited
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.autograd import over as ours_over
@@ -81,6 +81,7 @@ def require_ascending(sharding: Sharding, mesh: Any) -> None:
             )
 
 
+@exported_whole
 def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:
     """A DTensor of a class, ours or torch's, whose part on this rank is `part`, of its dtype; differentiable."""
     if part.dtype is not layout.dtype:  # mixed precision, and states of optimizers

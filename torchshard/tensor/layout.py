@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import expected, mend_trace, norm_partial, strided_shard, unrecorded
+from torchshard._torch import asked, expected, mend_trace, norm_partial, number, strided_shard, unrecorded
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding
 from torchshard.layout.pieces import Symbolic
@@ -19,7 +19,7 @@ from torchshard.layout.strided import factors_from_order, order_from_factors
 SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
 ASSUMED = 2  # made by from_local without a shape: that all ranks hold equal pieces has not been checked yet
 
-Symbolic.unrecorded = unrecorded
+Symbolic.unrecorded, Symbolic.asked, Symbolic.expected, Symbolic.number = unrecorded, asked, expected, number
 
 
 class TensorLayout(Layout):
@@ -56,10 +56,6 @@ class TensorLayout(Layout):
             found = self.plain._marked.setdefault(marks, found)
         return found
 
-    def nbytes_of(self, shape: Sequence[int]) -> int:
-        """As of any layout; where lengths are symbolic, that of this run, as it decides about costs alone."""
-        return expected(super().nbytes_of(shape))
-
     def to(self, sharding: Sharding) -> "TensorLayout":
         """The same tensor in another sharding."""
         return layout_for(sharding, self.shape, self.stride, self.dtype)
@@ -81,6 +77,20 @@ def layout_for(sharding: Sharding, shape: Sequence[int], stride: Sequence[int], 
     found = sharding.layout(shape, stride, dtype)
     assert isinstance(found, TensorLayout), f"{sharding} belongs to no DeviceMesh"
     return found
+
+
+def sized(shape: tuple[int, ...], part: Sequence[int], sharding: Sharding) -> tuple[int, ...]:
+    """A global shape in a trace, where a length of which every rank has the same fixed number is one too.
+
+    torch's symbols are for lengths from 2 on: that of one row for each rank would become a number while it is traced.
+    """
+    for dim, axes in sharding.splits.items():
+        n, held = shape[dim], part[dim] if len(part) == len(shape) else None
+        if type(n) is int or type(held) is not int:
+            continue
+        if expected(n) == held * math.prod([sharding.mesh.shape[a] for a in axes]):
+            shape = (*shape[:dim], int(n), *shape[dim + 1 :])
+    return shape
 
 
 def from_torch(placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence[int]) -> Sharding:

@@ -9,12 +9,14 @@ import math
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchshard._torch import exported_whole
 from torchshard.errors import ShardingError
 from torchshard.layout.strided import factors_from_order
 from torchshard.tensor.dtensor import DTensor
@@ -130,9 +132,15 @@ class _TorchOwner(Owner):
         mesh: Any = placed.layout.mesh
         if not isinstance(parameter, upstream.DTensor) or parameter.device_mesh != mesh.device_mesh:
             return None  # still cut by FSDP: a module below will have it gathered
-        return placed.lent(parameter.to_local())
+        return placed.lent(_part(parameter))
 
     def _loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in self.placed:
             if isinstance(x := state.get(prefix + name), DTensor):
                 state[prefix + name] = to_torch(x)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch.export's own access to parts loses gradients
+@exported_whole
+def _part(parameter: upstream.DTensor) -> Tensor:
+    return parameter.to_local()

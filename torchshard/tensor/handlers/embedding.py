@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import leaf_of_gradient
+from torchshard._torch import leaf_of_gradient, note_of_input, noted_of_gradient
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, Placement, R, Shard
@@ -23,6 +23,8 @@ def _embedding(
     func: Any, weight: Any, indices: Any, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
     """Rows of a table; padding and frequency matter to the gradient only."""
+    if type(weight) is DTensor:
+        note_of_input(weight, weight._spec)
     weight = in_boxes(weight)
     if type(weight) is not DTensor or 0 not in weight._spec.sharding.splits or weight._spec.mesh.coordinate is None:
         return NotImplemented
@@ -54,7 +56,10 @@ def _embedding(
 
 
 def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: int, by_frequency: bool) -> Any:
-    """The gradient of a table, split as the table is if that is a leaf; its terms are summed over split batches."""
+    """The gradient of a table; its terms are summed over split batches.
+
+    It is split as the table is, if that is a leaf, or an input of a compiled region.
+    """
     if by_frequency or type(grad) is not DTensor or grad._spec.mesh.coordinate is None:
         return NotImplemented
     grad, indices = in_boxes(grad), in_boxes(indices)
@@ -91,10 +96,11 @@ def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: 
 
 def _table_sharding(grad: DTensor, rows: int) -> Sharding | None:
     """How the table is split whose gradient is being made; None where that is not known, or has another mesh."""
-    table = leaf_of_gradient()
-    if type(table) is not DTensor or table._spec.mesh is not grad._spec.mesh or table._spec.sharding.runs:
+    leaf = leaf_of_gradient()
+    table = leaf._spec if type(leaf) is DTensor else noted_of_gradient()
+    if table is None or table.mesh is not grad._spec.mesh or table.sharding.runs:
         return None
-    return table._spec.sharding.without_partial() if table.shape == (rows, grad.shape[-1]) else None
+    return table.sharding.without_partial() if table.shape == (rows, grad.shape[-1]) else None
 
 
 def _sharding(indices: Any, mesh: Any) -> Sharding:
