@@ -34,6 +34,21 @@ def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
     return x
 
 
+def _as_strided_(func: Any, x: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """Other strides where nothing moves, of dims of length 1: so pooling says that its result is channels_last."""
+    layout, local = x._spec, x._local_tensor
+    if tuple(size) != layout.shape or len(stride) != layout.ndim or offset or layout.marks & SEVERED:
+        return NotImplemented
+    if any(n > 1 and old != new for n, old, new in zip(layout.shape, layout.stride, stride, strict=True)):
+        return NotImplemented
+    like = zip(local.shape, local.stride(), dense_stride(local.shape, stride), strict=True)
+    with below_dispatch():
+        func(x, size, stride)
+    x._local_tensor = local.as_strided(local.shape, [new if n == 1 else old for n, old, new in like])
+    x._spec = layout_for(layout.sharding, layout.shape, tuple(stride), layout.dtype).marked(layout.marks)
+    return x
+
+
 def _as_strided(
     func: Any, x: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> DTensor:
@@ -69,6 +84,7 @@ def _copy_(func: Any, x: DTensor, source: Any, *_: Any, **__: Any) -> Any:
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
     "as_strided.default": _as_strided,
+    "as_strided_.default": _as_strided_,
     "as_strided_copy.default": _as_strided,
     "copy_.default": _copy_,
     **dict.fromkeys(
