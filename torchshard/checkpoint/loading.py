@@ -23,6 +23,7 @@ from torchshard.checkpoint.pickles.inert import Global, Record, Size
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
+from torchshard.keys.containers import places
 from torchshard.layout import Box, whole
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def load_into(
         objects: list[tuple[Any, Any, object]] = []
         wrong: list[CheckpointError] = []
         inner = {key[:at] for key in entries for at, sign in enumerate(key) if sign == "."}
-        for container, step, key, value in _leaves(state_dict, ""):
+        for key, container, step in places(state_dict, _is_tensor):
+            value = container[step]
             try:
                 entry, where = entries.get(key), f"{checkpoint.path}: {printable(key)}"
                 if isinstance(entry, ObjectEntry) and not _is_tensor(value):
@@ -191,22 +193,6 @@ class _Live:
             return torch.device(*args)
         except (RuntimeError, TypeError) as error:
             raise CheckpointError("This is no device.", got=printable(args), where=self.where) from error
-
-
-def _leaves(tree: Any, prefix: str) -> Iterator[tuple[Any, Any, str, Any]]:
-    """Container, place in it, dotted name and value of each leaf."""
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    for step, value in list(items):
-        key = f"{prefix}{step}"
-        if _is_cut(value) or (isinstance(value, Mapping) and value):
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield tree, step, key, value
-
-
-def _is_cut(value: object) -> bool:
-    """Whether a checkpoint holds what is in this list one by one: where it has tensors, dicts or such lists."""
-    return isinstance(value, list) and any(isinstance(v, Mapping) or _is_tensor(v) or _is_cut(v) for v in value)
 
 
 def _is_tensor(value: object) -> bool:

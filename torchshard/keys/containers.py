@@ -1,7 +1,7 @@
-"""Containers of a state dict: made anew with other values; and which module the metadata of another belong to now."""
+"""Containers of a state dict: where values lie, containers made anew, and which module's metadata are whose now."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchshard.errors import ShardingError
@@ -31,6 +31,24 @@ def like(container: Any, values: Any) -> Any:
             got=type(container).__name__,
             fix="give dict(it)",
         ) from error
+
+
+def places(tree: Any, is_tensor: Callable[[Any], bool], path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted name, container and place in it of each value that torch.distributed.checkpoint keeps by itself.
+
+    Those are the items of dicts, and of lists that hold tensors, dicts or such lists; other lists, tuples and empty
+    dicts are values.
+    """
+
+    def is_cut(value: Any) -> bool:
+        return isinstance(value, list) and any(isinstance(v, Mapping) or is_tensor(v) or is_cut(v) for v in value)
+
+    for step, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        name = f"{path}{step}"
+        if is_cut(value) or (isinstance(value, Mapping) and value):
+            yield from places(value, is_tensor, f"{name}.")
+        else:
+            yield name, tree, step
 
 
 def modules_renamed(modules: Iterable[str], keys: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

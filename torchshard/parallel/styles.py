@@ -68,21 +68,14 @@ class _CutWeights(ParallelStyle):
                 place_parameter(submodule, name, parameter, mesh, placement, self.src_data_rank)
 
         distribute_module(module, device_mesh, partition)
-        # Compiled code checks what a hook refers to at each call, so hooks refer to these and to nothing else.
         (here,), (there,), local = self.input_layouts, self.output_layouts, self.use_local_output
-        style, wanted, length = type(self).__name__, self._wanted(module), self._length(module)
-
-        def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = first_tensor(style, module, inputs)
-            if not isinstance(x, DTensor):
-                x = annotated(x, device_mesh, here, length)
-            return x.redistribute(placements=(wanted,)), *inputs[1:]
+        wanted, length = self._wanted(module), self._length(module)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             output = output.redistribute(placements=(there,))
             return output.to_local() if local else output
 
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(taking(type(self).__name__, device_mesh, here, wanted, length))
         module.register_forward_hook(after)
         return module
 
@@ -166,18 +159,12 @@ class SequenceParallel(ParallelStyle):
                 place_parameter(submodule, name, parameter, mesh, Replicate(), self.src_data_rank)
 
         distribute_module(module, device_mesh, partition)
-        style, (wanted,), local = type(self).__name__, self.sequence_sharding, self.use_local_output
-
-        def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = first_tensor(style, module, inputs)
-            if not isinstance(x, DTensor):
-                return annotated(x, device_mesh, wanted), *inputs[1:]
-            return x.redistribute(placements=(wanted,)), *inputs[1:]
+        (wanted,), local = self.sequence_sharding, self.use_local_output
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             return output.to_local() if local else output
 
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(taking(type(self).__name__, device_mesh, wanted, wanted))
         module.register_forward_hook(after)
         return module
 
@@ -199,6 +186,21 @@ def place_parameter(
         module.register_parameter(name, nn.Parameter(placed.detach(), requires_grad=parameter.requires_grad))
 
 
+def taking(style: str, mesh: DeviceMesh, here: Placement, wanted: Placement, length: int | None = None) -> Any:
+    """A hook that brings the first input of a module to where it is wanted; `here` is what a plain one is.
+
+    Compiled code checks all that a hook refers to at each call: hooks of styles refer to what they need, not to styles.
+    """
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = first_tensor(style, module, inputs)
+        if not isinstance(x, DTensor):
+            x = annotated(x, mesh, here, length)
+        return x.redistribute(placements=(wanted,)), *inputs[1:]
+
+    return before
+
+
 def first_tensor(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
     """The first input of a module of this style.
 
@@ -211,7 +213,7 @@ def first_tensor(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> Tens
     return inputs[0]
 
 
-def annotated(x: Tensor, mesh: DeviceMesh, placement: Placement, length: int | None = None) -> DTensor:
+def annotated(x: Tensor, mesh: DeviceMesh, placement: Placement, length: int | None) -> DTensor:
     """The DTensor of which `x` is this rank's part; `length` is that of its last dim, where that is known."""
     dim = None if length is None else getattr(placement, "dim", None)
     if length is None or dim is None or dim % x.ndim != x.ndim - 1:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torchshard._torch import default_group, is_sharded_tensor
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import CheckpointError, ShardingError
+from torchshard.keys.containers import places
 from torchshard.layout.boxes import Box, check_tiling
 from torchshard.state_dict.trees import leaves
 
@@ -48,11 +49,12 @@ def load(
         NotImplementedError: a ShardedTensor, or an object with a state dict of its own.
     """
     _refuse_others(state_dict)
-    agreement, places = _agreement(process_group), list(_places(state_dict))
+    agreement, found = _agreement(process_group), list(places(state_dict, _is_tensor))
+    found = [place for place in found if not isinstance(place[1][place[2]], Mapping)]  # torch keeps no empty dicts
     if agreement is not None:
-        lines = sorted([f"{name}: {_described(container[key])}" for name, container, key in places])
+        lines = sorted([f"{name}: {_described(container[key])}" for name, container, key in found])
         agreement.confirm("\n".join(lines), 0)
-    fresh = _fresh(places)
+    fresh = _fresh(found)
     try:
         state_dict_loader.load(
             fresh,
@@ -69,7 +71,7 @@ def load(
             raise
         agreement.blame("a checkpoint to be read, and left everything as it was", error)
     with torch.no_grad():
-        for name, container, key in places:
+        for name, container, key in found:
             if isinstance(x := container[key], Tensor):
                 x.copy_(fresh[name])
             else:
@@ -84,30 +86,14 @@ def _agreement(group: dist.ProcessGroup | None) -> Agreement | None:
     return Agreement(group, torch.device("cpu"), "state dicts to load into")
 
 
-_Place = tuple[str, Any, Any]
-"""The name of a value, its container, and its key or position there."""
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
-def _places(tree: Any, path: str = "") -> Iterator[_Place]:
-    """Of all that torch keeps by itself: not what is in tuples, and in lists only where they have tensors or dicts."""
-    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        name = f"{path}{key}"
-        if _is_cut(value):
-            yield from _places(value, f"{name}.")
-        else:
-            yield name, tree, key
-
-
-def _is_cut(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(isinstance(item, Tensor) or _is_cut(item) for item in value)
-    return isinstance(value, Mapping)
-
-
-def _fresh(places: list[_Place]) -> dict[str, Any]:
+def _fresh(found: list[tuple[str, Any, Any]]) -> dict[str, Any]:
     """What is read into, by name."""
     fresh: dict[str, Any] = {}
-    for name, container, key in places:
+    for name, container, key in found:
         x = container[key]
         if name in fresh:
             raise ShardingError(
