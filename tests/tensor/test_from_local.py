@@ -156,3 +156,90 @@ class Sentences(expecttest.TestCase):
   got:      (0=2:P(sum))
   fix:      DTensor.from_local(term, mesh, [Partial()])""",
         )
+
+
+def turned(rank, world, how):
+    """A piece that lies in memory by rows on the first rank, and by columns on the others."""
+    from torchshard import DTensor, Partial, Replicate, Shard, init_device_mesh
+    from torchshard.errors import RankMismatchError, ShardingError
+
+    mesh = init_device_mesh("cpu", (world,))
+    rows = torch.arange(6.0).view(2, 3) + rank
+    mine = rows if rank == 0 else rows.t().contiguous().t()
+    placement = {"R": Replicate(), "P": Partial()}.get(how[0], Shard(0))
+    try:
+        match how:
+            case "S by rows" | "P by rows":
+                x = DTensor.from_local(mine.contiguous(), mesh, [placement])
+            case "S told" | "P told":
+                shape = (2 * world, 3) if how[0] == "S" else (2, 3)
+                x = DTensor.from_local(mine, mesh, [placement], shape=shape, stride=(3, 1))
+            case "S asked" | "P asked" | "R asked":
+                x = DTensor.from_local(mine, mesh, [placement], run_check=True)
+            case "S" | "P":
+                x = DTensor.from_local(mine, mesh, [placement]) * 2
+        return x.stride(), x.to_local().stride(), x.full_tensor().tolist()
+    except (RankMismatchError, ShardingError) as error:
+        return type(error).__name__
+
+
+def test_pieces_that_lie_in_memory_in_different_orders_are_refused_on_every_rank():
+    for how, name in [("S", "RankMismatchError"), ("P", "RankMismatchError"), ("S asked", "ShardingError")]:
+        assert run_ranks(2, turned, how, timeout=30) == [name] * 2, how
+    assert run_ranks(2, turned, "P asked", timeout=30) == ["ShardingError"] * 2
+
+
+def test_strides_that_are_told_are_those_of_the_piece():
+    for how in ("S told", "P told"):
+        assert run_ranks(1, turned, how, timeout=30)[0][:2] == ((3, 1), (3, 1))
+    assert run_ranks(1, told_by_columns, timeout=30) == ["ShardingError"]
+    first, second = run_ranks(2, turned, "R asked", timeout=30)
+    assert first == second == ((3, 1), (3, 1), [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
+
+
+def told_by_columns(rank, world):
+    from torchshard import DTensor, Shard, init_device_mesh
+    from torchshard.errors import ShardingError
+
+    by_columns, mesh = torch.arange(6.0).view(3, 2).t(), init_device_mesh("cpu", (world,))
+    x = DTensor.from_local(by_columns, mesh, [Shard(0)], shape=(2, 3), stride=(1, 2))
+    assert (x * 2).stride() == (1, 2)
+    assert DTensor.from_local(by_columns[:1], mesh, [Shard(0)], shape=(1, 3), stride=(3, 1)).is_contiguous()
+    try:
+        DTensor.from_local(by_columns, mesh, [Shard(0)], shape=(2, 3), stride=(3, 1))
+    except ShardingError as error:
+        return type(error).__name__
+
+
+def other_kinds(rank, world, how):
+    from torchshard import DTensor, Partial, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    mine = {
+        "dtype": torch.ones(2, dtype=(torch.float32, torch.float64)[rank]),
+        "dims": torch.ones((2,) * (rank + 1)),
+        "sizes": torch.ones(2 + rank),
+    }[how.removesuffix(", asked")]
+    return said(
+        {"": lambda: DTensor.from_local(mine, mesh, [Partial()], run_check=how.endswith("asked")).full_tensor()}
+    )[""].split(":")[0]
+
+
+@pytest.mark.parametrize("how", ["dtype", "dims", "sizes", "dtype, asked", "dims, asked"])
+def test_terms_of_other_kinds_are_refused_on_every_rank(how):
+    assert run_ranks(2, other_kinds, how, timeout=30) == ["RankMismatchError"] * 2
+
+
+def gradient_of_a_row(rank, world):
+    """Two rows on the first rank and one on the last, whose gradients lie in memory by columns, if one can tell."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    x = distribute_tensor(torch.ones(3, 4), init_device_mesh("cpu", (world,)), [Shard(0)]).requires_grad_()
+    seen, y = [], x * 1
+    y.register_hook(lambda g: seen.append((g.stride(), g.to_local().is_contiguous())))
+    (y.to_local().t().contiguous() @ torch.ones(y.to_local().shape[0], 2)).sum().backward()
+    return seen, x.grad.full_tensor().tolist()
+
+
+def test_gradients_of_pieces_have_the_same_strides_on_every_rank():
+    assert run_ranks(2, gradient_of_a_row, timeout=30) == [([((4, 1), True)], [[2.0] * 4] * 3)] * 2

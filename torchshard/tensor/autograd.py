@@ -22,9 +22,15 @@ from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.guards import refresh
-from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride, from_torch, layout_for
+from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride, from_torch, layout_for, same_order
 from torchshard.tensor.mesh import BoundMesh, bind
-from torchshard.tensor.redistribute import moved, redistribute_later, redistribute_local
+from torchshard.tensor.redistribute import (
+    in_memory_order,
+    moved,
+    redistribute_later,
+    redistribute_local,
+    require_same,
+)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -92,9 +98,12 @@ class _ToLocal(torch.autograd.Function):
         sharding = layout.sharding.without_partial()
         if ctx.placements is not None:
             sharding = from_torch(ctx.placements, layout.mesh, layout.shape)
-        stride = dense_stride(layout.shape, grad.stride()) if grad.ndim == layout.ndim else layout.stride
-        target = layout_for(sharding, layout.shape, stride, grad.dtype)
+        # In the order of the tensor's own strides: those of a short piece's gradient may not be those on other ranks.
+        like = grad.stride() if is_traced(grad) and grad.ndim == layout.ndim else layout.stride
+        target = layout_for(sharding, layout.shape, dense_stride(layout.shape, like), grad.dtype)
         check_part(grad, target)
+        if not is_traced(grad) and not same_order(grad.shape, grad.stride(), target.stride):
+            grad = in_memory_order(grad, target)
         return _FromLocal.apply(grad, target, None), None  # type: ignore[no-untyped-call]
 
 
@@ -105,7 +114,7 @@ class _FromLocal(torch.autograd.Function):
     ) -> DTensor:
         ctx.layout, ctx.grad_sharding = layout, grad_sharding
         local = local.detach()  # history belongs to the wrapper
-        return wrap(_first_replica(local, layout.sharding) if of_first else local, layout)
+        return wrap(_first_replica(local, layout) if of_first else local, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
@@ -211,6 +220,7 @@ def from_local(
     elif shape is not None and stride is not None:
         layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
         check_part(local, layout)
+        _check_order(local.shape, local.stride(), layout, "of this rank")
     else:
         layout = _even_layout(local, sharding, _even_shape(local, given, mesh))
     grad_sharding = None if grad_placements is None else from_torch(grad_placements, mesh, layout.shape)
@@ -251,7 +261,7 @@ def _even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: Bound
 
 def _even_layout(local: Tensor, sharding: Sharding, shape: Sequence[int]) -> TensorLayout:
     layout = layout_for(sharding, tuple(shape), dense_stride(shape, local.stride()), local.dtype)
-    unsure = sharding.splits and sharding.mesh.size > 1
+    unsure = (sharding.splits or sharding.partial) and sharding.mesh.size > 1
     return layout.marked(ASSUMED) if unsure else layout
 
 
@@ -263,14 +273,16 @@ def _asked_layout(
         return _traced_layout(local, sharding, shape, stride)
     mesh = sharding.mesh
     assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
-    group = mesh.everyone
-    held = [tuple(sizes) for sizes in collectives.of_all_ranks(local.shape, local.device, group)]
+    kind = f"{local.ndim} dims of {local.dtype} as {sharding}"
+    require_same(kind, local.device, tuple(range(mesh.ndim)), mesh, "give from_local")
+    said = collectives.of_all_ranks([*local.shape, *local.stride()], local.device, mesh.everyone)
+    held = [tuple(numbers[: local.ndim]) for numbers in said]
     if shape is None or stride is None:
         shape = list(local.shape)
         for dim, axes in sharding.splits.items():
             line = [c for c in mesh.coordinates() if all(k == 0 for a, k in enumerate(c) if a not in axes)]
             shape[dim] = sum(held[mesh.linear(c)][dim] for c in line)
-        stride = dense_stride(shape, local.stride())
+        stride = dense_stride(shape, said[0][local.ndim :])
     layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
     for rank, size, place in zip(mesh.ranks, held, mesh.coordinates(), strict=True):
         wanted = sharding.part(shape, place)
@@ -282,6 +294,10 @@ def _asked_layout(
                 where=f"from_local, {sharding}",
                 fix="use distribute_tensor, or cut into pieces of ceil(n / parts) with a short tail",
             )
+        giver = [
+            0 if p is R else k for k, p in zip(place, sharding.placements, strict=True)
+        ]  # as _first_replica has it
+        _check_order(size, said[mesh.linear(giver)][local.ndim :], layout, f"of rank {rank}")
     return layout
 
 
@@ -304,14 +320,15 @@ def _traced_layout(
     return layout
 
 
-def _first_replica(local: Tensor, sharding: Sharding) -> Tensor:
+def _first_replica(local: Tensor, layout: TensorLayout) -> Tensor:
     """The values of the first rank along each replicated axis."""
-    mesh = sharding.mesh
+    sharding, mesh = layout.sharding, layout.mesh
     assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
+    first = local
     for axis, placement in enumerate(sharding.placements):
         if placement is R:
-            local = collectives.broadcast(local, 0, mesh.group((axis,)))
-    return local
+            first = collectives.broadcast(first, 0, mesh.group((axis,)))
+    return first if first is local else in_memory_order(first, layout)
 
 
 def check_part(local: Tensor, layout: TensorLayout) -> None:
@@ -323,4 +340,16 @@ def check_part(local: Tensor, layout: TensorLayout) -> None:
             got=tuple(local.shape),
             where=layout.sharding,
             fix="pass the piece that torch.chunk would give this rank",
+        )
+
+
+def _check_order(shape: Sequence[int], stride: Sequence[int], layout: TensorLayout, whose: str) -> None:
+    """Raise ShardingError unless a part of these strides lies in memory in the order of the layout's."""
+    if not same_order(shape, stride, layout.stride):
+        raise ShardingError(
+            f"The local tensor {whose} does not lie in memory as the strides of the whole say.",
+            expected=f"dims in the order of the strides {layout.stride}, for operators go by these on every rank",
+            got=f"strides {tuple(stride)} of shape {tuple(shape)}",
+            where=f"from_local, {layout}",
+            fix="on every rank, DTensor.from_local(local.contiguous(), ...) and strides that are row-major",
         )

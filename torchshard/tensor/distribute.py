@@ -1,13 +1,11 @@
 """From plain tensors and modules to DTensors."""
 
-import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -16,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import current_mesh, exported_whole, is_traced
 from torchshard.comm import collectives
 from torchshard.comm.group import Group
-from torchshard.errors import RankMismatchError, ShardingError
+from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
@@ -25,7 +23,7 @@ from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
-from torchshard.tensor.redistribute import in_memory_order, redistribute_local
+from torchshard.tensor.redistribute import in_memory_order, redistribute_local, require_same
 
 
 def distribute_tensor(
@@ -101,7 +99,8 @@ def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> T
     others = [a for a in range(mesh.ndim) if a not in split_first]
     for axis in [*split_first, *others]:
         placement, group = sharding.placements[axis], _group_with(source, axis, mesh)
-        _require_same(f"{x.dtype} of shape {tuple(x.shape)} as {sharding}, from place {source}", axis, mesh)
+        text = f"{x.dtype} of shape {tuple(x.shape)} as {sharding}, from place {source}"
+        require_same(text, torch.device(mesh.device_mesh.device_type), (axis,), mesh, "distribute")
         if isinstance(placement, Shard):
             dim = placement.dim
             lengths = [piece(x.shape[dim], group.size, k)[1] for k in range(group.size)]
@@ -109,28 +108,6 @@ def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> T
         else:
             x = collectives.broadcast(x, source, group)
     return x
-
-
-def _require_same(text: str, axis: int, mesh: BoundMesh) -> None:
-    """Raise RankMismatchError, on all ranks along an axis, unless all say the same of what they are about to do."""
-    group, process_group = mesh.group((axis,)), mesh.process_group((axis,))
-    if group.size == 1 or dist.get_backend(process_group) == "fake":
-        return
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-    device = torch.device(mesh.device_mesh.device_type)
-    if all(told == [digest] for told in collectives.of_all_ranks([digest], device, group)):
-        return
-    said: list[Any] = [None] * group.size
-    dist.all_gather_object(said, text, group=process_group)
-    ranks = dist.get_process_group_ranks(process_group)
-    other = next(k for k, told in enumerate(said) if told != said[0])
-    raise RankMismatchError(
-        "Ranks do not distribute the same tensor.",
-        expected=f"rank {ranks[0]}: {said[0]}",
-        got=f"rank {ranks[other]}: {said[other]}",
-        where=f"axis {mesh.names[axis]} of {mesh}",
-        fix="make the same tensors, in the same order, on every rank",
-    )
 
 
 def _everywhere(x: Tensor, source: int, mesh: BoundMesh) -> Tensor:

@@ -66,11 +66,11 @@ class DTensor(Tensor):
             local_tensor: this rank's part (for a Partial axis: its term); used as it is, not copied.
             device_mesh: where; by default the mesh of the surrounding `with mesh:`.
             placements: one an axis; everything replicated by default.
-            run_check: ask the other ranks: for the sizes of their parts where `shape` is not given, and along
-                replicated axes for the values of the first rank, which all then have.
-            shape: global shape. Without it and without `run_check` the parts are taken to be of equal size; the first
-                collective makes sure of that, and raises RankMismatchError where they are not.
-            stride: global stride, to be given together with `shape`.
+            run_check: ask the other ranks: for sizes and strides of their parts, and along replicated axes for the
+                values of the first rank, which all then have.
+            shape: global shape. Without it and without `run_check` the parts are taken to be of equal size and memory
+                order; the first collective makes sure of that, and raises RankMismatchError where they are not.
+            stride: global stride, to be given together with `shape`; the part lies in memory in the same order.
             grad_placements: of the gradient, before it becomes that of `local_tensor`; by default those of the tensor,
                 with Replicate for Partial.
 

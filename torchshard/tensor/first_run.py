@@ -175,7 +175,7 @@ class FirstRun:
                 fix="mend the rule; torchshard.validate_rule tells where it is wrong",
             )
         kept = any(o.layout.marks & ASSUMED and not moves for o, moves in zip(self.operands, self.moves, strict=True))
-        return layout.marked(ASSUMED) if kept and sharding.splits else layout
+        return layout.marked(ASSUMED) if kept and (sharding.splits or sharding.partial) else layout
 
     def _meta_stride(self, k: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Strides from a run on meta tensors, for autograd formulas branch on them, and `contiguous` and `reshape`.

@@ -17,7 +17,7 @@ from torchshard.layout.strided import factors_from_order, order_from_factors
 
 # What may be true of a tensor beside its layout; plans are made for each combination.
 SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
-ASSUMED = 2  # made by from_local without a shape: that all ranks hold equal pieces has not been checked yet
+ASSUMED = 2  # made by from_local without a shape: that all ranks hold equal pieces, or terms, was not checked yet
 
 Symbolic.unrecorded, Symbolic.asked, Symbolic.expected, Symbolic.number = unrecorded, asked, expected, number
 
@@ -221,6 +221,14 @@ def _inward(shape: Sequence[int], like: Sequence[int]) -> list[int]:
             if like[inner] > like[outer] or shape[inner] > shape[outer]:
                 order[before], order[at], at = outer, inner, before
     return order
+
+
+def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two strides put the dims of a part in the same order in memory; a dim that does not step is anywhere."""
+    steps = [d for d, n in enumerate(shape) if n != 1 and one[d] and other[d]]
+    lengths = [shape[d] for d in steps]
+    dense = [dense_stride(lengths, [stride[d] for d in steps]) for stride in (one, other)]
+    return 0 in shape or dense[0] == dense[1]
 
 
 def kept_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import is_traced
-from torchshard.comm import collectives
+from torchshard.comm.comparing import differing
 from torchshard.errors import RankMismatchError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.layout.runs import Runs, route, unrolled_shape
@@ -51,8 +51,8 @@ def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) ->
         On a rank outside of the target's mesh, an empty tensor.
 
     Raises:
-        RankMismatchError: from_local was not told the shape, and the ranks hold pieces of different sizes; or the ranks
-            of two meshes do not redistribute the same.
+        RankMismatchError: from_local was not told the shape, and the ranks hold pieces of different sizes or strides;
+            or the ranks of two meshes do not redistribute the same.
     """
     if source.sharding is target.sharding:
         return x
@@ -171,7 +171,7 @@ def in_memory_order(x: Tensor, layout: Layout) -> Tensor:
 
 
 def check_assumed(x: Tensor, layout: TensorLayout) -> None:
-    """Make sure that all ranks hold pieces of one size, as from_local took for granted.
+    """Make sure that all ranks hold pieces of one size, type and memory order, as from_local took for granted.
 
     Raises:
         RankMismatchError: names the ranks and what they hold.
@@ -180,14 +180,32 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
     if is_traced(x) or mesh.size == 1 or mesh.coordinate is None:
         return  # a trace computes nothing; the eager run before it has checked
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
-    group = mesh.everyone
-    held = collectives.of_all_ranks(x.shape, x.device, group)
-    if any(size != held[0] for size in held):
-        found = ", ".join(f"rank {rank}: {tuple(size)}" for rank, size in zip(mesh.ranks, held, strict=True))
+    everywhere = tuple(range(mesh.ndim))
+    text = f"{tuple(x.shape)} of {layout.plain}, strides {layout.stride}"
+    held = differing(text, x.device, mesh.group(everywhere), mesh.process_group(everywhere))
+    if held is not None:
         raise RankMismatchError(
-            "from_local, or local_map, was not told the shape of the tensor, and ranks hold pieces of different sizes.",
-            expected="pieces of one size on every rank",
-            got=found,
+            "from_local, or local_map, was not told the shape of the tensor, and ranks hold pieces of different sizes "
+            "or strides.",
+            expected="pieces of one size, type and memory order on every rank",
+            got="\n".join(f"rank {rank}: {text}" for rank, text in held),
             where=f"a tensor on the mesh {mesh}, placements {layout.placements}",
-            fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; not local_map",
+            fix="of sizes: DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; not "
+            "local_map. Of strides: DTensor.from_local(local.contiguous(), ...)",
         )
+
+
+def require_same(text: str, device: torch.device, axes: tuple[int, ...], mesh: BoundMesh, what: str) -> None:
+    """Raise RankMismatchError, on all ranks along some axes, unless all say the same of what they are about to do."""
+    held = differing(text, device, mesh.group(axes), mesh.process_group(axes))
+    if held is None:
+        return
+    (first, expected), *others = held
+    other, got = next((rank, told) for rank, told in others if told != expected)
+    raise RankMismatchError(
+        f"Ranks do not {what} the same tensor.",
+        expected=f"rank {first}: {expected}",
+        got=f"rank {other}: {got}",
+        where=f"axis {', '.join(mesh.names[axis] for axis in axes)} of {mesh}",
+        fix="make the same tensors, in the same order, on every rank",
+    )

@@ -17,7 +17,7 @@ def part(x: Any, sharding: Sharding | None = None) -> Tensor:
     """This rank's part of x in a sharding, the whole where None; a plain scalar is the same everywhere.
 
     Raises:
-        RankMismatchError: from_local was not told the shape, and the ranks hold pieces of different sizes.
+        RankMismatchError: from_local was not told the shape, and the ranks hold pieces of different sizes or strides.
     """
     if type(x) is not DTensor:
         return x  # type: ignore[no-any-return]
