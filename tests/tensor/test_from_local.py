@@ -243,3 +243,29 @@ def gradient_of_a_row(rank, world):
 
 def test_gradients_of_pieces_have_the_same_strides_on_every_rank():
     assert run_ranks(2, gradient_of_a_row, timeout=30) == [([((4, 1), True)], [[2.0] * 4] * 3)] * 2
+
+
+def made_of_unequal_parts(rank, world, how):
+    from torchshard import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    longer = DTensor.from_local(torch.arange(2.0 + 2 * rank), mesh, [Shard(0)])
+    rows = torch.ones(2, 3) if rank == 0 else torch.ones(3, 2).t()
+    turned = DTensor.from_local(rows, mesh, [Shard(0)])
+
+    def seen_through_a_view():
+        flat = turned.reshape(-1)  # a view on rank 0, a copy on rank 1
+        turned.mul_(2)
+        return flat.full_tensor()
+
+    calls = {
+        "mean": lambda: longer.mean().item(),
+        "sum": lambda: (longer * 2).sum().full_tensor(),
+        "view": seen_through_a_view,
+    }
+    return said({how: calls[how]})[how].split(":")[0]
+
+
+@pytest.mark.parametrize("how", ["mean", "sum", "view"])
+def test_results_of_parts_that_do_not_belong_together_are_refused_on_every_rank(how):
+    assert run_ranks(2, made_of_unequal_parts, how, timeout=30) == ["RankMismatchError"] * 2

@@ -19,7 +19,7 @@ from torchshard.layout.strided import strided_intervals
 from torchshard.state_dict.trees import not_dense
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import require_ascending
-from torchshard.tensor.layout import ASSUMED, TensorLayout, from_torch
+from torchshard.tensor.layout import TensorLayout, from_torch
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import redistribute_local
 from torchshard.tensor.sharded import moving
@@ -159,7 +159,7 @@ def _of_dtensor(x: DTensor, reduce_partial: bool, memory: Memory) -> Form:
         local = redistribute_local(x.to_local().detach(), x._spec, layout)
         return _on_mesh(x, layout.sharding, local, memory)
     form = _on_mesh(x, layout.sharding, x.to_local().detach(), memory)
-    form.unchecked = layout if layout.marks & ASSUMED else None
+    form.unchecked = layout if layout.assumed else None
     return form
 
 

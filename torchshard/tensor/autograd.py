@@ -22,7 +22,7 @@ from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.guards import refresh
-from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride, from_torch, layout_for, same_order
+from torchshard.tensor.layout import TensorLayout, dense_stride, from_torch, layout_for, same_order
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import (
     in_memory_order,
@@ -50,7 +50,9 @@ class _Redistribute(torch.autograd.Function):
         if forward_dtype is not None and forward_dtype is not source.dtype:
             _require_terms_survive(source, forward_dtype)
             local = local.to(forward_dtype)
-            source = layout_for(source.sharding, source.shape, source.stride, forward_dtype).marked(source.marks)
+            source = layout_for(source.sharding, source.shape, source.stride, forward_dtype).marked(
+                source.marks, source.assumed
+            )
         layout = source if target is source.sharding else source.to(target)
         move = redistribute_later if async_op else redistribute_local
         return wrap(move(local, source, layout), moved(source, layout))
@@ -262,7 +264,7 @@ def _even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: Bound
 def _even_layout(local: Tensor, sharding: Sharding, shape: Sequence[int]) -> TensorLayout:
     layout = layout_for(sharding, tuple(shape), dense_stride(shape, local.stride()), local.dtype)
     unsure = (sharding.splits or sharding.partial) and sharding.mesh.size > 1
-    return layout.marked(ASSUMED) if unsure else layout
+    return layout.marked(assumed=frozenset((layout,))) if unsure else layout
 
 
 def _asked_layout(

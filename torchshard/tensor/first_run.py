@@ -17,7 +17,7 @@ from torchshard.tensor import guards, outside
 from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new
-from torchshard.tensor.layout import ASSUMED, SEVERED, TensorLayout, dense_stride, global_stride, layout_for
+from torchshard.tensor.layout import SEVERED, TensorLayout, dense_stride, global_stride, layout_for
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local
 from torchshard.tensor.refusing import reading_first, refusing
 
@@ -174,8 +174,8 @@ class FirstRun:
                 got=tuple(local.shape),
                 fix="mend the rule; torchshard.validate_rule tells where it is wrong",
             )
-        kept = any(o.layout.marks & ASSUMED and not moves for o, moves in zip(self.operands, self.moves, strict=True))
-        return layout.marked(ASSUMED) if kept and (sharding.splits or sharding.partial) else layout
+        unmoved = [o.layout.assumed for o, moves in zip(self.operands, self.moves, strict=True) if not moves]
+        return layout.marked(assumed=frozenset().union(*unmoved))
 
     def _meta_stride(self, k: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Strides from a run on meta tensors, for autograd formulas branch on them, and `contiguous` and `reshape`.

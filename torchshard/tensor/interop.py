@@ -12,7 +12,7 @@ from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.autograd import over as ours_over
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.layout import ASSUMED, TensorLayout, layout_for
+from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import check_assumed
 
@@ -26,7 +26,7 @@ def to_torch(x: DTensor) -> Tensor:
     """
     layout = x._spec
     require_ascending(layout.sharding, layout.mesh)
-    if layout.marks & ASSUMED:
+    if layout.assumed:
         check_assumed(x._local_tensor, layout)
     return upstream.DTensor.from_local(
         x.to_local(), x.device_mesh, told(layout), run_check=False, shape=x.shape, stride=x.stride()

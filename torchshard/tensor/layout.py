@@ -15,9 +15,7 @@ from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.layout.reductions import parse_norm
 from torchshard.layout.strided import factors_from_order, order_from_factors
 
-# What may be true of a tensor beside its layout; plans are made for each combination.
-SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
-ASSUMED = 2  # made by from_local without a shape: that all ranks hold equal pieces, or terms, was not checked yet
+SEVERED = 1  # a mark: stands for a view of another tensor, but had to be moved, and shares no storage with its base
 
 Symbolic.unrecorded, Symbolic.asked, Symbolic.expected, Symbolic.number = unrecorded, asked, expected, number
 
@@ -26,34 +24,37 @@ class TensorLayout(Layout):
     """A Layout as DTensor holds it.
 
     Attributes:
-        marks: SEVERED, ASSUMED, both or neither.
+        marks: SEVERED, or 0; plans are made for each.
+        assumed: layouts that from_local has taken for granted, and of which this tensor was made without a collective
+            that would have compared them: that all ranks hold pieces, or terms, of one size and memory order.
         tensor_meta: the layout itself: torch's fast constructor reads shape, stride and dtype there.
     """
 
-    __slots__ = ("_marked", "_torch_placements", "marks", "plain", "tensor_meta")
+    __slots__ = ("_marked", "_torch_placements", "assumed", "marks", "plain", "tensor_meta")
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> None:
         for n in shape:
             if type(n) is not int:  # symbolic
                 mend_trace(n)
         super().__init__(sharding, shape, stride, dtype)
-        self.marks = 0
+        self.marks, self.assumed = 0, frozenset[TensorLayout]()
         self.plain: TensorLayout = self
         self.tensor_meta = self
-        self._marked: dict[int, TensorLayout] = {}
+        self._marked: dict[tuple[int, frozenset[TensorLayout]], TensorLayout] = {}
         self._torch_placements: tuple[TorchPlacement, ...] | None = None
 
-    def marked(self, marks: int) -> "TensorLayout":
-        """The same layout with these marks."""
-        if marks == self.marks:
+    def marked(self, marks: int | None = None, assumed: "frozenset[TensorLayout] | None" = None) -> "TensorLayout":
+        """The same layout with these marks, and with this taken for granted; what is not given stays."""
+        key = self.marks if marks is None else marks, self.assumed if assumed is None else assumed
+        if key == (self.marks, self.assumed):
             return self
-        if not marks:
+        if not any(key):
             return self.plain
-        found = self.plain._marked.get(marks)
+        found = self.plain._marked.get(key)
         if found is None:
             found = TensorLayout(self.sharding, self.shape, self.stride, self.dtype)
-            found.marks, found.plain = marks, self.plain
-            found = self.plain._marked.setdefault(marks, found)
+            (found.marks, found.assumed), found.plain = key, self.plain
+            found = self.plain._marked.setdefault(key, found)
         return found
 
     def to(self, sharding: Sharding) -> "TensorLayout":

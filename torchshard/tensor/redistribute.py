@@ -17,7 +17,7 @@ from torchshard.errors import RankMismatchError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.layout.runs import Runs, route, unrolled_shape
 from torchshard.tensor import crossing
-from torchshard.tensor.layout import ASSUMED, TensorLayout, dense_stride
+from torchshard.tensor.layout import TensorLayout, dense_stride
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.observing import observers
 from torchshard.tensor.pending import Pending
@@ -58,7 +58,7 @@ def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) ->
         return x
     if source.mesh.coordinate is None and source.mesh is target.mesh:
         return x  # a rank outside of the mesh holds nothing, before and after
-    if source.marks & ASSUMED:
+    if source.assumed:
         check_assumed(x, source)
     traced = type(x) is not Tensor and is_traced(x)
     for run in _program(source, target, traced).runs:
@@ -75,7 +75,7 @@ def redistribute_later(x: Tensor, source: TensorLayout, target: TensorLayout) ->
         return x
     if is_traced(x):
         return redistribute_local(x, source, target)
-    if source.marks & ASSUMED:
+    if source.assumed:
         check_assumed(x, source)
     program = _program(source, target, traced=False)
     if program.last is None:
@@ -171,7 +171,7 @@ def in_memory_order(x: Tensor, layout: Layout) -> Tensor:
 
 
 def check_assumed(x: Tensor, layout: TensorLayout) -> None:
-    """Make sure that all ranks hold pieces of one size, type and memory order, as from_local took for granted.
+    """Make sure that all ranks have given from_local pieces of one size, type and memory order, as it took for granted.
 
     Raises:
         RankMismatchError: names the ranks and what they hold.
@@ -181,7 +181,7 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
         return  # a trace computes nothing; the eager run before it has checked
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     everywhere = tuple(range(mesh.ndim))
-    text = f"{tuple(x.shape)} of {layout.plain}, strides {layout.stride}"
+    text = "; ".join(sorted([f"{tuple(a.local_shape)} of {a}, strides {a.stride}" for a in layout.assumed]))
     held = differing(text, x.device, mesh.group(everywhere), mesh.process_group(everywhere))
     if held is not None:
         raise RankMismatchError(

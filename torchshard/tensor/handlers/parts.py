@@ -9,7 +9,7 @@ from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.runs import without
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.layout import ASSUMED, layout_for
+from torchshard.tensor.layout import layout_for
 from torchshard.tensor.redistribute import check_assumed, redistribute_local
 
 
@@ -22,7 +22,7 @@ def part(x: Any, sharding: Sharding | None = None) -> Tensor:
     if type(x) is not DTensor:
         return x  # type: ignore[no-any-return]
     layout = x._spec
-    if layout.marks & ASSUMED:
+    if layout.assumed:
         check_assumed(x._local_tensor, layout)
     return redistribute_local(x._local_tensor, layout.plain, layout.to(sharding or layout.mesh.replicated()))
 

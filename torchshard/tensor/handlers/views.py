@@ -45,7 +45,9 @@ def _as_strided_(func: Any, x: DTensor, size: Sequence[int], stride: Sequence[in
     with below_dispatch():
         func(x, size, stride)
     x._local_tensor = local.as_strided(local.shape, [new if n == 1 else old for n, old, new in like])
-    x._spec = layout_for(layout.sharding, layout.shape, tuple(stride), layout.dtype).marked(layout.marks)
+    x._spec = layout_for(layout.sharding, layout.shape, tuple(stride), layout.dtype).marked(
+        layout.marks, layout.assumed
+    )
     return x
 
 
