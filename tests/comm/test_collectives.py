@@ -150,10 +150,58 @@ def test_a_line_need_not_follow_the_ranks_of_its_group():
     assert all(run_ranks(3, _seats))
 
 
-@pytest.mark.parametrize(("dtype", "op"), [(torch.int64, "avg"), (torch.complex64, "max"), (torch.bool, "sum")])
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        (torch.int64, "avg"),
+        (torch.int16, "avg"),
+        (torch.complex64, "max"),
+        (torch.complex32, "product"),
+        (torch.bool, "sum"),
+        (torch.float32, "band"),
+        (torch.float8_e4m3fn, "bxor"),
+        (torch.int64, "norm(2.0)"),
+        (torch.uint64, "max"),
+    ],
+)
 def test_reductions_without_a_meaning_are_refused(dtype, op):
-    with pytest.raises(UnsupportedOperatorError, match="cannot be reduced"):
+    with pytest.raises(UnsupportedOperatorError, match=f"of {dtype} cannot be reduced"):
         prepare(torch.zeros(2, dtype=dtype), op, 2)
+
+
+def _half(rank, world):
+    """Averages and norms whose sums are out of the range of the terms, or below it."""
+    group = _group(rank, world)
+    found = []
+    for dtype in (torch.float16, torch.bfloat16):
+        for op, value in [
+            ("avg", 60000.0),
+            ("norm(2.0)", 300.0),
+            ("norm(2.0)", 1e-4),
+            ("norm(3.0)", 60.0),
+            ("avg", 1.0078125),
+        ]:
+            x = torch.full((2, 3), value, dtype=dtype)
+            order = {"norm(2.0)": 2, "norm(3.0)": 3}.get(op)
+            terms = torch.stack([x] * world)
+            want = terms.mean(0) if order is None else torch.linalg.vector_norm(terms, order, 0)
+            lengths = _lengths(2, world)
+            mine = want.split(lengths)[group.position]
+            got = C.all_reduce(x, op, group), C.reduce_scatter(x, op, 0, lengths, group)
+            found.append(all(a.dtype is dtype and torch.equal(a, b) for a, b in zip(got, (want, mine), strict=True)))
+    for dtype in (torch.uint16, torch.uint32):
+        x = torch.tensor([1, 2, 65535], dtype=dtype)
+        found += [
+            C.all_reduce(x, "sum", group).equal((x.to(torch.int64) * world).to(dtype)),
+            C.all_reduce(x, "max", group).equal(x),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_averages_and_norms_of_narrow_types_are_those_of_eager_torch(world):
+    for found in run_ranks(world, _half):
+        assert found == [True] * 14
 
 
 class _Beneath(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -186,3 +187,28 @@ def put_off(rank, world):
 
 def test_conjugated_terms():
     run_ranks(2, put_off)
+
+
+def spread_of_halves(rank, world):
+    """Statistics whose squares are out of the range of float16."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh, found = init_device_mesh("cpu", (world,)), {}
+    for name, a in (
+        ("large", torch.tensor([60000.0, 0, 60000, 0, 60000], dtype=torch.float16)),
+        ("small", torch.tensor([1e-4, 2e-4, 1e-4, 2e-4, 1e-4], dtype=torch.float16)),
+    ):
+        x = distribute_tensor(a, mesh, [Shard(0)])
+        for what, f in (("std", torch.std), ("norm", torch.linalg.vector_norm), ("std, mean", torch.std_mean)):
+            got, want = f(x), f(a)
+            pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+            found[f"{what}, {name}"] = [(g.item(), w.item(), g.dtype is w.dtype) for g, w in pairs]
+    return found
+
+
+def test_statistics_of_halves_are_those_of_eager_torch():
+    for found in run_ranks(2, spread_of_halves, timeout=60):
+        for name, pairs in found.items():
+            for got, want, same in pairs:
+                assert same, name
+                assert got == pytest.approx(want, rel=2e-3), name

@@ -16,8 +16,17 @@ from torchshard.layout.reductions import parse_norm
 Terms = list[tuple[Tensor, str]]
 Finish = Callable[[Sequence[Tensor]], Tensor]
 
-_WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8, torch.complex32: torch.complex64}
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.bool: torch.uint8,
+    torch.complex32: torch.complex64,
+}
+# In which averages and powers are reckoned, as eager torch does within a kernel: their sums need not fit where they do.
+_ROOMY = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _OF_BOOLS = {"band": "min", "bor": "max", "max": "max", "min": "min", "product": "min"}
+_OF_BITS = {"band", "bor", "bxor"}
 
 
 def prepare(x: Tensor, op: str, ranks: int) -> tuple[Terms, Finish]:
@@ -31,27 +40,39 @@ def prepare(x: Tensor, op: str, ranks: int) -> tuple[Terms, Finish]:
     Raises:
         UnsupportedOperatorError: the reduction has no meaning for the dtype.
     """
-    wider = _WIDER.get(x.dtype, torch.float32 if x.dtype.itemsize == 1 and x.is_floating_point() else None)
-    if wider is not None:
-        return _widened(x, op, ranks, wider)
+    if not _has_meaning(x.dtype, op):
+        raise UnsupportedOperatorError(
+            f"A Partial({op!r}) of {x.dtype} cannot be reduced.",
+            expected="a dtype for which the reduction has a meaning and an exact result",
+            got=x.dtype,
+            fix="convert the tensor to another dtype first, for example x.to(torch.float32)",
+        )
     if (order := parse_norm(op)) is not None:
         return _norm(x, order, ranks)
+    wider = _WIDER.get(x.dtype, torch.float32 if x.dtype.itemsize == 1 and x.is_floating_point() else None)
+    if op == "avg" and wider is None:
+        wider = _ROOMY.get(x.dtype)
+    if wider is not None:
+        return _widened(x, op, ranks, wider)
     if op == "avg":
-        if not (x.is_floating_point() or x.is_complex()):
-            raise _no_meaning(x, op)
         return [(x, "sum")], lambda got: got[0] / ranks
-    if x.is_complex() and op != "sum":
-        raise _no_meaning(x, op)
     if op in ("max", "min") and x.is_floating_point():
         return _extreme(x, op)
     return [(x, op)], lambda got: got[0]
 
 
+def _has_meaning(dtype: torch.dtype, op: str) -> bool:
+    if dtype is torch.bool:
+        return op in _OF_BOOLS
+    if dtype is torch.uint64:  # no transport takes it, and no signed type is wider
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        return op not in _OF_BITS and not (dtype.is_complex and op in ("max", "min", "product"))
+    return op != "avg" and parse_norm(op) is None
+
+
 def _widened(x: Tensor, op: str, ranks: int, wider: torch.dtype) -> tuple[Terms, Finish]:
-    if x.dtype is torch.bool:
-        if op not in _OF_BOOLS:
-            raise _no_meaning(x, op)
-        op = _OF_BOOLS[op]
+    op = _OF_BOOLS[op] if x.dtype is torch.bool else op
     terms, finish = prepare(x.to(wider), op, ranks)
     return terms, lambda got: finish(got).to(x.dtype)
 
@@ -69,13 +90,5 @@ def _norm(x: Tensor, order: float, ranks: int) -> tuple[Terms, Finish]:
         return prepare(size, "max" if order > 0 else "min", ranks)
     if order == 0:
         return [(size, "sum")], lambda got: got[0]
-    return [(size**order, "sum")], lambda got: got[0] ** (1 / order)
-
-
-def _no_meaning(x: Tensor, op: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(
-        f"A Partial({op!r}) of {x.dtype} cannot be reduced.",
-        expected="a dtype for which the reduction has a meaning and an exact result",
-        got=x.dtype,
-        fix="convert the tensor to another dtype first, for example x.to(torch.float32)",
-    )
+    powers = size.to(_ROOMY.get(size.dtype, size.dtype)) ** order
+    return [(powers, "sum")], lambda got: (got[0] ** (1 / order)).to(size.dtype)

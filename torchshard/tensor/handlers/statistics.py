@@ -12,6 +12,7 @@ import torch
 from torchshard.layout.placements import Shard
 from torchshard.rules.reducing import Dims, dims_of
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.handlers.parts import wide
 
 
 def _split_along(x: DTensor, dims: Sequence[int]) -> bool:
@@ -34,7 +35,11 @@ def _variance(finish: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         dims = dims_of(dim, x.ndim)
         if not _split_along(x, dims):
             return NotImplemented
-        return finish(*_moments(x, dims, correction, keepdim))
+        roomy = wide(x)
+        found = finish(*_moments(roomy, dims, correction, keepdim))
+        if roomy is x:
+            return found
+        return tuple([t.to(x.dtype) for t in found]) if isinstance(found, tuple) else found.to(x.dtype)
 
     return run
 
