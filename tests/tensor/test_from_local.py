@@ -106,6 +106,11 @@ def refusals(rank, world):
         "max": lambda: DTensor.from_local(x.requires_grad_(), mesh, [Partial("max")]).full_tensor().sum().backward(),
         "no placements": lambda: distribute_tensor(x.detach(), mesh).redistribute(),
         "plain": lambda: distribute_tensor(x.detach(), mesh) + torch.ones(4, 3),
+        "sparse": lambda: distribute_tensor(x.detach().to_sparse(), mesh, [Shard(0)]),
+        "quantized": lambda: distribute_tensor(torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8), mesh),
+        "nested": lambda: DTensor.from_local(
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), mesh, [Shard(0)]
+        ),
         "factory": lambda: __import__("torchshard").zeros(4, device_mesh=mesh, placements=[Partial()]),
     }
     return said(calls)
@@ -151,6 +156,21 @@ class Sentences(expecttest.TestCase):
   expected: DTensors only, or scalars
   got:      Tensor of shape (4, 3)
   fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+[sparse] ShardingError: A DTensor holds dense tensors only.
+  expected: a tensor with layout torch.strided that is not quantized
+  got:      a tensor of layout torch.sparse_coo
+  where:    distribute_tensor
+  fix:      x.to_dense()
+[quantized] ShardingError: A DTensor holds dense tensors only.
+  expected: a tensor with layout torch.strided that is not quantized
+  got:      a quantized tensor of torch.qint8
+  where:    distribute_tensor
+  fix:      x.dequantize()
+[nested] ShardingError: A DTensor holds dense tensors only.
+  expected: a tensor with layout torch.strided that is not quantized
+  got:      a nested tensor
+  where:    from_local
+  fix:      x.to_padded_tensor(0.0)
 [factory] ShardingError: A factory does not make Partial tensors.
   expected: Shard(dim) or Replicate()
   got:      (0=2:P(sum))

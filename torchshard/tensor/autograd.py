@@ -22,7 +22,7 @@ from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.guards import refresh
-from torchshard.tensor.layout import TensorLayout, dense_stride, from_torch, layout_for, same_order
+from torchshard.tensor.layout import TensorLayout, dense_stride, from_torch, layout_for, require_strided, same_order
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import (
     in_memory_order,
@@ -210,6 +210,7 @@ def from_local(
     if (shape is None) != (stride is None):
         raise RuntimeError(f"from_local takes shape and stride together; got shape={shape}, stride={stride}")
     mesh = bind(device_mesh)
+    require_strided(local, "from_local")
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
     given = [Replicate()] * mesh.ndim if placements is None else placements

@@ -21,7 +21,7 @@ from torchshard.layout.placements import Shard
 from torchshard.layout.runs import without
 from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.layout import from_torch, global_stride, layout_for
+from torchshard.tensor.layout import from_torch, global_stride, layout_for, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local, require_same
 
@@ -56,6 +56,7 @@ def _distributed(
     tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[TorchPlacement] | None, src_data_rank: int | None
 ) -> DTensor:
     mesh = bind(device_mesh)
+    require_strided(tensor, "distribute_tensor")
     sharding = from_torch(placements or [Replicate()] * mesh.ndim, mesh, tensor.shape)
     if isinstance(tensor, DTensor):  # in a trace even a leaf is none
         return _already_there(tensor, sharding)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
@@ -78,6 +79,27 @@ def layout_for(sharding: Sharding, shape: Sequence[int], stride: Sequence[int], 
     found = sharding.layout(shape, stride, dtype)
     assert isinstance(found, TensorLayout), f"{sharding} belongs to no DeviceMesh"
     return found
+
+
+def require_strided(x: Any, where: str) -> None:
+    """Raise ShardingError unless a tensor has its elements in memory, by strides and as numbers.
+
+    What is sparse, nested, quantized or in a format of MKL-DNN can neither be cut nor sent as one.
+    """
+    kind = f"a tensor of layout {x.layout}"
+    if x.is_nested:
+        kind = "a nested tensor"
+    elif x.is_quantized:
+        kind = f"a quantized tensor of {x.dtype}"
+    elif x.layout is torch.strided:
+        return
+    raise ShardingError(
+        "A DTensor holds dense tensors only.",
+        expected="a tensor with layout torch.strided that is not quantized",
+        got=kind,
+        where=where,
+        fix="x.dequantize()" if x.is_quantized else "x.to_padded_tensor(0.0)" if x.is_nested else "x.to_dense()",
+    )
 
 
 def sized(shape: tuple[int, ...], part: Sequence[int], sharding: Sharding) -> tuple[int, ...]:

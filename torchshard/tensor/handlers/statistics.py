@@ -35,7 +35,7 @@ def _variance(finish: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         dims = dims_of(dim, x.ndim)
         if not _split_along(x, dims):
             return NotImplemented
-        roomy = wide(x)
+        roomy: Any = wide(x)
         found = finish(*_moments(roomy, dims, correction, keepdim))
         if roomy is x:
             return found
