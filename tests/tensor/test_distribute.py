@@ -155,6 +155,25 @@ def test_tensors_that_are_others_on_other_ranks():
         assert "rank 1: torch.float32 of shape (12, 3) as (0=2:S(0)), from place 0" in message
 
 
+def turned(rank, world):
+    """A tensor that lies in memory by columns on one rank only: those of the rank whose values count are its strides."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh, found = init_device_mesh("cpu", (2, 2)), []
+    rows = torch.arange(12.0).view(3, 4) + rank
+    for columns in (0, 3):
+        mine = rows.t().contiguous().t() if rank == columns else rows
+        for source in (0, 1):
+            x = distribute_tensor(mine, mesh, [Shard(1), Shard(0)], src_data_rank=source)
+            found.append(((x * 2).stride(), x.full_tensor()[0, 0].item()))
+    return found
+
+
+def test_strides_are_those_of_the_rank_whose_values_count():
+    want = [((1, 3), 0.0), ((4, 1), 3.0), ((4, 1), 0.0), ((1, 3), 3.0)]
+    assert run_ranks(4, turned, timeout=60) == [want] * 4
+
+
 def orders(rank, world):
     """Parts lie in memory in the order that the whole does, results of convolutions too."""
     from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import current_mesh, exported_whole, is_traced
 from torchshard.comm import collectives
+from torchshard.comm.comparing import differing
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding
@@ -23,7 +24,7 @@ from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
-from torchshard.tensor.redistribute import in_memory_order, redistribute_local, require_same
+from torchshard.tensor.redistribute import in_memory_order, redistribute_local, refuse_others
 
 
 def distribute_tensor(
@@ -65,17 +66,19 @@ def _distributed(
     local = tensor.detach()
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
-    layout = layout_for(sharding, tuple(tensor.shape), global_stride(tensor.shape, local.stride()), tensor.dtype)
+    stride, given = global_stride(tensor.shape, local.stride()), without(sharding.without_partial(), sharding.runs)
+    asks = mesh.coordinate is not None and src_data_rank is not None and not is_traced(local)
+    if asks and src_data_rank is not None:
+        local, stride = _given_out(local, stride, given, src_data_rank, mesh)
+    layout = layout_for(sharding, tuple(tensor.shape), stride, tensor.dtype)
     if mesh.coordinate is None:
         local = local.new_empty(0)
-    elif src_data_rank is None or is_traced(local):
+    elif not asks:
         if src_data_rank is not None and not local.is_meta:
             local = _everywhere(local, src_data_rank, mesh)
         local = redistribute_local(local, layout.to(mesh.replicated()), layout)
     else:
-        given = without(sharding.without_partial(), sharding.runs)
-        local = in_memory_order(_given_out(local, given, src_data_rank, mesh), layout)
-        local = redistribute_local(local, layout.to(given), layout)
+        local = redistribute_local(in_memory_order(local, layout), layout.to(given), layout)
     return as_leaf(wrap(local, layout), tensor.requires_grad)
 
 
@@ -90,8 +93,10 @@ def _already_there(tensor: DTensor, sharding: Sharding) -> DTensor:
     return tensor
 
 
-def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> Tensor:
-    """This rank's part of what the rank at place `source` of every axis has, given out axis by axis.
+def _given_out(
+    x: Tensor, stride: tuple[int, ...], sharding: Sharding, source: int, mesh: BoundMesh
+) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of what the rank at place `source` of every axis has, given out axis by axis; and its strides.
 
     Raises:
         RankMismatchError: ranks have tensors of other shapes or dtypes, or a rank is lost.
@@ -101,14 +106,25 @@ def _given_out(x: Tensor, sharding: Sharding, source: int, mesh: BoundMesh) -> T
     for axis in [*split_first, *others]:
         placement, group = sharding.placements[axis], _group_with(source, axis, mesh)
         text = f"{x.dtype} of shape {tuple(x.shape)} as {sharding}, from place {source}"
-        require_same(text, torch.device(mesh.device_mesh.device_type), (axis,), mesh, "distribute")
+        stride = _stride_of_source(text, stride, source, axis, mesh)
         if isinstance(placement, Shard):
             dim = placement.dim
             lengths = [piece(x.shape[dim], group.size, k)[1] for k in range(group.size)]
             x = collectives.scatter(x, dim, lengths, source, group)
         else:
             x = collectives.broadcast(x, source, group)
-    return x
+    return x, stride
+
+
+def _stride_of_source(text: str, stride: tuple[int, ...], source: int, axis: int, mesh: BoundMesh) -> tuple[int, ...]:
+    """The strides that the rank at place `source` of an axis gives, where all say the same of the tensor otherwise."""
+    group, device = mesh.group((axis,)), torch.device(mesh.device_mesh.device_type)
+    held = differing("\n".join([text, *map(str, stride)]), device, group, mesh.process_group((axis,)))
+    if held is None:
+        return stride
+    refuse_others([(rank, told.splitlines()[0]) for rank, told in held], (axis,), mesh, "distribute")
+    given = held[group.seats[source] if group.seats else source][1]
+    return tuple(map(int, given.splitlines()[1:]))
 
 
 def _everywhere(x: Tensor, source: int, mesh: BoundMesh) -> Tensor:

@@ -198,14 +198,19 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
 def require_same(text: str, device: torch.device, axes: tuple[int, ...], mesh: BoundMesh, what: str) -> None:
     """Raise RankMismatchError, on all ranks along some axes, unless all say the same of what they are about to do."""
     held = differing(text, device, mesh.group(axes), mesh.process_group(axes))
-    if held is None:
+    refuse_others(held or [], axes, mesh, what)
+
+
+def refuse_others(held: Sequence[tuple[int, str]], axes: tuple[int, ...], mesh: BoundMesh, what: str) -> None:
+    """Raise RankMismatchError where some rank says something else than the first."""
+    other = next(((rank, told) for rank, told in held if told != held[0][1]), None)
+    if other is None:
         return
-    (first, expected), *others = held
-    other, got = next((rank, told) for rank, told in others if told != expected)
+    (first, expected), (rank, got) = held[0], other
     raise RankMismatchError(
         f"Ranks do not {what} the same tensor.",
         expected=f"rank {first}: {expected}",
-        got=f"rank {other}: {got}",
+        got=f"rank {rank}: {got}",
         where=f"axis {', '.join(mesh.names[axis] for axis in axes)} of {mesh}",
         fix="make the same tensors, in the same order, on every rank",
     )
