@@ -219,4 +219,4 @@ def annotated(x: Tensor, mesh: DeviceMesh, placement: Placement, length: int | N
     if length is None or dim is None or dim % x.ndim != x.ndim - 1:
         return DTensor.from_local(x, mesh, (placement,))
     shape = (*x.shape[:-1], length)  # known, so pieces may be of unequal size
-    return DTensor.from_local(x.contiguous(), mesh, (placement,), shape=shape, stride=contiguous_stride(shape))
+    return DTensor.from_local(x, mesh, (placement,), shape=shape, stride=contiguous_stride(shape))

@@ -22,7 +22,15 @@ from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.guards import refresh
-from torchshard.tensor.layout import TensorLayout, dense_stride, from_torch, layout_for, require_strided, same_order
+from torchshard.tensor.layout import (
+    TURNED,
+    TensorLayout,
+    dense_stride,
+    from_torch,
+    layout_for,
+    require_strided,
+    same_order,
+)
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import (
     in_memory_order,
@@ -223,9 +231,11 @@ def from_local(
     elif shape is not None and stride is not None:
         layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
         check_part(local, layout)
-        _check_order(local.shape, local.stride(), layout, "of this rank")
     else:
         layout = _even_layout(local, sharding, _even_shape(local, given, mesh))
+    shares = not (run_check and R in sharding.placements)  # else it gets a copy of the first replica
+    if shares and not is_traced(local) and not same_order(local.shape, local.stride(), layout.stride):
+        layout = layout.marked(TURNED)
     grad_sharding = None if grad_placements is None else from_torch(grad_placements, mesh, layout.shape)
     return _FromLocal.apply(local, layout, grad_sharding, run_check)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -297,10 +307,6 @@ def _asked_layout(
                 where=f"from_local, {sharding}",
                 fix="use distribute_tensor, or cut into pieces of ceil(n / parts) with a short tail",
             )
-        giver = [
-            0 if p is R else k for k, p in zip(place, sharding.placements, strict=True)
-        ]  # as _first_replica has it
-        _check_order(size, said[mesh.linear(giver)][local.ndim :], layout, f"of rank {rank}")
     return layout
 
 
@@ -343,16 +349,4 @@ def check_part(local: Tensor, layout: TensorLayout) -> None:
             got=tuple(local.shape),
             where=layout.sharding,
             fix="pass the piece that torch.chunk would give this rank",
-        )
-
-
-def _check_order(shape: Sequence[int], stride: Sequence[int], layout: TensorLayout, whose: str) -> None:
-    """Raise ShardingError unless a part of these strides lies in memory in the order of the layout's."""
-    if not same_order(shape, stride, layout.stride):
-        raise ShardingError(
-            f"The local tensor {whose} does not lie in memory as the strides of the whole say.",
-            expected=f"dims in the order of the strides {layout.stride}, for operators go by these on every rank",
-            got=f"strides {tuple(stride)} of shape {tuple(shape)}",
-            where=f"from_local, {layout}",
-            fix="on every rank, DTensor.from_local(local.contiguous(), ...) and strides that are row-major",
         )

@@ -70,7 +70,7 @@ class DTensor(Tensor):
                 values of the first rank, which all then have.
             shape: global shape. Without it and without `run_check` the parts are taken to be of equal size and memory
                 order; the first collective makes sure of that, and raises RankMismatchError where they are not.
-            stride: global stride, to be given together with `shape`; the part lies in memory in the same order.
+            stride: global stride, to be given together with `shape`.
             grad_placements: of the gradient, before it becomes that of `local_tensor`; by default those of the tensor,
                 with Replicate for Partial.
 

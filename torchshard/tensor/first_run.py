@@ -17,7 +17,7 @@ from torchshard.tensor import guards, outside
 from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new
-from torchshard.tensor.layout import SEVERED, TensorLayout, dense_stride, global_stride, layout_for
+from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local
 from torchshard.tensor.refusing import reading_first, refusing
 
@@ -95,16 +95,21 @@ class FirstRun:
             if o.item is not None:
                 lists.setdefault(o.at, {})[o.item] = o.layout, target
             elif not o.fixed:
+                moves = moves or self._is_turned(o)
                 how[o.at] = "move" if moves else "local"
                 if moves:
                     bound[f"move_{name}"] = mover(o.layout, target)
         for at, pairs in lists.items():
-            still = all(a.sharding is b.sharding for a, b in pairs.values())
+            still = all(a.sharding is b.sharding and not a.marks & TURNED for a, b in pairs.values())
             how[at] = "locals" if still else "moves"
             if not still:
                 bound[f"move_{call.names[at]}"] = list_mover(pairs)
         self._constants(how, bound, results)
         return tuple(map(Argument, call.names, how)), bound
+
+    def _is_turned(self, o: Operand) -> bool:
+        """Whether an operand is read, and does not lie in memory as its strides say."""
+        return bool(o.layout.marks & TURNED) and not self.call.viewed() and o.at not in self.call.written()
 
     def _there_and_back(self) -> tuple[guards.Move, guards.Move] | None:
         """How the first operand gets to where it can be viewed, and back; None where it is there."""
@@ -175,7 +180,8 @@ class FirstRun:
                 fix="mend the rule; torchshard.validate_rule tells where it is wrong",
             )
         unmoved = [o.layout.assumed for o, moves in zip(self.operands, self.moves, strict=True) if not moves]
-        return layout.marked(assumed=frozenset().union(*unmoved))
+        turned = self.operands[0].layout.marks & TURNED if self.call.viewed() and not self.severs else 0
+        return layout.marked(turned, frozenset().union(*unmoved))
 
     def _meta_stride(self, k: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Strides from a run on meta tensors, for autograd formulas branch on them, and `contiguous` and `reshape`.
@@ -260,15 +266,16 @@ def _ordering(function: Callable[..., Any], outs: Sequence[TensorLayout | None],
 
 def mover(source: TensorLayout, target: TensorLayout) -> Callable[[Tensor], Tensor]:
     """A function of a local tensor that brings it to another layout."""
+    if source.marks & TURNED:
+        return lambda x: in_memory_order(redistribute_local(x, source, target), source)
     return lambda x: redistribute_local(x, source, target)
 
 
 def list_mover(pairs: dict[int, tuple[TensorLayout, TensorLayout]]) -> Callable[[Sequence[Any]], list[Any]]:
     """A function of a list of tensors that gives local tensors, each brought to its layout in `pairs`."""
+    movers = {k: mover(source, target) for k, (source, target) in pairs.items()}
 
     def move(items: Sequence[Any]) -> list[Any]:
-        return [
-            redistribute_local(x._local_tensor, *pairs[k]) if type(x) is DTensor else x for k, x in enumerate(items)
-        ]
+        return [movers[k](x._local_tensor) if type(x) is DTensor else x for k, x in enumerate(items)]
 
     return move

@@ -16,7 +16,9 @@ from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.layout.reductions import parse_norm
 from torchshard.layout.strided import factors_from_order, order_from_factors
 
-SEVERED = 1  # a mark: stands for a view of another tensor, but had to be moved, and shares no storage with its base
+# Marks: what may be true of a tensor beside its layout, on this rank. Plans are made for each combination.
+SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
+TURNED = 2  # its part lies in memory in another order than from_local was told; operators read a copy in that order
 
 Symbolic.unrecorded, Symbolic.asked, Symbolic.expected, Symbolic.number = unrecorded, asked, expected, number
 
@@ -25,7 +27,7 @@ class TensorLayout(Layout):
     """A Layout as DTensor holds it.
 
     Attributes:
-        marks: SEVERED, or 0; plans are made for each.
+        marks: SEVERED, TURNED, both or neither.
         assumed: layouts that from_local has taken for granted, and of which this tensor was made without a collective
             that would have compared them: that all ranks hold pieces, or terms, of one size and memory order.
         tensor_meta: the layout itself: torch's fast constructor reads shape, stride and dtype there.

@@ -190,8 +190,7 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
             expected="pieces of one size, type and memory order on every rank",
             got="\n".join(f"rank {rank}: {text}" for rank, text in held),
             where=f"a tensor on the mesh {mesh}, placements {layout.placements}",
-            fix="of sizes: DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; not "
-            "local_map. Of strides: DTensor.from_local(local.contiguous(), ...)",
+            fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; not local_map",
         )
 
 
