@@ -2,10 +2,15 @@
 
 import copy
 import io
+import threading
+import time
 
+import pytest
 import torch
 
 from tests.ranks import run_ranks
+from torchshard.errors import RankMismatchError
+from torchshard.tensor.pending import Pending
 
 
 def returned_before_the_other_came(rank, world):
@@ -13,7 +18,6 @@ def returned_before_the_other_came(rank, world):
     import torch.distributed as dist
 
     from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-    from torchshard.tensor.pending import Pending
 
     mesh = init_device_mesh("cpu", (world,))
     store = dist.distributed_c10d._get_default_store()
@@ -109,3 +113,34 @@ def used_in_every_way(rank, world):
 def test_every_use_waits():
     for found in run_ranks(2, used_in_every_way):
         assert all(found.values()), found
+
+
+def test_threads_that_use_one_wait_for_one_another():
+    together, sums = threading.Barrier(3), []
+
+    def finish():
+        time.sleep(0.3)  # the others come in the meantime
+        return torch.ones(2)
+
+    x = Pending.of(finish, (2,), (1,), torch.float32, torch.device("cpu"))
+
+    def use():
+        together.wait(30)
+        sums.append((x + 1).sum().item())
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sums == [4.0] * 3
+
+
+def test_what_has_failed_fails_again_with_the_same_error():
+    def fail():
+        raise RankMismatchError("rank 1 is lost")
+
+    x = Pending.of(fail, (2,), (1,), torch.float32, torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(RankMismatchError, match="rank 1 is lost"):
+            x + 1

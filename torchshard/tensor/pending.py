@@ -1,6 +1,7 @@
 """Local tensors that are still on their way: made by redistribute(async_op=True), waited for when first used."""
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +20,12 @@ class Pending(Tensor):
     the tensor that has come. Being looked at, detached or viewed as it is waits for nothing.
     """
 
-    __slots__ = ("_finish", "_value")
+    __slots__ = ("_failure", "_finish", "_lock", "_value")
     __torch_function__ = no_torch_function()
     _finish: Callable[[], Tensor] | None
     _value: Tensor | None
+    _failure: BaseException | None
+    _lock: threading.Lock
 
     @staticmethod
     def of(
@@ -35,15 +38,23 @@ class Pending(Tensor):
         """The tensor of these properties that `finish` returns; `finish` is called once, or never."""
         made = stand_in(Pending, shape, stride, dtype, device)
         assert isinstance(made, Pending), "another class was made"
-        made._finish, made._value = finish, None
+        made._finish, made._value, made._failure, made._lock = finish, None, None, threading.Lock()
         return made
 
     def wait(self) -> Tensor:
-        """The tensor itself, once it is here; always the same one."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._value = finish()
-        assert self._value is not None, "waiting failed before"
+        """The tensor itself, once it is here; always the same one, in any thread. What fails, fails each time."""
+        if self._value is not None:
+            return self._value
+        with self._lock:
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                try:
+                    self._value = finish()
+                except BaseException as error:
+                    self._failure = error
+            if self._failure is not None:
+                raise self._failure
+        assert self._value is not None, "neither a tensor nor a failure"
         return self._value
 
     @classmethod
