@@ -39,6 +39,7 @@ def put(values, mesh, text):
         if p.is_partial():
             k, parts = mesh.get_local_rank(axis), mesh.size(axis)
             noise = torch.arange(values.numel()).view(values.shape).add(seen + 1).to(values.dtype)
+            noise = torch.empty_like(term).copy_(noise)  # all terms lie in memory in one order
             if p.reduce_op == "max":
                 term = term if k == 0 else term - noise
             else:

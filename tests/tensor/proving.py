@@ -67,7 +67,8 @@ def place(tensor, mesh, placements):
     g = torch.Generator().manual_seed(tensor.numel())
     for axis, p in enumerate(placements):
         if p.is_partial():
-            noise = [exact(term.shape, g) for _ in range(mesh.size(axis))]
+            drawn = [exact(term.shape, g) for _ in range(mesh.size(axis))]
+            noise = [torch.empty_like(term).copy_(t) for t in drawn]  # all terms lie in memory in one order
             term = _terms(term, p.reduce_op, noise)[mesh.get_local_rank(axis)]
             g.manual_seed(100 * axis + mesh.get_local_rank(axis))
     terms = [p if p.is_partial() else Replicate() for p in placements]
