@@ -1,3 +1,4 @@
+import os
 import time
 from datetime import timedelta
 
@@ -6,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import meet, run_ranks
-from torchshard.comm.agreement import Agreement
+from torchshard.comm.agreement import Agreement, raise_lost
 from torchshard.comm.waiting import wait_for
 from torchshard.errors import RankMismatchError
 
@@ -157,3 +158,26 @@ def test_a_dead_rank_is_named_by_all_others(tmp_path):
     for message in run_ranks(3, _the_last_leaves, str(tmp_path / "here"), expect_dead=(2,))[:2]:
         assert "waited in vain for" in message
         assert "no answer within 3 s from rank 2" in message
+
+
+def _fails_twice(rank, world, place):
+    """A collective in which all ranks fail, and go on; then one that fails because the last rank is no more."""
+    said = []
+    for again in (False, True):
+        if again:
+            meet(place, rank, world)
+            if rank == world - 1:
+                os._exit(0)
+        try:
+            raise_lost(dist.group.WORLD, "a collective", RuntimeError("Invalid scalar type"))
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_rank_that_answered_once_is_named_when_it_is_lost(tmp_path):
+    for told in run_ranks(3, _fails_twice, str(tmp_path / "place"), expect_dead=(2,), timeout=60)[:2]:
+        assert told[0] == "RuntimeError: Invalid scalar type"
+        assert told[1].startswith("RankMismatchError")
+        assert "from rank 2: lost" in told[1]

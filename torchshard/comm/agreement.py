@@ -244,7 +244,7 @@ def raise_lost(group: dist.ProcessGroup, what: str, error: Exception) -> NoRetur
     if group.size() == 1 or dist.get_backend(group) == "fake":
         raise error
     store = PrefixStore(f"torchshard/{group.group_name}/failed", _torch.group_store(group))
-    silent = _who_is_silent(store, group.rank(), group.size())
+    silent = _who_is_silent(store, group.rank(), group.size(), again=True)
     if silent is None:
         raise error
     ranks = dist.get_process_group_ranks(group)
@@ -252,9 +252,14 @@ def raise_lost(group: dist.ProcessGroup, what: str, error: Exception) -> NoRetur
     raise _lost(what + place, group.rank(), group.size(), f"{silent}: lost, or still waiting", error) from error
 
 
-def _who_is_silent(store: Store, rank: int, world: int) -> str | None:
-    """Which ranks do not leave a sign in a store within some seconds, as this one does; None if all do."""
+def _who_is_silent(store: Store, rank: int, world: int, again: bool = False) -> str | None:
+    """Which ranks do not leave a sign in a store within some seconds, as this one does; None if all do.
+
+    With `again` ranks may ask more than once: what they left the first time is no sign the second time.
+    """
     try:
+        if again:
+            store = PrefixStore(str(store.add(f"turns/{rank}", 1)), store)
         store.set(f"alive/{rank}", "")
         silent, deadline = set(range(world)), time.monotonic() + _TO_ANSWER
         while silent and time.monotonic() < deadline:
