@@ -250,6 +250,8 @@ def _inward(shape: Sequence[int], like: Sequence[int]) -> list[int]:
 
 def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether two strides put the dims of a part in the same order in memory; a dim that does not step is anywhere."""
+    if one == other:
+        return True
     steps = [d for d, n in enumerate(shape) if n != 1 and one[d] and other[d]]
     lengths = [shape[d] for d in steps]
     dense = [dense_stride(lengths, [stride[d] for d in steps]) for stride in (one, other)]
