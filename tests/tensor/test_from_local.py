@@ -317,3 +317,22 @@ def made_of_unequal_parts(rank, world, how):
 @pytest.mark.parametrize("how", ["mean", "sum", "view"])
 def test_results_of_parts_that_do_not_belong_together_are_refused_on_every_rank(how):
     assert run_ranks(2, made_of_unequal_parts, how, timeout=30) == ["RankMismatchError"] * 2
+
+
+def outside(rank, world):
+    """A number on a mesh of the first rank alone: there, and where nothing of it is."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from torchshard import DTensor, Replicate
+
+    mesh = DeviceMesh("cpu", [0])
+    told = {"shape": (), "stride": ()}
+    x = DTensor.from_local(torch.tensor(2.0) if rank == 0 else torch.empty(0), mesh, [Replicate()], **told)
+    x.requires_grad_()
+    y = x * 3
+    y.to_local().sum().backward()
+    return y.shape, None if rank else x.grad.item()
+
+
+def test_a_rank_outside_of_the_mesh_of_a_number():
+    assert run_ranks(2, outside, timeout=30) == [((), 3.0), ((), None)]

@@ -225,7 +225,7 @@ def from_local(
     sharding = from_torch(given, mesh, _even_shape(local, given, mesh) if shape is None else shape)
     if mesh.coordinate is None:
         local = local.new_empty(0)
-        shape, stride = shape or (0,) * len(local.shape), stride or (1,) * len(local.shape)
+        shape, stride = ((0,), (1,)) if shape is None or stride is None else (shape, stride)
     if run_check:
         layout = _asked_layout(local, sharding, shape, stride)
     elif shape is not None and stride is not None:

@@ -250,12 +250,12 @@ def _inward(shape: Sequence[int], like: Sequence[int]) -> list[int]:
 
 def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether two strides put the dims of a part in the same order in memory; a dim that does not step is anywhere."""
-    if one == other:
+    if one == other or 0 in shape:
         return True
     steps = [d for d, n in enumerate(shape) if n != 1 and one[d] and other[d]]
     lengths = [shape[d] for d in steps]
     dense = [dense_stride(lengths, [stride[d] for d in steps]) for stride in (one, other)]
-    return 0 in shape or dense[0] == dense[1]
+    return dense[0] == dense[1]
 
 
 def kept_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
