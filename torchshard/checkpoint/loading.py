@@ -4,7 +4,6 @@ torch is imported when this is called, by a process that has it anyway. There is
 """
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchshard.checkpoint import opening
 from torchshard.checkpoint.arguments import check_types
-from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.editing import Edits, Rename, edited
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
+from torchshard.checkpoint.live import live
 from torchshard.checkpoint.moving import casting
+from torchshard.checkpoint.moving.comparing import Comparison, whole_pieces
 from torchshard.checkpoint.moving.plan import blocks
-from torchshard.checkpoint.moving.reading import read_box_into
-from torchshard.checkpoint.pickles import inert
-from torchshard.checkpoint.pickles.inert import Global, Record, Size
+from torchshard.checkpoint.moving.reading import check_sums, read_box_into
 from torchshard.checkpoint.text import printable
-from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
 from torchshard.keys.containers import places
 from torchshard.layout import Box, whole
@@ -46,6 +43,7 @@ def load_into(
     state_dict: dict[str, Any],
     *,
     rename: Rename | None = None,
+    verify: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Fill the tensors of a state dict from a checkpoint of any format, in place.
@@ -60,12 +58,15 @@ def load_into(
         state_dict: nested dicts and lists, with tensors as leaves.
         rename: gives the name in the state dict of each key of the checkpoint; or KeyRules, which also join, split and
             transpose.
+        verify: read all that checksums are stored of, as far as this rank needs a part of it, and compare it before
+            anything is loaded. Without, pieces that the rank reads whole are compared as they are read, and those of
+            which it reads a part are not.
         progress: called with the bytes read and the bytes in all, on this rank.
 
     Raises:
         CheckpointError: keys that the checkpoint lacks, other shapes, types that are not cast, tensors on the meta
             device, sparse or expanded, all of them named; nothing is loaded then. Or the files are damaged, or
-            written to meanwhile; some tensors are filled then.
+            written to meanwhile; some tensors are filled then, unless damage was found by `verify`.
 
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
@@ -106,6 +107,8 @@ def load_into(
                 wrong.append(error)
         if wrong:
             raise _joined(wrong, checkpoint.path)
+        if verify:
+            check_sums([(part.entry, part.box) for part in parts])
         for container, step, made in objects:
             container[step] = made
         total, done = sum([part.box.numel * part.entry.itemsize for part in parts]), 0
@@ -134,65 +137,6 @@ def _joined(errors: Sequence[CheckpointError], path: Path) -> CheckpointError:
 def _in_a_line(error: CheckpointError) -> str:
     facts = [("", error.where), ("expected ", error.expected), ("got ", error.got)]
     return f"{error.what} {', '.join([f'{name}{fact}' for name, fact in facts if fact is not None])}"
-
-
-def live(value: object, where: str) -> Any:
-    """What is pickled as `value` of plain data: with torch's sizes, types and devices, and tensors that are read whole.
-
-    Raises:
-        CheckpointError: something that is not read, or containers nested too deep.
-    """
-    return _Live(where).made(value, 0)
-
-
-class _Live:
-    """Makes each container once: they may refer to each other in any way."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self.known: dict[int, object] = {}
-
-    def made(self, value: Any, depth: int) -> Any:
-        """The value, `depth` containers below the first."""
-        import torch
-
-        if depth > NESTING:
-            raise CheckpointError("Containers are nested too deep.", expected=f"at most {NESTING}", where=self.where)
-        if id(value) in self.known:
-            return self.known[id(value)]
-        if isinstance(value, TensorEntry):
-            made: Any = torch.from_numpy(value.numpy()).view(getattr(torch, value.dtype))
-        elif isinstance(value, Size):
-            made = torch.Size(value)
-        elif isinstance(value, tuple):
-            made = tuple([self.made(item, depth + 1) for item in value])
-        elif isinstance(value, list):
-            made = self.known[id(value)] = []
-            made += [self.made(item, depth + 1) for item in value]
-        elif isinstance(value, dict):
-            made = self.known[id(value)] = OrderedDict() if isinstance(value, inert.OrderedDict) else {}
-            made |= {self.made(key, depth + 1): self.made(item, depth + 1) for key, item in value.items()}
-        elif isinstance(value, Global) and value.name.removeprefix("torch.") in DTYPES:
-            made = getattr(torch, value.name.removeprefix("torch."))
-        elif isinstance(value, Record) and value.name == "torch.device":
-            made = self.device(value.args)
-        elif isinstance(value, Record) and value.name == inert.LAYOUT:
-            made = torch.strided
-        elif isinstance(value, (Global, Record)):
-            raise CheckpointError("This is not plain data, and is not loaded.", got=value.name, where=self.where)
-        else:
-            return value
-        self.known[id(value)] = made
-        return made
-
-    def device(self, args: tuple[Any, ...]) -> "torch.device":
-        """As torch pickles it: a name, or that of its kind and a number."""
-        import torch
-
-        try:
-            return torch.device(*args)
-        except (RuntimeError, TypeError) as error:
-            raise CheckpointError("This is no device.", got=printable(args), where=self.where) from error
 
 
 def _is_tensor(value: object) -> bool:
@@ -280,19 +224,20 @@ def _load(part: _Part) -> Iterator[int]:
     import torch
 
     entry, box, local = part
+    comparison = Comparison(entry, whole_pieces(entry, box))
     if local.device.type == "cpu" and local.is_contiguous() and not local.is_conj() and not local.is_neg():
         if not local.is_inference():
             torch.autograd.graph.increment_version(local)  # as NumPy's writes are not counted
         flat = local.reshape(-1).view(torch.uint8).numpy().data
         for block, start in _stages(box, entry.itemsize):
             nbytes = block.numel * entry.itemsize
-            read_box_into(entry, block, flat[start : start + nbytes])
+            read_box_into(entry, block, flat[start : start + nbytes], comparison)
             yield nbytes
         return
     for block, _ in _stages(box, entry.itemsize):
         nbytes = block.numel * entry.itemsize
         stage = bytearray(nbytes)
-        read_box_into(entry, block, memoryview(stage))
+        read_box_into(entry, block, memoryview(stage), comparison)
         values = torch.frombuffer(stage, dtype=local.dtype).view(block.size)
         local[block.within(box)].copy_(values)
         yield nbytes
