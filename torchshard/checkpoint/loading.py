@@ -3,6 +3,7 @@
 torch is imported when this is called, by a process that has it anyway. There is no communication.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,19 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchshard.checkpoint import opening
 from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.editing import Edits, Rename, edited
-from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, TensorEntry
 from torchshard.checkpoint.live import live
 from torchshard.checkpoint.moving import casting
 from torchshard.checkpoint.moving.comparing import Comparison, whole_pieces
 from torchshard.checkpoint.moving.plan import blocks
 from torchshard.checkpoint.moving.reading import check_sums, read_box_into
 from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.trees import as_entry, leaves, spread
 from torchshard.errors import CheckpointError
-from torchshard.keys.containers import places
+from torchshard.keys.containers import like, places
 from torchshard.layout import Box, whole
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _STAGE = 16 * 2**20  # bytes that pass through memory at a time on their way to a device
@@ -49,8 +50,8 @@ def load_into(
     """Fill the tensors of a state dict from a checkpoint of any format, in place.
 
     Plain tensors are filled whole; of DTensors (torchshard's and torch's) and ShardedTensors each rank reads the boxes
-    that it holds, whatever the boxes of the checkpoint are. Other values of the state dict are replaced by those of the
-    checkpoint, with torch's own sizes, types and devices. Floating-point values are cast where the types differ. What
+    that it holds, whatever the boxes of the checkpoint are; tensors inside of tuples, too. Other values of the state dict
+    are replaced by those of the checkpoint, with torch's own sizes, types and devices. Floating-point values are cast where the types differ. What
     the checkpoint holds beyond the keys of the state dict is not read.
 
     Args:
@@ -80,15 +81,15 @@ def load_into(
             fix="model.state_dict()",
         )
     with opening.open(path) as checkpoint:
-        entries = edited(checkpoint.index, Edits(rename=rename)).entries
+        index = edited(checkpoint.index, Edits(rename=rename))
+        places = _Places(index, f"{checkpoint.path}")
         parts: list[_Part] = []
         objects: list[tuple[Any, Any, object]] = []
         wrong: list[CheckpointError] = []
-        inner = {key[:at] for key in entries for at, sign in enumerate(key) if sign == "."}
-        for key, container, step in places(state_dict, _is_tensor):
+        for key, container, step in places.of(state_dict):
             value = container[step]
             try:
-                entry, where = entries.get(key), f"{checkpoint.path}: {printable(key)}"
+                entry, where = places.entry(key), f"{checkpoint.path}: {printable(key)}"
                 if isinstance(entry, ObjectEntry) and not _is_tensor(value):
                     objects.append((container, step, live(entry.value(), where)))
                 elif isinstance(entry, TensorEntry) and _is_tensor(value):
@@ -96,7 +97,7 @@ def load_into(
                 elif entry is not None:
                     held = "a tensor" if isinstance(entry, TensorEntry) else "no tensor"
                     raise CheckpointError(f"The checkpoint holds {held} here, unlike the state dict.", where=where)
-                elif not isinstance(value, Mapping) or key in inner:  # some formats do not keep empty dicts
+                elif not isinstance(value, Mapping) or key in places.inner:  # some formats do not keep empty dicts
                     raise CheckpointError(
                         "The checkpoint lacks a key of the state dict.",
                         got=printable(key),
@@ -111,6 +112,7 @@ def load_into(
             check_sums([(part.entry, part.box) for part in parts])
         for container, step, made in objects:
             container[step] = made
+        places.close()
         total, done = sum([part.box.numel * part.entry.itemsize for part in parts]), 0
         for part in parts:
             for nbytes in _load(part):
@@ -119,6 +121,53 @@ def load_into(
                     progress(done, total)
         for files in checkpoint.index.opened:
             files.check_unchanged()
+
+
+class _Places:
+    """What is loaded into a state dict, and the entries of the checkpoint by the same names.
+
+    torch.distributed.checkpoint keeps a tuple with tensors as one object, a torch.save file has entries for what it
+    holds. Here a tuple of the state dict that holds tensors is gone into, and another is one object, in both.
+    """
+
+    def __init__(self, index: Index, where: str) -> None:
+        self.where, self.entries, self._tree = where, dict(index.entries), index.tree
+        self.inner = {key[:at] for key in self.entries for at, sign in enumerate(key) if sign == "."}
+        self._opened: list[tuple[Any, Any, list[Any]]] = []
+
+    def of(self, tree: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+        """Dotted name, container and step of each value; those of tuples are put together again by `close`."""
+        for key, container, step in places(tree, _is_tensor, path):
+            value = container[step]
+            if not isinstance(value, (list, tuple)) or not _holds_tensors(value):
+                yield key, container, step
+                continue
+            entry = self.entries.get(key)
+            if isinstance(entry, ObjectEntry):
+                self.entries |= {name: as_entry(leaf) for name, leaf in spread(key, entry.value()) if name != key}
+            self._opened.append((container, step, items := list(value)))
+            yield from self.of(items, f"{key}.")
+
+    def close(self) -> None:
+        """Put what was loaded into tuples in their places."""
+        for container, step, items in reversed(self._opened):  # inner ones first
+            container[step] = like(container[step], items)
+
+    def entry(self, key: str) -> Entry | None:
+        """What the checkpoint has under a name."""
+        return self.entries.get(key) or self._tuples.get(key)
+
+    @functools.cached_property
+    def _tuples(self) -> dict[str, Entry]:
+        """The tuples of the nested state dict, each as one object."""
+        found = leaves(self._tree(), self.where, into_tuples=False)
+        return {".".join(map(str, path)): as_entry(value) for path, value in found if isinstance(value, tuple)}
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    return _is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(_holds_tensors, value)))
 
 
 def _joined(errors: Sequence[CheckpointError], path: Path) -> CheckpointError:
