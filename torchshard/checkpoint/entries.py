@@ -102,6 +102,7 @@ class TensorEntry:
         sharding: the mesh and placements that it was saved with, where the format says them.
         requires_grad: whether it asked for gradients, where the format says so.
         parameter: whether it was an nn.Parameter, where the format says so.
+        attributes: names of what else was set on it in Python, which is not kept.
     """
 
     dtype: str
@@ -112,6 +113,7 @@ class TensorEntry:
     sharding: Sharding | None = None
     requires_grad: bool = False
     parameter: bool = False
+    attributes: tuple[str, ...] = ()
 
     @property
     def boxes(self) -> tuple[Box, ...]:

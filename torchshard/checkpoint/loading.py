@@ -50,9 +50,9 @@ def load_into(
     """Fill the tensors of a state dict from a checkpoint of any format, in place.
 
     Plain tensors are filled whole; of DTensors (torchshard's and torch's) and ShardedTensors each rank reads the boxes
-    that it holds, whatever the boxes of the checkpoint are; tensors inside of tuples, too. Other values of the state dict
-    are replaced by those of the checkpoint, with torch's own sizes, types and devices. Floating-point values are cast where the types differ. What
-    the checkpoint holds beyond the keys of the state dict is not read.
+    that it holds, whatever the boxes of the checkpoint are; tensors inside of tuples, too. Other values of the state
+    dict are replaced by those of the checkpoint, with torch's own sizes, types and devices. Floating-point values are
+    cast where the types differ. What the checkpoint holds beyond the keys of the state dict is not read.
 
     Args:
         path: anything that `open` opens.

@@ -77,6 +77,23 @@ class Walk:
             raise CheckpointError("Containers are nested too deep.", expected=f"at most {NESTING}", where=self.where)
 
 
+def attributes(tree: object, where: object) -> list[str]:
+    """Dotted name of each attribute of the dicts of nested containers, such as "model._metadata"."""
+    walk, found = Walk(where), list[str]()
+
+    def look(value: object, path: str, depth: int) -> None:
+        walk.check_depth(depth)
+        if isinstance(value, OrderedDict):
+            found.extend([f"{path}{as_step(name)}" for name in value.attributes or ()])
+        if isinstance(value, dict) or (isinstance(value, (list, tuple)) and walk.holds_more(value, depth)):
+            walk.visit(value)
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                look(item, f"{path}{as_step(key)}.", depth + 1)
+
+    look(tree, "", 0)
+    return found
+
+
 def spread(key: str, value: object) -> Iterator[tuple[str, object]]:
     """Dotted name and value of what an object of this key is made of: itself, or the leaves of a tuple with tensors."""
     for path, leaf in leaves(value, printable(key)):

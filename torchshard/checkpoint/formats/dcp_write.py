@@ -100,7 +100,8 @@ def write(index: Index, options: Options) -> Output:
     body = _metadata(found, chunks, places, ranks)
     files.append(OutFile(METADATA, (), len(body), lambda crcs: iter([(0, body)])))
     tensors = {key: value for key, _, value in found if isinstance(value, TensorEntry)}
-    return Output(tuple(files), apart=tuple(overlapping(tensors)), unsaid=unsaid(index.notes))
+    lost = unsaid(index, notes=True, dicts=True)
+    return Output(tuple(files), apart=tuple(overlapping(tensors)), unsaid=lost)
 
 
 def _leaves(index: Index) -> list[tuple[str, Steps, object]]:
