@@ -246,6 +246,28 @@ def test_what_has_no_place_beside_the_tensors_is_named(tmp_path):
             checkpoint.convert(tmp_path / "a.pt", tmp_path / f"b.{to}", to=to)
 
 
+def test_lists_that_torch_keeps_as_one_are_so_in_a_folder(tmp_path):
+    """Else torch itself cannot load them: it looks for the list where we would have stored what it holds."""
+    t = torch.ones(2)
+    state = {
+        "empty": [{}],
+        "deep": [[{}], []],
+        "tuples": [(t, {"a": 1}), ()],
+        "both": [{}, t],
+        "dicts": [{}, {"lr": 1}],
+    }
+    torch.save(state, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "ck", to="dcp")
+    found = torch_loads(tmp_path / "ck", tmp_path)
+    assert_same_tree(found, state)
+    checkpoint.convert(tmp_path / "ck", tmp_path / "b.pt", to="torch")
+    assert_same_tree(torch.load(tmp_path / "b.pt"), state)
+    for name in ("a.pt", "ck"):
+        target = {"tuples": [(torch.zeros(2), {"a": 0}), ()], "deep": [], "empty": None}
+        checkpoint.load_into(tmp_path / name, target)
+        assert_same_tree(target["tuples"], state["tuples"])
+
+
 def test_renames_keep_the_nesting(tmp_path):
     torch.save(NESTED, tmp_path / "a.pt")
     checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", rename=KeyRules([rename("layers", "blocks")]))

@@ -159,9 +159,9 @@ class _Places:
 
     @functools.cached_property
     def _tuples(self) -> dict[str, Entry]:
-        """The tuples of the nested state dict, each as one object."""
-        found = leaves(self._tree(), self.where, into_tuples=False)
-        return {".".join(map(str, path)): as_entry(value) for path, value in found if isinstance(value, tuple)}
+        """Lists and tuples that torch.distributed.checkpoint keeps as one, each as one object."""
+        found = leaves(self._tree(), self.where, as_torch=True)
+        return {".".join(map(str, path)): as_entry(value) for path, value in found if isinstance(value, (list, tuple))}
 
 
 def _holds_tensors(value: object) -> bool:

@@ -108,7 +108,7 @@ def _leaves(index: Index) -> list[tuple[str, Steps, object]]:
     """Key, place and value of all that is stored on its own, as torch flattens a state dict: not into tuples."""
     found: dict[str, tuple[str, Steps, object]] = {}
     tree = index.tree()
-    for path, value in leaves(tree, "the state dict", into_tuples=False) if tree else ():
+    for path, value in leaves(tree, "the state dict", as_torch=True) if tree else ():
         key = ".".join(map(str, path))
         if key in found:
             raise CheckpointError("Two entries have the same dotted name.", got=printable(key))
