@@ -25,8 +25,18 @@ class Extent(NamedTuple):
     nbytes: int
     crc32: int | None = None
 
+    @property
+    def where(self) -> str:
+        """Path of the file."""
+        return f"{self.files.root / self.file}"
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of the file; see Files."""
+        return self.files.version(self.file)
+
     def __str__(self) -> str:
-        return f"{self.files.root / self.file}, bytes {self.offset} to {self.offset + self.nbytes}"
+        return f"{self.where}, bytes {self.offset} to {self.offset + self.nbytes}"
 
 
 class Place(NamedTuple):

@@ -226,7 +226,7 @@ class _Run:
         data = fill(entry, job.block, room, stored if compared else None)
         if self.target is not None and job.move.file is not None:
             handle = self.target.fd(job.move.file)
-            write_all(handle.fd, data, job.offset)
+            write_all(handle, data, job.offset)
         alone = len(job.block.copies) == 1 and job.block.copies[0].source in compared
         return [stored[0] if alone and entry.stored_dtype == entry.dtype else crc32(data), *stored]
 
@@ -258,7 +258,7 @@ class _Run:
             del self.comparisons[job.slot]
 
 
-def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+def write_all(file: Handle, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at an offset.
 
     Raises:
@@ -268,6 +268,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         try:
-            done += os.pwrite(fd, view[done:], offset + done)
+            done += os.pwrite(file.fd, view[done:], offset + done)
         except OSError as error:
-            raise CheckpointError(f"The destination cannot be written: {error.strerror or error}.") from error
+            what = f"The destination cannot be written: {error.strerror or error}."
+            raise CheckpointError(what, where=file.path) from error
