@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -203,6 +204,68 @@ def test_metadata_of_modules_follow_renames(tmp_path):
     assert {name: its["version"] for name, its in torch.load(tmp_path / "b.pt")["net"]._metadata.items()} == versions
     checkpoint.convert(tmp_path / "nested.pt", tmp_path / "c.pt", to="torch", exclude=["epoch"], dtype="bfloat16")
     assert torch.load(tmp_path / "c.pt")["model"]._metadata == state._metadata
+
+
+def test_metadata_of_modules_of_several_sources(tmp_path):
+    """Parts of one model, and a model beside its optimizer; versions that differ are left out by name."""
+    body, head = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.5)
+    torch.save(body.state_dict(), tmp_path / "body.pt")
+    torch.save(head.state_dict(), tmp_path / "head.pt")
+    torch.save({"model": head.state_dict()}, tmp_path / "model.pt")
+    torch.save({"optimizer": optimizer.state_dict(), "model": body.state_dict()}, tmp_path / "optimizer.pt")
+
+    def convert(*names):
+        checkpoint.convert([tmp_path / name for name in names], tmp_path / "out.pt", to="torch", overwrite=True)
+        return torch.load(tmp_path / "out.pt")
+
+    both = nn.Sequential(body[0], head[1])
+    for names in (("body.pt", "head.pt"), ("head.pt", "body.pt")):
+        found = convert(*names)
+        assert found._metadata == both.state_dict()._metadata
+        assert found.keys() == both.state_dict().keys()
+        assert type(found) is OrderedDict
+    assert convert("model.pt", "optimizer.pt")["model"]._metadata == both.state_dict()._metadata
+    assert convert("head.pt", "optimizer.pt")._metadata == head.state_dict()._metadata
+    more = OrderedDict({"1.more": torch.ones(1)})
+    more._metadata = OrderedDict({"": {"version": 1}, "1": {"version": 7}})
+    torch.save(more, tmp_path / "more.pt")
+    with pytest.warns(UserWarning, match="metadata that differ are left out: _metadata: 1$"):
+        found = convert("head.pt", "more.pt")
+    assert list(found._metadata) == ["", "0"]
+
+
+def test_what_has_no_place_beside_the_tensors_is_named(tmp_path):
+    """Versions of modules, and what was set on tensors: in no format but one, and in none."""
+    state = {"model": nn.Linear(2, 2).state_dict(), "p": nn.Parameter(torch.ones(1)), "t": torch.ones(2)}
+    state["p"].tied_to, state["t"].tag = "model", 1
+    torch.save(state, tmp_path / "a.pt")
+    names = {"torch": "p.tied_to, t.tag", "dcp": "model._metadata, p.tied_to, t.tag"}
+    for to, what in (names | {"safetensors": names["dcp"]}).items():
+        with pytest.warns(UserWarning, match=f"has no place for metadata of the source; left out: {what}$"):
+            checkpoint.convert(tmp_path / "a.pt", tmp_path / f"b.{to}", to=to)
+
+
+def test_lists_that_torch_keeps_as_one_are_so_in_a_folder(tmp_path):
+    """Else torch itself cannot load them: it looks for the list where we would have stored what it holds."""
+    t = torch.ones(2)
+    state = {
+        "empty": [{}],
+        "deep": [[{}], []],
+        "tuples": [(t, {"a": 1}), ()],
+        "both": [{}, t],
+        "dicts": [{}, {"lr": 1}],
+    }
+    torch.save(state, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "ck", to="dcp")
+    found = torch_loads(tmp_path / "ck", tmp_path)
+    assert_same_tree(found, state)
+    checkpoint.convert(tmp_path / "ck", tmp_path / "b.pt", to="torch")
+    assert_same_tree(torch.load(tmp_path / "b.pt"), state)
+    for name in ("a.pt", "ck"):
+        target = {"tuples": [(torch.zeros(2), {"a": 0}), ()], "deep": [], "empty": None}
+        checkpoint.load_into(tmp_path / name, target)
+        assert_same_tree(target["tuples"], state["tuples"])
 
 
 def test_renames_keep_the_nesting(tmp_path):

@@ -274,6 +274,44 @@ def test_a_full_disk_is_a_sentence(small, tmp_path, monkeypatch, call):
     assert small.read_bytes() == before
 
 
+def test_the_file_that_cannot_be_written_is_named(small, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"File too large.*\n  where: .*__0_0\.distcp"):
+        checkpoint.convert(small, tmp_path / "out", to="dcp")
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_the_system_will_refuse_in_the_end_is_said_before(small, tmp_path, monkeypatch, dry_run):
+    """A folder that is read-only, one that belongs to another, and one that is a mount point."""
+    out, folder = tmp_path / "out", tmp_path / "folder"
+    checkpoint.convert(small, folder, to="dcp", select=["w1"], fsync=False)
+    before = contents(folder)
+    for refused, dst in ((tmp_path, out), (folder, folder)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda path, mode, refused=refused, **_: Path(path) != refused)
+            with pytest.raises(CheckpointError, match="folder cannot be written to") as caught:
+                checkpoint.convert(small, dst, to="dcp", overwrite=True, dry_run=dry_run)
+            assert caught.value.where == refused
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
+    with pytest.raises(CheckpointError, match="mount point"):
+        checkpoint.convert(small, folder, to="dcp", overwrite=True, dry_run=dry_run)
+    assert contents(folder) == before
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_current_folder_that_was_removed(small, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        checkpoint.convert(small, "out", to="torch")
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EOPNOTSUPP])
 def test_room_is_reserved_where_the_file_system_can(small, tmp_path, monkeypatch, code):
     """All of it before the first byte: a disk that is too full is noticed then; one that cannot is written anyway."""

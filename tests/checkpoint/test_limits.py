@@ -1,5 +1,6 @@
 """What a conversion may use of memory and time."""
 
+import gc
 import json
 import shutil
 
@@ -10,6 +11,8 @@ from tests.checkpoint import sources
 from tests.checkpoint.sources import python
 from torchshard import checkpoint
 from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.pickles import inert
+from torchshard.checkpoint.pickles.write import dump
 
 MIB = 2**20
 
@@ -139,3 +142,21 @@ def many(tmp_path_factory):
 
 def test_memory_of_many_small_tensors(many, tmp_path):
     assert peak_of(many, tmp_path / "out", "safetensors") < 128  # entries, not buffers
+
+
+def test_memory_of_many_small_tensors_in_a_folder(many, tmp_path):
+    """An archive each, and metadata with a few records of each: 10 KiB a tensor."""
+    assert peak_of(many, tmp_path / "out", "dcp") < 192
+
+
+def test_what_was_pickled_is_let_go_of():
+    """By itself: looking for garbage is put off where there are many entries."""
+    tree = {"a": {1, 2}, "b": inert.OrderedDict({"c": (1, b"x")})}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            dump(tree, lambda entry: None)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -196,3 +196,90 @@ def test_into_conjugated_and_negated_views(tmp_path):
     checkpoint.load_into(tmp_path / "a.pt", {"conj": conj, "neg": neg})
     assert torch.equal(conj, values)
     assert torch.equal(neg, values.real)
+
+
+def damaged(path, key, piece=0):
+    """One bit of a tensor's data is another in the file."""
+    with checkpoint.open(path) as opened:
+        place = opened[key].pieces[piece].place()
+    file = place.extent.files.root / place.extent.file
+    body = bytearray(file.read_bytes())
+    body[place.start + place.extent.nbytes - 2] ^= 4
+    file.write_bytes(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_what_is_read_whole_is_compared_with_its_checksum(tmp_path, to, dtype):
+    """Large enough to be read in several blocks; in memory that is in order and that is not; pieces by columns."""
+    state = {"w": torch.arange(5e6).reshape(1000, 5000), "pair": (torch.ones(3), 1)}
+    torch.save(state, tmp_path / "a.pt")
+    cut = {"mesh": (3,), "placements": {"w": "S(1)"}} if to == "dcp" else {}
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "ck", to=to, **cut)
+    for w in (torch.zeros(1000, 5000, dtype=dtype), torch.zeros(5000, 1000, dtype=dtype).t()):
+        checkpoint.load_into(tmp_path / "ck", {"w": w})
+        assert torch.equal(w, state["w"].to(dtype))
+    damaged(tmp_path / "ck", "w", piece=2 if cut else 0)
+    for w in (torch.zeros(1000, 5000, dtype=dtype), torch.zeros(5000, 1000, dtype=dtype).t()):
+        with pytest.raises(CheckpointError, match=r"data do not match its checksum[^$]*: w"):
+            checkpoint.load_into(tmp_path / "ck", {"w": w})
+    with checkpoint.open(tmp_path / "ck") as opened:
+        assert opened["w"][:2, :3].tolist() == [[0, 1, 2], [5000, 5001, 5002]]
+        with pytest.raises(CheckpointError, match="do not match its checksum"):
+            opened["w"].numpy()
+    for look in (lambda path: checkpoint.inspect(path, stats=True), lambda path: checkpoint.diff(path, path)):
+        with pytest.raises(CheckpointError, match="do not match its checksum"):
+            look(tmp_path / "ck")
+
+
+def load_rows(rank, world, path, verify):
+    import torchshard
+
+    mesh = torchshard.init_device_mesh("cpu", (world,))
+    w = torchshard.distribute_tensor(torch.zeros(6, 4), mesh, [torchshard.Shard(0)])
+    try:
+        checkpoint.load_into(path, {"w": w}, verify=verify)
+    except CheckpointError as error:
+        return error.what, w.to_local().tolist()
+    return None, w.to_local().tolist()
+
+
+def test_parts_of_pieces_are_compared_where_that_is_asked_for(tmp_path):
+    torch.save({"w": torch.arange(24.0).reshape(6, 4)}, tmp_path / "a.pt")
+    assert run_ranks(2, load_rows, str(tmp_path / "a.pt"), True)[1] == (
+        None,
+        torch.arange(12.0, 24).view(3, 4).tolist(),
+    )
+    damaged(tmp_path / "a.pt", "w")
+    assert [what for what, _ in run_ranks(2, load_rows, str(tmp_path / "a.pt"), False)] == [None, None]
+    for what, rows in run_ranks(2, load_rows, str(tmp_path / "a.pt"), True):
+        assert "do not match its checksum" in what
+        assert rows == torch.zeros(3, 4).tolist()
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch", "legacy"])
+def test_tuples_with_tensors(tmp_path, form):
+    """One object in a folder, entries of their own in a file: tensors are filled in place, or all is made anew."""
+    w = torch.arange(3.0)
+    state = {"pair": (w, 5), "groups": [{"deep": (1, [(w + 1,), 2], {"x": w + 2})}], "betas": (0.5, 0.75)}
+    if form == "dcp":
+        sources.make(tmp_path / "ck", 1, sources.save, state)
+    else:
+        torch.save(state, tmp_path / "ck", _use_new_zipfile_serialization=form == "torch")
+    a, b, c = (torch.zeros(3, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16))
+    target = {"pair": (a, 0), "groups": [{"deep": (0, [(b,), 0], {"x": c})}], "betas": None}
+    checkpoint.load_into(tmp_path / "ck", target)
+    assert target["pair"][0] is a
+    assert target["groups"][0]["deep"][1][0][0] is b
+    assert target["groups"][0]["deep"][2]["x"] is c
+    assert (a.tolist(), target["pair"][1]) == ([0, 1, 2], 5)
+    assert (b.tolist(), c.tolist(), target["betas"]) == ([1, 2, 3], [2, 3, 4], (0.5, 0.75))
+    assert target["groups"][0]["deep"][0] == 1
+    assert target["groups"][0]["deep"][1][1] == 2
+    empty = {"pair": None, "groups": [{"deep": None}]}
+    checkpoint.load_into(tmp_path / "ck", empty)
+    sources.assert_same_tree(empty["pair"], state["pair"])
+    sources.assert_same_tree(empty["groups"][0]["deep"][2], {"x": w + 2})
+    for wrong in ((torch.zeros(4), 0), (torch.zeros(3), 0, torch.zeros(1)), (5, torch.zeros(3))):
+        with pytest.raises(CheckpointError, match=r"another shape|lacks a key|unlike the state dict"):
+            checkpoint.load_into(tmp_path / "ck", {"pair": wrong})

@@ -70,3 +70,12 @@ def test_bad_data_gets_a_sentence(tmp_path):
         assert done.returncode == 2
         assert what in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_gets_a_sentence(text, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = command_line("--data", str(text), "--out", str(tmp_path / "file" / "out"), "--steps", "1")
+    assert done.returncode == 2
+    assert "Results cannot be written there." in done.stderr
+    assert "Not a directory" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,11 +1,10 @@
 """Converting a checkpoint into another format, as a stream."""
 
-import hashlib
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +13,13 @@ from types import MappingProxyType
 from torchshard.checkpoint import opening
 from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.editing import Edits, Rename, edited, merged
-from torchshard.checkpoint.entries import Index, Piece, TensorEntry, flat
-from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.entries import Index
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
-from torchshard.checkpoint.formats.out import Options, Output, Slot, whole_slot
+from torchshard.checkpoint.formats.out import Options, Output
 from torchshard.checkpoint.moving import destination
-from torchshard.checkpoint.moving.destination import Destination
-from torchshard.checkpoint.moving.runner import MEMORY, Budget, Move, comparable, move, write_all
+from torchshard.checkpoint.moving.runner import MEMORY, Budget
 from torchshard.checkpoint.text import format_size, parse_placements, printable, table
-from torchshard.checkpoint.trees import leaves
+from torchshard.checkpoint.writing import Writing, fingerprint
 from torchshard.errors import CheckpointError
 from torchshard.layout import Mesh, whole
 
@@ -31,6 +28,7 @@ WRITERS: Mapping[str, Callable[[Index, Options], Output]] = MappingProxyType(
 )
 Source = str | os.PathLike[str]
 _RANKS = 2**20  # of a mesh: each has files of its own
+_NAMED = 20  # keys in a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,8 @@ def convert(
             (for torch.distributed.checkpoint.load).
         max_memory: bytes that modules and buffers may take over the bare interpreter. Less than 64 MiB makes buffers
             smaller, down to 1 MiB, but the modules that are needed take about 40 MiB. What describes the tensors, and
-            what is no tensor, comes on top: some 1 KiB a tensor, and ten times the bytes of pickled values.
+            what is no tensor, comes on top: some 1 KiB a tensor (10 KiB with to="dcp"), and ten times the bytes of
+            pickled values.
         select: globs of keys; only those that match one are written.
         exclude: globs of keys that are left out.
         rename: gives the new name of each key; or KeyRules, which also join, split and transpose.
@@ -143,30 +142,42 @@ def convert(
     edits = Edits(tuple(select), tuple(exclude), dtypes, rename)
     budget = Budget(max_memory)
     with ExitStack() as stack:
-        opened = [stack.enter_context(opening.open(source)) for source in sources]
-        for source, checkpoint in zip(sources, opened, strict=True):
-            _check_apart(source, checkpoint.index, target)
-        out = WRITERS[to](edited(merged([checkpoint.index for checkpoint in opened]), edits), options)
-        pieces = {id(piece) for slot in out.slots for piece in slot.entry.pieces}
-        read = [files for checkpoint in opened for files in checkpoint.index.opened]
-        work = _Work(out, target, budget, progress, verify, _fingerprint(out, to), read)
+        indices = [stack.enter_context(opening.open(source)).index for source in sources]
+        _check_apart(sources, indices, target)
+        index = edited(merged(indices), edits)
+        out = WRITERS[to](index, options)
+        writing = Writing(out, target, fingerprint(out, to), index.opened, budget, progress, verify=verify)
         if not (resume and destination.begun(target) and os.path.lexists(target)):
             destination.check(target, out.nbytes, overwrite=overwrite, folder=out.is_folder)
         if not dry_run:
-            work.run(overwrite=overwrite, fsync=fsync, resume=resume)
-    if out.left_out:
-        warnings.warn(f"{to} holds tensors only; left out: {_some(out.left_out)}", stacklevel=2)
-    if out.unsaid:
-        names = _some(list(map(printable, out.unsaid)))
-        warnings.warn(f"{to} has no place for metadata of the source; left out: {names}", stacklevel=2)
-    if out.apart:
-        groups = [" and ".join(map(printable, group)) for group in out.apart]
-        warnings.warn(f"Tensors that share memory in the source are written apart: {_some(groups)}", stacklevel=2)
-    files = {file.name: file.nbytes for file in out.files}
-    seconds = time.perf_counter() - start
+            writing.run(overwrite=overwrite, fsync=fsync, resume=resume)
+    _warn_of_losses(out, to)
+    return _done(sources, target, to, out, time.perf_counter() - start, written=not dry_run)
+
+
+def _warn_of_losses(out: Output, to: str) -> None:
+    """Say what the destination does not hold, although the sources do."""
+    losses = {
+        f"{to} holds tensors only; left out": out.left_out,
+        f"{to} has no place for metadata of the source; left out": list(map(printable, out.unsaid)),
+        "Tensors that share memory in the source are written apart": [
+            " and ".join(map(printable, group)) for group in out.apart
+        ],
+    }
+    for what, names in losses.items():
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            warnings.warn(f"{what}: {', '.join(names[:_NAMED])}{more}", stacklevel=3)
+
+
+def _done(
+    sources: tuple[Path, ...], target: Path, to: str, out: Output, seconds: float, *, written: bool
+) -> Conversion:
     tensors = len({id(slot.entry) for slot in out.slots})
+    pieces = len({id(piece) for slot in out.slots for piece in slot.entry.pieces})
+    files = {file.name: file.nbytes for file in out.files}
     return Conversion(
-        sources, target, to, tensors, len(pieces), out.nbytes, files, out.left_out, _rows(out), seconds, not dry_run
+        sources, target, to, tensors, pieces, out.nbytes, files, out.left_out, _rows(out), seconds, written
     )
 
 
@@ -182,6 +193,10 @@ def _target(dst: Source) -> Path:
     path = Path(dst)
     if path.name in ("", ".."):
         raise CheckpointError("The destination has no name of its own.", expected="a file or folder", got=str(path))
+    try:
+        path.absolute()
+    except OSError as error:  # the current folder was removed
+        raise destination.refused(path, error) from error
     return path
 
 
@@ -205,19 +220,21 @@ def _options(
     return Options(shard_size, made, parsed)
 
 
-def _check_apart(source: Path, index: Index, target: Path) -> None:
-    """Neither may lie within the other, nor the source where the destination is written."""
+def _check_apart(sources: Sequence[Path], indices: Sequence[Index], target: Path) -> None:
+    """Neither may lie within the other, nor a source where the destination is written."""
     places = [os.path.realpath(target), os.path.realpath(destination.hidden(target))]
-    inner = [] if source.is_dir() else [files.root / name for files in index.opened for name in index.files]
-    for path in (source, *inner):
-        above, name = os.path.split(os.path.abspath(path))
-        for here in (os.path.realpath(path), os.path.join(os.path.realpath(above), name)):  # a link, and where it leads
-            if any(os.path.commonpath([here, there]) in (here, there) for there in places):
-                raise CheckpointError(
-                    "The destination is the source, lies in it or around it, and the source is never touched.",
-                    got=target,
-                    where=source,
-                )
+    for source, index in zip(sources, indices, strict=True):
+        inner = [] if source.is_dir() else [files.root / name for files in index.opened for name in index.files]
+        for path in (source, *inner):
+            above, name = os.path.split(os.path.abspath(path))
+            # A link, and where it leads.
+            for here in (os.path.realpath(path), os.path.join(os.path.realpath(above), name)):
+                if any(os.path.commonpath([here, there]) in (here, there) for there in places):
+                    raise CheckpointError(
+                        "The destination is the source, lies in it or around it, and the source is never touched.",
+                        got=target,
+                        where=source,
+                    )
 
 
 def _rows(out: Output) -> tuple[tuple[str, ...], ...]:
@@ -233,146 +250,3 @@ def _rows(out: Output) -> tuple[tuple[str, ...], ...]:
             shape = " x ".join(map(str, box.size)) or "scalar"
             rows.append((printable(entry.key + cut), entry.dtype, shape, source, format_size(slot.nbytes), file.name))
     return tuple(rows)
-
-
-def _some(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")
-
-
-def _fingerprint(out: Output, to: str) -> str:
-    """A line that differs wherever the result would: sources with their times, what goes where, and how it is cast."""
-    digest = hashlib.sha256(to.encode())
-    sources: dict[str, None] = {}
-    for file in out.files:
-        digest.update(repr((file.name, file.nbytes)).encode())
-        for entry, offset, box in file.slots:
-            digest.update(repr((offset, box, entry.shape, entry.dtype, entry.stored_dtype)).encode())
-            for piece in entry.pieces:
-                place = piece.place()
-                digest.update(repr((piece.box, place.start, place.stride, place.extent.file)).encode())
-                sources[str(place.extent.files.root / place.extent.file)] = None
-        for offset, data in file.finish([0] * len(file.slots)):  # names, and all that is no tensor
-            digest.update(repr((offset, len(data))).encode() + data)
-    for name in sources:
-        status = os.stat(name)
-        digest.update(repr((os.path.realpath(name), status.st_size, status.st_mtime_ns)).encode())
-    return f"torchshard conversion 3 {digest.hexdigest()}"
-
-
-@dataclass(slots=True)
-class _Work:
-    """One conversion, after everything has been planned."""
-
-    out: Output
-    target: Path
-    budget: Budget
-    progress: Callable[[int, int], object] | None
-    verify: bool
-    fingerprint: str
-    read: Sequence[Files]
-    done: int = 0
-    total: int = field(init=False, default=0)
-
-    def run(self, *, overwrite: bool, fsync: bool, resume: bool) -> None:
-        """Write and rename."""
-        moves = self._moves()
-        self.total = sum([slot.nbytes for _, slot, _ in moves]) + self.verify * sum(
-            [slot.nbytes for slot in self.out.slots]
-        )
-        files = {file.name: file.nbytes for file in self.out.files}
-        with Destination(
-            self.target, files, self.fingerprint, overwrite=overwrite, fsync=fsync, resume=resume
-        ) as place:
-            if place.finished:
-                return
-            if resume:
-                destination.check(self.target, self.out.nbytes, overwrite=overwrite, folder=self.out.is_folder)
-            crcs = self._write(place, moves)
-            place.write_notes()
-            if self.verify:
-                self._check_written(place.data, crcs)
-            for source in self.read:
-                source.check_unchanged()
-            place.commit()
-
-    def _advance(self, nbytes: int) -> None:
-        self.done += nbytes
-        if self.progress is not None:
-            self.progress(self.done, self.total)
-
-    def _moves(self) -> list[Move]:
-        """What goes into the files. Stretches of the source that no slot takes whole and in order go before the first
-        slot that needs them, by themselves and without a file, to be compared with their checksums."""
-        filling = [Move(file.name, slot, comparable(slot)) for file in self.out.files for slot in file.slots]
-        compared = {one.slot.entry.pieces[i].place().extent for one in filling for i in one.compared}
-        moves: list[Move] = []
-        for one in filling:
-            for extent in [piece.place().extent for piece in one.slot.entry.pieces]:
-                if extent.crc32 is not None and extent not in compared:
-                    compared.add(extent)
-                    slot = whole_slot(flat(extent, key=one.slot.entry.key), 0)
-                    moves.append(Move(None, slot, comparable(slot)))
-            moves.append(one)
-        return moves
-
-    def _write(self, place: Destination, moves: Sequence[Move]) -> list[int]:
-        """Move the tensors, then put in all that surrounds them; the crc32 of each slot of the destination."""
-        every = move(moves, place, self.budget, self._advance)
-        crcs = [crc for (name, _, _), crc in zip(moves, every, strict=True) if name is not None]
-        at = 0
-        for file in self.out.files:
-            its = crcs[at : at + len(file.slots)]
-            at += len(file.slots)
-            handle = place.fd(file.name)
-            for offset, data in file.finish(its):
-                write_all(handle.fd, data, offset)
-        return crcs
-
-    def _check_written(self, data: Path, crcs: Sequence[int]) -> None:
-        """Open what was written as any reader would, and compare type, shape, place and bytes of each tensor."""
-        with opening.open(data) as written:
-            found = {place: its for entry in _tensors_of(written.index) for place, its in _places(entry)}
-            moves = [
-                Move(None, self._written(found, file.name or data.name, slot))
-                for file in self.out.files
-                for slot in file.slots
-            ]
-            again = move(moves, None, self.budget, self._advance)
-        for slot, before, after in zip(self.out.slots, crcs, again, strict=True):
-            if before != after:
-                raise CheckpointError(
-                    "What was written is not what was read.",
-                    expected=f"crc32 {before:08x}",
-                    got=f"{after:08x}",
-                    where=f"{self.target}: {slot.entry.key}",
-                )
-
-    def _written(self, found: "Mapping[_Place, tuple[TensorEntry, Piece]]", file: str, slot: Slot) -> Slot:
-        entry = slot.entry
-        if not slot.nbytes:
-            return Slot(entry, slot.offset, slot.box)
-        at = found.get((file, slot.offset, entry.dtype, slot.box.size))
-        if at is None or at[1].box not in (slot.box, whole(slot.box.size)):
-            raise CheckpointError("A tensor is not where it was written.", where=f"{self.target}: {entry.key}")
-        return Slot(at[0], slot.offset, at[1].box)
-
-
-def _tensors_of(index: Index) -> Iterator[TensorEntry]:
-    """All tensors, those inside of objects too."""
-    for key, entry in index.entries.items():
-        if isinstance(entry, TensorEntry):
-            yield entry
-        elif index.format == "dcp":
-            yield from [value for _, value in leaves(entry.value(), key) if isinstance(value, TensorEntry)]
-
-
-_Place = tuple[str, int, str, tuple[int, ...]]
-
-
-def _places(entry: TensorEntry) -> Iterator[tuple[_Place, tuple[TensorEntry, Piece]]]:
-    """Each piece, and all that is stored with it (of which it may be a view), by file, first byte, type and shape."""
-    for piece in entry.pieces:
-        place = piece.place()
-        stored = flat(place.extent, entry.dtype)
-        yield (place.extent.file, place.extent.offset, entry.dtype, stored.shape), (stored, stored.pieces[0])
-        yield (place.extent.file, place.start, entry.dtype, piece.box.size), (entry, piece)

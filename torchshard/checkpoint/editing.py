@@ -1,6 +1,8 @@
 """Another state dict from that of a checkpoint: merged, chosen, renamed, cast. Only names and boxes change."""
 
+import functools
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -12,6 +14,7 @@ from torchshard.checkpoint.moving import casting
 from torchshard.checkpoint.pickles.inert import OrderedDict
 from torchshard.checkpoint.regrouping import DROPPED, Regrouped
 from torchshard.checkpoint.text import check_matches, printable, said_of
+from torchshard.checkpoint.trees import as_step, same
 from torchshard.errors import CheckpointError
 from torchshard.keys import KeyRules
 from torchshard.keys.rules import Fuse, Split, Transpose
@@ -158,7 +161,7 @@ def merged(indices: Sequence[Index]) -> Index:
         CheckpointError: names a key that two of them have.
 
     Warns:
-        UserWarning: names the notes that differ, which are left out.
+        UserWarning: names the notes, and the metadata of modules, that differ; they are left out.
     """
     if len(indices) == 1:
         return indices[0]
@@ -177,32 +180,53 @@ def merged(indices: Sequence[Index]) -> Index:
             entries[key] = entry
         files |= {f"{root}/{name}": size for name, size in index.files.items()}
 
+    @functools.cache
     def tree() -> object:
-        whole: dict[Any, Any] = {}
-        for index in indices:
-            _merge(whole, index.tree())
-        return whole
+        return functools.reduce(_united, [index.tree() for index in indices])
 
     opened = tuple([files for index in indices for files in index.opened])
     formats = " and ".join(dict.fromkeys(index.format for index in indices))
     return Index(formats, entries, tree, files, {}, opened, common_notes(indices))
 
 
-def _merge(into: dict[Any, Any], tree: Any) -> None:
-    for key, value in tree.items():
-        here = into.get(key)
+def _united(a: Any, b: Any, path: str = "") -> dict[Any, Any]:
+    """A dict of what two hold; dicts of one name become one."""
+    made = OrderedDict(a) if isinstance(a, OrderedDict) or isinstance(b, OrderedDict) else dict(a)
+    for key, value in b.items():
+        here = a.get(key)
         if isinstance(here, dict) and isinstance(value, dict):
-            _merge(here, value)
-        elif key in into:
-            raise CheckpointError("Two of the checkpoints have the same key.", got=printable(key))
-        else:
-            # A copy of the dicts: what is merged into them must not reach the other checkpoint.
-            into[key] = value
-            if isinstance(value, dict):
-                into[key] = OrderedDict() if isinstance(value, OrderedDict) else {}
-                if isinstance(value, OrderedDict):
-                    into[key].attributes = value.attributes
-                _merge(into[key], value)
+            value = _united(here, value, f"{path}{as_step(key)}.")
+        elif key in a:
+            raise CheckpointError("Two of the checkpoints have the same key.", got=printable(f"{path}{as_step(key)}"))
+        made[key] = value
+    if isinstance(made, OrderedDict):
+        made.attributes = _attributes_of(a, b, path)
+    return made
+
+
+def _attributes_of(a: Any, b: Any, path: str) -> dict[Any, Any] | None:
+    """The attributes of two dicts, as the _metadata of modules' state dicts; what differs is left out, and named."""
+    ours, theirs = [getattr(tree, "attributes", None) or {} for tree in (a, b)]
+    made: dict[Any, Any] = ours | theirs
+    apart: list[str] = []
+    for key in [key for key in ours if key in theirs and not same(ours[key], theirs[key])]:
+        x, y = ours[key], theirs[key]
+        if not isinstance(x, dict) or not isinstance(y, dict):
+            apart.append(f"{path}{as_step(key)}")
+            del made[key]
+            continue
+        made[key] = OrderedDict(x | y) if isinstance(x, OrderedDict) else x | y
+        for name in [name for name in x if name in y and not same(x[name], y[name])]:
+            # Of a module, the one counts that holds something of it.
+            holds = [any(as_step(k).startswith(f"{as_step(name)}.") for k in tree) for tree in (a, b)]
+            if holds[0] != holds[1]:
+                made[key][name] = (x if holds[0] else y)[name]
+            else:
+                apart.append(f"{path}{as_step(key)}: {as_step(name)}")
+                del made[key][name]
+    if apart:
+        warnings.warn(f"metadata that differ are left out: {', '.join(map(printable, apart))}", stacklevel=4)
+    return made or None
 
 
 # --- tensors made of others, without reading them ----------------------------------------------------------------

@@ -25,8 +25,18 @@ class Extent(NamedTuple):
     nbytes: int
     crc32: int | None = None
 
+    @property
+    def where(self) -> str:
+        """Path of the file."""
+        return f"{self.files.root / self.file}"
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of the file; see Files."""
+        return self.files.version(self.file)
+
     def __str__(self) -> str:
-        return f"{self.files.root / self.file}, bytes {self.offset} to {self.offset + self.nbytes}"
+        return f"{self.where}, bytes {self.offset} to {self.offset + self.nbytes}"
 
 
 class Place(NamedTuple):
@@ -102,6 +112,7 @@ class TensorEntry:
         sharding: the mesh and placements that it was saved with, where the format says them.
         requires_grad: whether it asked for gradients, where the format says so.
         parameter: whether it was an nn.Parameter, where the format says so.
+        attributes: names of what else was set on it in Python, which is not kept.
     """
 
     dtype: str
@@ -112,6 +123,7 @@ class TensorEntry:
     sharding: Sharding | None = None
     requires_grad: bool = False
     parameter: bool = False
+    attributes: tuple[str, ...] = ()
 
     @property
     def boxes(self) -> tuple[Box, ...]:

@@ -17,9 +17,10 @@ _VECTOR = 1024  # buffers of one read, at most: IOV_MAX
 class Handle:
     """An open file; closed when the last user lets go of it, so that a thread may finish a read during eviction."""
 
-    __slots__ = ("fd",)
+    __slots__ = ("fd", "path")
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
+        self.path = path
         self.fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def __del__(self) -> None:
@@ -77,6 +78,13 @@ class Files:
 
     def size(self, name: str) -> int:
         """Bytes of the file, which must be a regular one."""
+        return self._status(name).st_size
+
+    def version(self, name: str) -> tuple[int, int]:
+        """Size of the file, and when it was last written to, as it was when the size was first asked for."""
+        return _version(self._status(name))
+
+    def _status(self, name: str) -> os.stat_result:
         if name not in self._found:
             path = self.path(name)
             try:
@@ -86,7 +94,7 @@ class Files:
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError("This is not a regular file.", where=path)
             self._found[name] = status
-        return self._found[name].st_size
+        return self._found[name]
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file is another, or was written to, since its size was first asked for."""
@@ -96,7 +104,7 @@ class Files:
                 now = os.stat(path)
             except OSError as error:
                 raise unreadable(path, error) from error
-            if _version(now) != _version(before):
+            if _version(now) != _version(before) or not os.path.samestat(now, before):
                 raise CheckpointError(
                     "The file was written to while it was read.", where=path, fix="Read it when nothing writes to it."
                 )
@@ -185,8 +193,8 @@ class Files:
         self._handle.cache_clear()
 
 
-def _version(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+def _version(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
 
 
 def _blobs(snapshot: str) -> tuple[str, ...]:

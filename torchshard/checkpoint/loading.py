@@ -3,8 +3,8 @@
 torch is imported when this is called, by a process that has it anyway. There is no communication.
 """
 
+import functools
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,22 +12,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchshard.checkpoint import opening
 from torchshard.checkpoint.arguments import check_types
-from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.editing import Edits, Rename, edited
-from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, TensorEntry
+from torchshard.checkpoint.live import live
 from torchshard.checkpoint.moving import casting
+from torchshard.checkpoint.moving.comparing import Comparison, whole_pieces
 from torchshard.checkpoint.moving.plan import blocks
-from torchshard.checkpoint.moving.reading import read_box_into
-from torchshard.checkpoint.pickles import inert
-from torchshard.checkpoint.pickles.inert import Global, Record, Size
+from torchshard.checkpoint.moving.reading import check_sums, read_box_into
 from torchshard.checkpoint.text import printable
-from torchshard.checkpoint.trees import NESTING
+from torchshard.checkpoint.trees import as_entry, leaves, spread
 from torchshard.errors import CheckpointError
-from torchshard.keys.containers import places
+from torchshard.keys.containers import like, places
 from torchshard.layout import Box, whole
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _STAGE = 16 * 2**20  # bytes that pass through memory at a time on their way to a device
@@ -46,26 +44,30 @@ def load_into(
     state_dict: dict[str, Any],
     *,
     rename: Rename | None = None,
+    verify: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Fill the tensors of a state dict from a checkpoint of any format, in place.
 
     Plain tensors are filled whole; of DTensors (torchshard's and torch's) and ShardedTensors each rank reads the boxes
-    that it holds, whatever the boxes of the checkpoint are. Other values of the state dict are replaced by those of the
-    checkpoint, with torch's own sizes, types and devices. Floating-point values are cast where the types differ. What
-    the checkpoint holds beyond the keys of the state dict is not read.
+    that it holds, whatever the boxes of the checkpoint are; tensors inside of tuples, too. Other values of the state
+    dict are replaced by those of the checkpoint, with torch's own sizes, types and devices. Floating-point values are
+    cast where the types differ. What the checkpoint holds beyond the keys of the state dict is not read.
 
     Args:
         path: anything that `open` opens.
         state_dict: nested dicts and lists, with tensors as leaves.
         rename: gives the name in the state dict of each key of the checkpoint; or KeyRules, which also join, split and
             transpose.
+        verify: read all that checksums are stored of, as far as this rank needs a part of it, and compare it before
+            anything is loaded. Without, pieces that the rank reads whole are compared as they are read, and those of
+            which it reads a part are not.
         progress: called with the bytes read and the bytes in all, on this rank.
 
     Raises:
         CheckpointError: keys that the checkpoint lacks, other shapes, types that are not cast, tensors on the meta
             device, sparse or expanded, all of them named; nothing is loaded then. Or the files are damaged, or
-            written to meanwhile; some tensors are filled then.
+            written to meanwhile; some tensors are filled then, unless damage was found by `verify`.
 
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
@@ -79,15 +81,15 @@ def load_into(
             fix="model.state_dict()",
         )
     with opening.open(path) as checkpoint:
-        entries = edited(checkpoint.index, Edits(rename=rename)).entries
+        index = edited(checkpoint.index, Edits(rename=rename))
+        places = _Places(index, f"{checkpoint.path}")
         parts: list[_Part] = []
         objects: list[tuple[Any, Any, object]] = []
         wrong: list[CheckpointError] = []
-        inner = {key[:at] for key in entries for at, sign in enumerate(key) if sign == "."}
-        for key, container, step in places(state_dict, _is_tensor):
+        for key, container, step in places.of(state_dict):
             value = container[step]
             try:
-                entry, where = entries.get(key), f"{checkpoint.path}: {printable(key)}"
+                entry, where = places.entry(key), f"{checkpoint.path}: {printable(key)}"
                 if isinstance(entry, ObjectEntry) and not _is_tensor(value):
                     objects.append((container, step, live(entry.value(), where)))
                 elif isinstance(entry, TensorEntry) and _is_tensor(value):
@@ -95,7 +97,7 @@ def load_into(
                 elif entry is not None:
                     held = "a tensor" if isinstance(entry, TensorEntry) else "no tensor"
                     raise CheckpointError(f"The checkpoint holds {held} here, unlike the state dict.", where=where)
-                elif not isinstance(value, Mapping) or key in inner:  # some formats do not keep empty dicts
+                elif not isinstance(value, Mapping) or key in places.inner:  # some formats do not keep empty dicts
                     raise CheckpointError(
                         "The checkpoint lacks a key of the state dict.",
                         got=printable(key),
@@ -106,8 +108,11 @@ def load_into(
                 wrong.append(error)
         if wrong:
             raise _joined(wrong, checkpoint.path)
+        if verify:
+            check_sums([(part.entry, part.box) for part in parts])
         for container, step, made in objects:
             container[step] = made
+        places.close()
         total, done = sum([part.box.numel * part.entry.itemsize for part in parts]), 0
         for part in parts:
             for nbytes in _load(part):
@@ -116,6 +121,53 @@ def load_into(
                     progress(done, total)
         for files in checkpoint.index.opened:
             files.check_unchanged()
+
+
+class _Places:
+    """What is loaded into a state dict, and the entries of the checkpoint by the same names.
+
+    torch.distributed.checkpoint keeps a tuple with tensors as one object, a torch.save file has entries for what it
+    holds. Here a tuple of the state dict that holds tensors is gone into, and another is one object, in both.
+    """
+
+    def __init__(self, index: Index, where: str) -> None:
+        self.where, self.entries, self._tree = where, dict(index.entries), index.tree
+        self.inner = {key[:at] for key in self.entries for at, sign in enumerate(key) if sign == "."}
+        self._opened: list[tuple[Any, Any, list[Any]]] = []
+
+    def of(self, tree: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+        """Dotted name, container and step of each value; those of tuples are put together again by `close`."""
+        for key, container, step in places(tree, _is_tensor, path):
+            value = container[step]
+            if not isinstance(value, (list, tuple)) or not _holds_tensors(value):
+                yield key, container, step
+                continue
+            entry = self.entries.get(key)
+            if isinstance(entry, ObjectEntry):
+                self.entries |= {name: as_entry(leaf) for name, leaf in spread(key, entry.value()) if name != key}
+            self._opened.append((container, step, items := list(value)))
+            yield from self.of(items, f"{key}.")
+
+    def close(self) -> None:
+        """Put what was loaded into tuples in their places."""
+        for container, step, items in reversed(self._opened):  # inner ones first
+            container[step] = like(container[step], items)
+
+    def entry(self, key: str) -> Entry | None:
+        """What the checkpoint has under a name."""
+        return self.entries.get(key) or self._tuples.get(key)
+
+    @functools.cached_property
+    def _tuples(self) -> dict[str, Entry]:
+        """Lists and tuples that torch.distributed.checkpoint keeps as one, each as one object."""
+        found = leaves(self._tree(), self.where, as_torch=True)
+        return {".".join(map(str, path)): as_entry(value) for path, value in found if isinstance(value, (list, tuple))}
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    return _is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(_holds_tensors, value)))
 
 
 def _joined(errors: Sequence[CheckpointError], path: Path) -> CheckpointError:
@@ -134,65 +186,6 @@ def _joined(errors: Sequence[CheckpointError], path: Path) -> CheckpointError:
 def _in_a_line(error: CheckpointError) -> str:
     facts = [("", error.where), ("expected ", error.expected), ("got ", error.got)]
     return f"{error.what} {', '.join([f'{name}{fact}' for name, fact in facts if fact is not None])}"
-
-
-def live(value: object, where: str) -> Any:
-    """What is pickled as `value` of plain data: with torch's sizes, types and devices, and tensors that are read whole.
-
-    Raises:
-        CheckpointError: something that is not read, or containers nested too deep.
-    """
-    return _Live(where).made(value, 0)
-
-
-class _Live:
-    """Makes each container once: they may refer to each other in any way."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self.known: dict[int, object] = {}
-
-    def made(self, value: Any, depth: int) -> Any:
-        """The value, `depth` containers below the first."""
-        import torch
-
-        if depth > NESTING:
-            raise CheckpointError("Containers are nested too deep.", expected=f"at most {NESTING}", where=self.where)
-        if id(value) in self.known:
-            return self.known[id(value)]
-        if isinstance(value, TensorEntry):
-            made: Any = torch.from_numpy(value.numpy()).view(getattr(torch, value.dtype))
-        elif isinstance(value, Size):
-            made = torch.Size(value)
-        elif isinstance(value, tuple):
-            made = tuple([self.made(item, depth + 1) for item in value])
-        elif isinstance(value, list):
-            made = self.known[id(value)] = []
-            made += [self.made(item, depth + 1) for item in value]
-        elif isinstance(value, dict):
-            made = self.known[id(value)] = OrderedDict() if isinstance(value, inert.OrderedDict) else {}
-            made |= {self.made(key, depth + 1): self.made(item, depth + 1) for key, item in value.items()}
-        elif isinstance(value, Global) and value.name.removeprefix("torch.") in DTYPES:
-            made = getattr(torch, value.name.removeprefix("torch."))
-        elif isinstance(value, Record) and value.name == "torch.device":
-            made = self.device(value.args)
-        elif isinstance(value, Record) and value.name == inert.LAYOUT:
-            made = torch.strided
-        elif isinstance(value, (Global, Record)):
-            raise CheckpointError("This is not plain data, and is not loaded.", got=value.name, where=self.where)
-        else:
-            return value
-        self.known[id(value)] = made
-        return made
-
-    def device(self, args: tuple[Any, ...]) -> "torch.device":
-        """As torch pickles it: a name, or that of its kind and a number."""
-        import torch
-
-        try:
-            return torch.device(*args)
-        except (RuntimeError, TypeError) as error:
-            raise CheckpointError("This is no device.", got=printable(args), where=self.where) from error
 
 
 def _is_tensor(value: object) -> bool:
@@ -280,19 +273,20 @@ def _load(part: _Part) -> Iterator[int]:
     import torch
 
     entry, box, local = part
+    comparison = Comparison(entry, whole_pieces(entry, box))
     if local.device.type == "cpu" and local.is_contiguous() and not local.is_conj() and not local.is_neg():
         if not local.is_inference():
             torch.autograd.graph.increment_version(local)  # as NumPy's writes are not counted
         flat = local.reshape(-1).view(torch.uint8).numpy().data
         for block, start in _stages(box, entry.itemsize):
             nbytes = block.numel * entry.itemsize
-            read_box_into(entry, block, flat[start : start + nbytes])
+            read_box_into(entry, block, flat[start : start + nbytes], comparison)
             yield nbytes
         return
     for block, _ in _stages(box, entry.itemsize):
         nbytes = block.numel * entry.itemsize
         stage = bytearray(nbytes)
-        read_box_into(entry, block, memoryview(stage))
+        read_box_into(entry, block, memoryview(stage), comparison)
         values = torch.frombuffer(stage, dtype=local.dtype).view(block.size)
         local[block.within(box)].copy_(values)
         yield nbytes

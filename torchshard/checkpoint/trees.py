@@ -17,23 +17,30 @@ _LONG = 4000  # bits of an integer of which Python makes decimals in no time
 Steps = tuple[str | int, ...]
 
 
-def leaves(tree: object, where: object, *, into_tuples: bool = True) -> Iterator[tuple[Steps, object]]:
+def leaves(tree: object, where: object, *, as_torch: bool = False) -> Iterator[tuple[Steps, object]]:
     """Steps and value of each leaf of nested containers.
 
     Dicts are gone into; lists and tuples where they hold a tensor or a dict, however deep. An empty dict is a leaf.
     Steps into dicts are text, as torch.distributed.checkpoint has them, whatever their keys are.
 
+    Args:
+        tree: the containers.
+        where: file, for errors.
+        as_torch: tuples are leaves, and so are lists without tensors whose dicts are all empty, as they are for
+            torch.distributed.checkpoint.
+
     Raises:
         CheckpointError: nested too deep, or the same containers refer to each other so often that there is no end.
     """
-    yield from Walk(where, into_tuples).leaves(tree, ())
+    yield from Walk(where, as_torch).leaves(tree, ())
 
 
 class Walk:
     """Goes through containers that may refer to each other in any way, in time that goes with their number."""
 
-    def __init__(self, where: object, into_tuples: bool = True) -> None:
-        self.where, self.inside = where, (list, tuple) if into_tuples else (list,)
+    def __init__(self, where: object, as_torch: bool = False) -> None:
+        self.where, self.as_torch = where, as_torch
+        self.inside = (list,) if as_torch else (list, tuple)
         self.inner: dict[int, bool] = {}  # by id: does it hold a tensor or a dict?
         self.seen: set[int] = set()
         self.again = 10_000  # visits to containers that were visited before
@@ -60,10 +67,12 @@ class Walk:
             raise CheckpointError("Containers refer to each other over and over.", where=self.where)
 
     def holds_more(self, value: object, depth: int) -> bool:
-        """Whether this is, or holds anywhere, a tensor or a dict."""
-        if isinstance(value, (dict, TensorEntry)):
+        """Whether this is, or holds anywhere, a tensor or a dict; only in what is gone into."""
+        if isinstance(value, dict):
+            return bool(value) or not self.as_torch
+        if isinstance(value, TensorEntry):
             return True
-        if not isinstance(value, (list, tuple)):
+        if not isinstance(value, self.inside):
             return False
         self.check_depth(depth)
         if id(value) not in self.inner:
@@ -75,6 +84,23 @@ class Walk:
         """Raise CheckpointError if this is too deep."""
         if depth > NESTING:
             raise CheckpointError("Containers are nested too deep.", expected=f"at most {NESTING}", where=self.where)
+
+
+def attributes(tree: object, where: object) -> list[str]:
+    """Dotted name of each attribute of the dicts of nested containers, such as "model._metadata"."""
+    walk, found = Walk(where), list[str]()
+
+    def look(value: object, path: str, depth: int) -> None:
+        walk.check_depth(depth)
+        if isinstance(value, OrderedDict):
+            found.extend([f"{path}{as_step(name)}" for name in value.attributes or ()])
+        if isinstance(value, dict) or (isinstance(value, (list, tuple)) and walk.holds_more(value, depth)):
+            walk.visit(value)
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                look(item, f"{path}{as_step(key)}.", depth + 1)
+
+    look(tree, "", 0)
+    return found
 
 
 def spread(key: str, value: object) -> Iterator[tuple[str, object]]:

@@ -100,14 +100,15 @@ def write(index: Index, options: Options) -> Output:
     body = _metadata(found, chunks, places, ranks)
     files.append(OutFile(METADATA, (), len(body), lambda crcs: iter([(0, body)])))
     tensors = {key: value for key, _, value in found if isinstance(value, TensorEntry)}
-    return Output(tuple(files), apart=tuple(overlapping(tensors)), unsaid=unsaid(index.notes))
+    lost = unsaid(index, notes=True, dicts=True)
+    return Output(tuple(files), apart=tuple(overlapping(tensors)), unsaid=lost)
 
 
 def _leaves(index: Index) -> list[tuple[str, Steps, object]]:
     """Key, place and value of all that is stored on its own, as torch flattens a state dict: not into tuples."""
     found: dict[str, tuple[str, Steps, object]] = {}
     tree = index.tree()
-    for path, value in leaves(tree, "the state dict", into_tuples=False) if tree else ():
+    for path, value in leaves(tree, "the state dict", as_torch=True) if tree else ():
         key = ".".join(map(str, path))
         if key in found:
             raise CheckpointError("Two entries have the same dotted name.", got=printable(key))

@@ -1,11 +1,12 @@
 """What a writer hands over to be moved: files, where the bytes of each tensor go in them, and how the rest is made."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES
-from torchshard.checkpoint.entries import TensorEntry
+from torchshard.checkpoint.entries import Index, TensorEntry
+from torchshard.checkpoint.trees import attributes
 from torchshard.layout import Box, Mesh, Placement, whole
 
 
@@ -22,9 +23,20 @@ class Slot(NamedTuple):
         return self.box.numel * DTYPES[self.entry.dtype].itemsize
 
 
-def unsaid(notes: Iterable[str]) -> tuple[str, ...]:
-    """Names of notes that are lost where there is no place for any: all but the one that says a format."""
-    return tuple([name for name in notes if name != "format"])
+def unsaid(index: Index, *, notes: bool, dicts: bool) -> tuple[str, ...]:
+    """Names of what is known beside keys and values, and is lost: attributes of tensors always.
+
+    Args:
+        index: what is written.
+        notes: whether its notes are lost, all but the one that says a format.
+        dicts: whether attributes of dicts are, such as the `_metadata` of a module's state dict.
+    """
+    lost = [name for name in index.notes if notes and name != "format"]
+    lost += attributes(index.tree(), "the state dict") if dicts else ()
+    for key, entry in index.entries.items():
+        if isinstance(entry, TensorEntry):
+            lost += [f"{key}.{name}" for name in entry.attributes]
+    return tuple(lost)
 
 
 def whole_slot(entry: TensorEntry, offset: int) -> Slot:
@@ -72,7 +84,7 @@ class Output:
         files: one named "" or several with names.
         left_out: keys that the format cannot hold, each with the reason in brackets where it is not plain data.
         apart: groups of keys whose tensors share memory in the source, and will not.
-        unsaid: names of notes that the format has no place for.
+        unsaid: names of what the source says beside keys and values, and the format has no place for.
     """
 
     files: tuple[OutFile, ...]

@@ -14,7 +14,7 @@ from torchshard.checkpoint.dtypes import DTYPES, FROM_SAFETENSORS
 from torchshard.checkpoint.entries import Entry, Extent, Index, Piece, Place, TensorEntry
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats.json_text import parse
-from torchshard.checkpoint.formats.out import Options, OutFile, Output, whole_slot
+from torchshard.checkpoint.formats.out import Options, OutFile, Output, unsaid, whole_slot
 from torchshard.checkpoint.formats.parts import index_file, named, parts_of
 from torchshard.checkpoint.pickles.inert import RefusedGlobal
 from torchshard.checkpoint.pickles.torch_values import sizes
@@ -116,14 +116,14 @@ def write(index: Index, options: Options) -> Output:
     """
     tensors, left_out = _tensors(index)
     apart = tuple(overlapping(tensors))
-    notes = index.notes
+    notes, lost = index.notes, unsaid(index, notes=False, dicts=True)
     if options.shard_size is None:
-        return Output((_file("", tensors, notes),), tuple(left_out), apart)
+        return Output((_file("", tensors, notes),), tuple(left_out), apart, lost)
     parts = parts_of({key: entry.nbytes for key, entry in tensors.items()}, options.shard_size)
     named_parts = named("model", ".safetensors", parts)
     files = [_file(name, {key: tensors[key] for key in keys}, notes) for name, keys in named_parts]
     files.append(index_file("model.safetensors.index.json", "model", ".safetensors", parts, tensors))
-    return Output(tuple(files), tuple(left_out), apart)
+    return Output(tuple(files), tuple(left_out), apart, lost)
 
 
 def _file(name: str, tensors: dict[str, TensorEntry], notes: Mapping[str, str]) -> OutFile:

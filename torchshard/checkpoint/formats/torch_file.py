@@ -83,14 +83,14 @@ def write(index: Index, options: Options) -> Output:
     """
     try:
         if options.shard_size is None:
-            return Output((_file("", index.tree()),), unsaid=unsaid(index.notes))
+            return Output((_file("", index.tree()),), unsaid=unsaid(index, notes=True, dicts=False))
         sizes = {key: entry.nbytes if isinstance(entry, TensorEntry) else 0 for key, entry in index.entries.items()}
         parts = parts_of(sizes, options.shard_size)
         files = [_file(name, {key: index.entries[key] for key in keys}) for name, keys in named(_STEM, ".bin", parts)]
         tensors = {key: entry for key, entry in index.entries.items() if isinstance(entry, TensorEntry)}
         files.append(index_file(f"{_STEM}.bin.index.json", _STEM, ".bin", parts, tensors))
         apart = [group for group in overlapping(tensors) if not any(set(group) <= set(part) for part in parts)]
-        return Output(tuple(files), apart=tuple(apart), unsaid=unsaid(index.notes))
+        return Output(tuple(files), apart=tuple(apart), unsaid=unsaid(index, notes=True, dicts=True))
     except RefusedGlobal as error:
         fix = "Save again without it, leave it out (exclude), or convert to safetensors, which holds only tensors."
         raise RefusedGlobal(error.name, error.where, fix) from error

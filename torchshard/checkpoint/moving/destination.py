@@ -270,6 +270,9 @@ def check(path: Path, nbytes: int, *, overwrite: bool, folder: bool) -> None:
         check_free(path, overwrite, folder=folder)
         if not path.parent.is_dir():
             raise CheckpointError("The folder of the destination does not exist.", where=path.parent)
+        _check_writable(path.parent)
+        if path.is_dir() and not path.is_symlink():  # steps aside
+            _check_writable(path)
         free = shutil.disk_usage(path.parent).free
     except OSError as error:
         raise refused(path, error) from error
@@ -281,6 +284,12 @@ def check(path: Path, nbytes: int, *, overwrite: bool, folder: bool) -> None:
             got=format_size(free),
             where=path.parent,
         )
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise CheckpointError if the system will say no in the end."""
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise CheckpointError("The folder cannot be written to: it is read-only, or not yours.", where=folder)
 
 
 def begun(path: Path) -> bool:
@@ -313,6 +322,10 @@ def check_free(path: Path, overwrite: bool, *, folder: bool) -> None:
     if folder and os.path.lexists(path):
         if not path.is_dir() or path.is_symlink():
             raise CheckpointError("The destination is a file or a link, and is to be a folder.", where=path)
+        if os.path.ismount(path):
+            raise CheckpointError(
+                "The destination is a mount point, and cannot be replaced.", where=path, fix="Name a folder in it."
+            )
         other = [entry.name for entry in os.scandir(path) if entry.is_dir() or not entry.name.endswith(_OURS)]
         if other:
             raise CheckpointError(

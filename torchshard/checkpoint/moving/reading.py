@@ -3,13 +3,14 @@
 import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchshard.checkpoint.dtypes import DTYPES
-from torchshard.checkpoint.entries import Piece, TensorEntry
+from torchshard.checkpoint.entries import Extent, Piece, TensorEntry, flat
 from torchshard.checkpoint.moving.casting import cast
 from torchshard.checkpoint.moving.checksums import crc32
+from torchshard.checkpoint.moving.comparing import Comparison, whole_pieces
 from torchshard.checkpoint.moving.plan import Block, Copy, plan, run_within, windows
 from torchshard.checkpoint.text import format_size
 from torchshard.errors import CheckpointError
@@ -141,22 +142,53 @@ def _fill_strided(entry: TensorEntry, piece: Piece, block: Box, copy: Copy, room
 
 def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
     """Whether two tensors of one type and shape hold the same bits; read in blocks."""
-    ours, theirs = _room(a), _room(b)
-    blocks = zip(_all_blocks(a), _all_blocks(b), strict=True)
-    return all(fill(a, x, ours) == fill(b, y, theirs) for x, y in blocks)
+    return all(x == y for x, y in zip(_all_bytes(a), _all_bytes(b), strict=True))
 
 
-def _all_blocks(entry: TensorEntry) -> Iterator[Block]:
-    return plan(whole(entry.shape), entry.boxes, _BLOCK // entry.itemsize)
+def _all_bytes(entry: TensorEntry) -> Iterator[memoryview]:
+    """All values in blocks, each overwritten by the next, and compared with their checksums in the end."""
+    out, scratch = memoryview(bytearray(min(max(1, entry.nbytes), _BLOCK))), _scratch(entry)
+    room, box = Room(out, scratch), whole(entry.shape)
+    comparison = Comparison(entry, whole_pieces(entry, box))
+    for block in plan(box, entry.boxes, _BLOCK // entry.itemsize):
+        yield _filled(block, room, comparison)
+
+
+def _filled(block: Block, room: Room, comparison: Comparison) -> memoryview:
+    """As `fill`, and what is read is compared."""
+    if not comparison.pieces:
+        return fill(comparison.entry, block, room)
+    crcs: list[int] = []
+    data = fill(comparison.entry, block, room, crcs)
+    comparison.take(block.copies, crcs)
+    return data
+
+
+def check_sums(parts: Iterable[tuple[TensorEntry, Box]]) -> None:
+    """Read each stretch of file with a stored checksum that holds something of a part: a tensor, and a box of it.
+
+    Raises:
+        CheckpointError: one is not what its checksum says.
+    """
+    compared = set[Extent]()
+    for entry, box in parts:
+        for extent in [piece.place().extent for piece in entry.pieces if piece.box.meet(box) is not None]:
+            if extent.crc32 is not None and extent not in compared:
+                compared.add(extent)
+                for _ in _all_bytes(flat(extent, key=entry.key)):
+                    pass  # what does not match is an error
 
 
 def arrays(entry: TensorEntry) -> "Iterator[NDArray[Any]]":
-    """All values, in flat parts of some MiB, as DType.numpy; each is overwritten by the next."""
+    """All values, in flat parts of some MiB, as DType.numpy; each is overwritten by the next.
+
+    Raises:
+        CheckpointError: damaged files, which may be told with the last part only.
+    """
     import numpy as np
 
-    room = _room(entry)
-    for block in _all_blocks(entry):
-        yield np.frombuffer(fill(entry, block, room), DTYPES[entry.dtype].numpy)
+    for data in _all_bytes(entry):
+        yield np.frombuffer(data, DTYPES[entry.dtype].numpy)
 
 
 def read_index(entry: TensorEntry, index: Any) -> "NDArray[Any]":
@@ -191,16 +223,19 @@ def read_box(entry: TensorEntry, box: Box) -> "NDArray[Any]":
     return out
 
 
-def read_box_into(entry: TensorEntry, box: Box, out: memoryview) -> None:
-    """The values of a box into bytes, exactly as many as it has, the last dim fastest."""
+def read_box_into(entry: TensorEntry, box: Box, out: memoryview, comparison: Comparison | None = None) -> None:
+    """The values of a box into bytes, exactly as many as it has, the last dim fastest.
+
+    Args:
+        entry: the tensor.
+        box: what is wanted.
+        out: takes it.
+        comparison: takes the checksums, where the box is a run of a larger one that is read; None: all is read here.
+    """
+    comparison = comparison or Comparison(entry, whole_pieces(entry, box))
     scratch = _scratch(entry)
     for block in plan(box, entry.boxes, _BLOCK // entry.itemsize):
-        fill(entry, block, Room(out[block.at * entry.itemsize :], scratch))
-
-
-def _room(entry: TensorEntry) -> Room:
-    """For the blocks of a tensor."""
-    return Room(memoryview(bytearray(min(max(1, entry.nbytes), _BLOCK))), _scratch(entry))
+        _filled(block, Room(out[block.at * entry.itemsize :], scratch), comparison)
 
 
 def _scratch(entry: TensorEntry) -> memoryview:

@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 from torchshard.checkpoint.entries import TensorEntry
 from torchshard.checkpoint.files import Handle
 from torchshard.checkpoint.formats.out import Slot
-from torchshard.checkpoint.moving.checksums import combine, crc32
-from torchshard.checkpoint.moving.plan import Block, plan, run_within
+from torchshard.checkpoint.moving.checksums import crc32
+from torchshard.checkpoint.moving.comparing import Comparison, Sum, whole_pieces
+from torchshard.checkpoint.moving.plan import Block, plan
 from torchshard.checkpoint.moving.reading import Room, fill
-from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 from torchshard.layout import whole
 
@@ -174,18 +174,8 @@ def move(
 
 
 def comparable(slot: Slot) -> set[int]:
-    """Numbers of the pieces that are read in their order and as a whole to fill a slot, and have a stored checksum."""
-    entry = slot.entry
-    if slot.box != whole(entry.shape):
-        return set()
-    found = set()
-    for i, piece in enumerate(entry.pieces):
-        place = piece.place()
-        extent, nbytes = place.extent, piece.box.numel * entry.itemsize_stored
-        covers = place.start == extent.offset and nbytes == extent.nbytes and piece.row_major
-        if covers and extent.crc32 is not None:
-            found.add(i)
-    return found
+    """Numbers of the pieces of a tensor that are compared as it fills a slot: of those that are cut none are."""
+    return whole_pieces(slot.entry, slot.box) if slot.box == whole(slot.entry.shape) else set()
 
 
 class _Run:
@@ -193,8 +183,8 @@ class _Run:
 
     def __init__(self, moves: Sequence[Move], target: Target | None, budget: Budget) -> None:
         self.target, self.budget = target, budget
-        self.totals = [_Sum(slot.nbytes) for _, slot, _ in moves]
-        self.pieces: dict[tuple[int, int], _Sum] = {}
+        self.totals = [Sum(slot.nbytes) for _, slot, _ in moves]
+        self.comparisons: dict[int, Comparison] = {}  # of slots that are filled in part
         self.jobs = self._plan(moves)
         self.lock = threading.Lock()
         self.results: queue.SimpleQueue[list[_Done] | BaseException | None] = queue.SimpleQueue()
@@ -236,7 +226,7 @@ class _Run:
         data = fill(entry, job.block, room, stored if compared else None)
         if self.target is not None and job.move.file is not None:
             handle = self.target.fd(job.move.file)
-            write_all(handle.fd, data, job.offset)
+            write_all(handle, data, job.offset)
         alone = len(job.block.copies) == 1 and job.block.copies[0].source in compared
         return [stored[0] if alone and entry.stored_dtype == entry.dtype else crc32(data), *stored]
 
@@ -260,48 +250,15 @@ class _Run:
         """
         job = done.job
         self.totals[job.slot].add(job.offset, job.nbytes, done.crcs[0])
-        for copy, crc in zip(job.block.copies, done.crcs[1:], strict=False):
-            if copy.source not in job.move.compared:
-                continue
-            piece, itemsize = job.entry.pieces[copy.source], job.entry.itemsize_stored
-            at = run_within(piece.box, copy.box)
-            assert at is not None  # blocks are runs of the tensor, and therefore of its pieces
-            total = self.pieces.setdefault((job.slot, copy.source), _Sum(piece.box.numel * itemsize))
-            if not total.add(at * itemsize, copy.box.numel * itemsize, crc):
-                continue
-            del self.pieces[job.slot, copy.source]
-            extent = piece.place().extent
-            if total.crc != extent.crc32:
-                raise CheckpointError(
-                    "The file is damaged: its data do not match its checksum.",
-                    expected=f"crc32 {extent.crc32:08x}",
-                    got=f"{total.crc:08x}",
-                    where=f"{extent}: {printable(job.entry.key)}",
-                )
+        if not job.move.compared:
+            return
+        comparison = self.comparisons.setdefault(job.slot, Comparison(job.entry, job.move.compared))
+        comparison.take(job.block.copies, done.crcs[1:])
+        if not comparison.pending:
+            del self.comparisons[job.slot]
 
 
-class _Sum:
-    """The crc32 of some bytes, put together from those of parts, which come in any order."""
-
-    __slots__ = ("crc", "missing", "parts")
-
-    def __init__(self, nbytes: int) -> None:
-        self.crc, self.missing = 0, nbytes
-        self.parts: list[tuple[int, int, int]] = []
-
-    def add(self, offset: int, nbytes: int, crc: int) -> bool:
-        """Take the checksum of a part; whether this was the last."""
-        self.parts.append((offset, crc, nbytes))
-        self.missing -= nbytes
-        if self.missing:
-            return False
-        for _, part, length in sorted(self.parts):
-            self.crc = combine(self.crc, part, length)
-        self.parts = []
-        return True
-
-
-def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+def write_all(file: Handle, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at an offset.
 
     Raises:
@@ -311,6 +268,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         try:
-            done += os.pwrite(fd, view[done:], offset + done)
+            done += os.pwrite(file.fd, view[done:], offset + done)
         except OSError as error:
-            raise CheckpointError(f"The destination cannot be written: {error.strerror or error}.") from error
+            what = f"The destination cannot be written: {error.strerror or error}."
+            raise CheckpointError(what, where=file.path) from error

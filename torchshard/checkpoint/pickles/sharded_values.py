@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torchshard.checkpoint.entries import Piece, TensorEntry, narrowed
 from torchshard.checkpoint.pickles.inert import Global, Record, record
 from torchshard.checkpoint.pickles.torch_values import ALLOWED as PLAIN
-from torchshard.checkpoint.pickles.torch_values import attribute, sizes
+from torchshard.checkpoint.pickles.torch_values import attribute, attributes, sizes
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box, Mesh, Placement, R, Shard, Sharding
@@ -49,9 +49,9 @@ def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> TensorEntry:
     if kind.name in _SUBCLASSES and function.make is not None and function.name != _WRAPPER:
         made = function.make(*args)
         if isinstance(made, TensorEntry):
-            return made
+            return replace(made, attributes=(*made.attributes, *map(printable, attributes(state))))
     elif function.name == _WRAPPER and kind.name in _DTENSORS:
-        parameter = _attributes(state).get("_is_param") is True
+        parameter = attributes(state).get("_is_param") is True
         return replace(_dtensor(state), requires_grad=args[7:8] == (True,), parameter=parameter)
     elif function.name == _WRAPPER and kind.name == _SHARDED:
         return _sharded_tensor(state)
@@ -62,8 +62,8 @@ def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> TensorEntry:
 
 
 def _dtensor(state: Any) -> TensorEntry:
-    attributes = _attributes(state)
-    local, spec = attributes.get("_local_tensor"), attributes.get("_spec")
+    found = attributes(state)
+    local, spec = found.get("_local_tensor"), found.get("_spec")
     if not isinstance(local, TensorEntry) or not isinstance(spec, Record):
         raise TypeError("a DTensor without a local tensor or a spec")
     if spec.name == _OUR_LAYOUT:
@@ -84,15 +84,6 @@ def _dtensor(state: Any) -> TensorEntry:
     strided = any(isinstance(p, _Split) for p in placements)
     boxes = [] if mesh.coordinate is None else list(_boxes(shape, placements, mesh.mesh.shape, mesh.coordinate))
     return _of_boxes(local, shape, boxes, None if strided else mesh.mesh.sharding(plain))
-
-
-def _attributes(state: Any) -> dict[Any, Any]:
-    """Instance attributes and slots, whichever way the class keeps them."""
-    parts = state if isinstance(state, tuple) else (state,)
-    found: dict[Any, Any] = {}
-    for part in parts:
-        found |= part if isinstance(part, dict) else {}
-    return found
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

@@ -137,10 +137,21 @@ def _check_plain(metadata: Sequence[object]) -> None:
         )
 
 
-def _rebuild_parameter(tensor: Any, grad: Any = False, *_: Any) -> TensorEntry:
+def _rebuild_parameter(tensor: Any, grad: Any = False, _hooks: Any = None, state: Any = None) -> TensorEntry:
     if not isinstance(tensor, TensorEntry):
         raise TypeError("a parameter without a tensor")
-    return replace(tensor, requires_grad=grad is True, parameter=True)
+    return replace(
+        tensor, requires_grad=grad is True, parameter=True, attributes=tuple(map(printable, attributes(state)))
+    )
+
+
+def attributes(state: object) -> dict[Any, Any]:
+    """Instance attributes and slots, whichever way the class keeps them."""
+    parts = state if isinstance(state, tuple) else (state,)
+    found: dict[Any, Any] = {}
+    for part in parts:
+        found |= part if isinstance(part, dict) else {}
+    return found
 
 
 def _encode(text: Any, encoding: Any = None) -> bytes:

@@ -1,7 +1,8 @@
 """Writing pickles that torch.load(weights_only=True) reads, without torch: protocol 2, plain data and tensors."""
 
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES
@@ -67,33 +68,13 @@ class _Writer:
         self.slots = 0
         self.depth = 0
         self.key: object = None  # of a dict, last written; for errors
-        self.steps: dict[type, Callable[[Any], None]] = {
-            type(None): lambda value: self._raw(b"N"),
-            bool: lambda value: self._raw(b"\x88" if value else b"\x89"),
-            int: self._int,
-            float: lambda value: self._raw(b"G" + struct.pack(">d", value)),
-            str: self._text,
-            bytes: self._bytes,
-            bytearray: lambda value: self._call("__builtin__", "bytearray", (value.decode("latin1"), "latin1")),
-            complex: lambda value: self._call("__builtin__", "complex", (value.real, value.imag)),
-            tuple: self._items,
-            Size: lambda value: self._call("torch", "Size", (tuple(value),)),
-            set: lambda value: self._call("__builtin__", "set", (list(value),)),
-            list: self._list,
-            dict: self._dict,
-            OrderedDict: self._ordered,
-            Global: lambda value: self._global(*value.name.rsplit(".", 1)),
-            Record: self._record,
-            Call: self._written_call,
-            TensorEntry: self._tensor,
-        }
 
     def put(self, value: object) -> None:
         """Append the opcodes that make `value`, or that fetch it where it was made before."""
         if isinstance(value, ObjectEntry):
             value = value.value()
         kind = type(value)
-        step = self.steps.get(kind)
+        step = _STEPS.get(kind)
         if step is None:
             raise CheckpointError("This is not plain data, and cannot be written.", got=printable(value), where=self.at)
         small = kind in (type(None), bool, float, str) or (isinstance(value, int) and abs(value) < 2**63)
@@ -105,7 +86,7 @@ class _Writer:
             raise CheckpointError(
                 "Containers are nested too deep.", expected=f"at most {NESTING} levels", where=self.at
             )
-        step(value)
+        step(self, value)
         self.depth -= 1
         if not small:
             self._remember(value)
@@ -247,3 +228,28 @@ class _Writer:
         if not dtype.storage:
             self._global("torch", dtype.name)
         self.out += b"tR"
+
+
+# A table for all writers: one of bound methods would keep each writer, and all that it has written, as garbage.
+_STEPS: Mapping[type, Callable[[_Writer, Any], None]] = MappingProxyType(
+    {
+        type(None): lambda writer, value: writer._raw(b"N"),
+        bool: lambda writer, value: writer._raw(b"\x88" if value else b"\x89"),
+        int: _Writer._int,
+        float: lambda writer, value: writer._raw(b"G" + struct.pack(">d", value)),
+        str: _Writer._text,
+        bytes: _Writer._bytes,
+        bytearray: lambda writer, value: writer._call("__builtin__", "bytearray", (value.decode("latin1"), "latin1")),
+        complex: lambda writer, value: writer._call("__builtin__", "complex", (value.real, value.imag)),
+        tuple: _Writer._items,
+        Size: lambda writer, value: writer._call("torch", "Size", (tuple(value),)),
+        set: lambda writer, value: writer._call("__builtin__", "set", (list(value),)),
+        list: _Writer._list,
+        dict: _Writer._dict,
+        OrderedDict: _Writer._ordered,
+        Global: lambda writer, value: writer._global(*value.name.rsplit(".", 1)),
+        Record: _Writer._record,
+        Call: _Writer._written_call,
+        TensorEntry: _Writer._tensor,
+    }
+)
