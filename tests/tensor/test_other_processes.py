@@ -56,6 +56,32 @@ print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 open(file, "w").close()
 """
 
+# Each process says another rule; the last one as a function, which may say anything.
+RULES = """
+from torchshard import register_rule
+
+@torch.library.custom_op("other_processes_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+twice.register_fake(torch.empty_like)
+line = sys.argv[2]
+register_rule(twice, line if line else lambda x: "I j -> I j")
+x = made()
+assert torch.compile(twice, fullgraph=True)(x).placements == twice(x).placements
+print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+STRIDES = """
+from torchshard import DTensor
+
+f = torch.compile(lambda x: x @ x.t(), fullgraph=True)
+for local in (torch.randn(4, 6), torch.randn(6, 4).t()):
+    torch.compiler.reset()
+    x = DTensor.from_local(local, made().device_mesh, [Shard(0)], shape=(4, 6), stride=(6, 1))
+    torch.testing.assert_close(f(x).to_local(), local @ local.t())
+"""
+
 
 def run(script, seed, *args, **variables):
     environment = {**os.environ, "PYTHONHASHSEED": str(seed), **variables}
@@ -77,3 +103,15 @@ def test_a_graph_of_another_process_gives_gradients_on_the_mesh_of_this_one(tmp_
     file, cache = str(tmp_path / "ran"), str(tmp_path / "cache")
     hits = [run(GRAPH, seed, file, TORCHINDUCTOR_CACHE_DIR=cache).split() for seed in (1, 2)]
     assert hits == [["0"], ["1"]]
+
+
+def test_a_graph_of_another_process_is_not_used_with_other_rules(tmp_path):
+    require("meshes in graphs")
+    file, cache = str(tmp_path / "none"), str(tmp_path / "cache")
+    lines = ["i j -> i j", "I j -> I j", "i j -> i j", "", ""]  # inductor has nothing to compile of them
+    hits = [run(RULES, 1, file, line, TORCHINDUCTOR_CACHE_DIR=cache).strip() for line in lines]
+    assert hits == ["0", "0", "1", "0", "0"]
+
+
+def test_a_graph_is_not_used_for_parts_that_lie_in_memory_otherwise(tmp_path):
+    run(STRIDES, 1, str(tmp_path / "none"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))

@@ -1,6 +1,5 @@
 """torch's DeviceMesh as a layout.Mesh that also knows its process groups."""
 
-import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
 from torchshard.layout.layout import Mesh
+from torchshard.tensor.caching import this_process
 from torchshard.tensor.layout import TensorLayout
 
 
@@ -130,7 +130,7 @@ class BoundMesh(Mesh):
         process does not have: graphs of a mesh with several axes are not shared.
         """
         names = [self.device_mesh.get_group(axis).group_name for axis in range(self.ndim)]
-        return names, self.ranks, self.coordinate, _this_process if self.ndim > 1 else None
+        return names, self.ranks, self.coordinate, this_process if self.ndim > 1 else None
 
     def alive(self) -> bool:
         """Whether none of its process groups has been destroyed."""
@@ -166,7 +166,6 @@ class Bridge:
 # What a pickled DTensor consists of, beside tensors and itself.
 PICKLED = (DeviceMesh, layout._layout, layout._sharding, placements.Shard, placements.Partial, placements.Replicate)
 
-_this_process = uuid.uuid4().hex
 _by_id: dict[int, tuple["weakref.ref[DeviceMesh]", BoundMesh]] = {}
 # Found by comparing: a mesh that another process has pickled may bring the hash that it had there.
 _by_value: list[tuple[Any, BoundMesh]] = []
