@@ -1,5 +1,6 @@
 """Results of regions: what they say of mesh and placements in and outside of it, inputs that were written to; refusals."""
 
+import io
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.compiler.regions import same
 from tests.older import require
+from tests.ranks import run_ranks
 from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, layout_of
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
@@ -204,3 +206,19 @@ def test_the_gradient_of_a_split_vocabulary_is_split_as_in_eager(rows, placement
         function(table).sum().backward()
         layouts.append(layout_of(table.grad))
     assert layouts[0] == layouts[1]
+
+
+def met_first_in_a_region(rank, world):
+    """Whether tensors on a mesh that nothing but a region has seen yet are on that mesh, in and out of the region."""
+    mesh = init_device_mesh("cpu", (world,))
+    y = torch.compile(lambda x: DTensor.from_local(x, mesh, [Shard(0)]) * 2, backend="aot_eager", fullgraph=True)(
+        torch.ones(3, 4)
+    )
+    z = distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)])
+    torch.save(z, io.BytesIO())
+    return [type(x.device_mesh).__name__ for x in (y, z)], z.device_mesh is mesh
+
+
+def test_a_mesh_that_a_region_has_seen_first_is_no_stand_in_afterwards():
+    require("meshes in graphs")
+    assert run_ranks(2, met_first_in_a_region, timeout=200) == [(["DeviceMesh"] * 2, True)] * 2

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import group_of_members, hash_anew, outside_of_traces
+from torchshard._torch import group_of_members, hash_anew, outside_of_traces, real_object
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
@@ -187,6 +187,8 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
             got=f"{type(device_mesh).__name__}: {device_mesh!r}",
             fix="init_device_mesh('cpu', (world_size,))",
         )
+    if (real := real_object(device_mesh)) is not device_mesh:  # a region may be the first to see the mesh
+        return bind(real)
     # Meshes that differ in this rank's place, or of which one cannot communicate, are equal for torch.
     key = device_mesh, device_mesh.get_coordinate(), _can_talk(device_mesh)
     found = next((bound for value, bound in _by_value if value == key), None)
