@@ -100,6 +100,7 @@ from torchshard._torch.inductor import (
     gradient_outputs,
     inductor_options,
     inductor_patches,
+    mark_cacheable,
     masked_index_put,
     trace_backward,
 )
@@ -236,6 +237,7 @@ __all__ = [
     "lie_with_others",
     "lies_as_device_likes",
     "local_callable",
+    "mark_cacheable",
     "mark_flattened",
     "masked_index_put",
     "may_nest",

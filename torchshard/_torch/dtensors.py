@@ -65,7 +65,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def real_object(x: Any) -> Any:
-    """What an opaque object stands for while AOTAutograd or Dynamo traces (torch._library, FakeScriptObject.real_obj, 2.11-2.15).
+    """What stands behind an opaque object of a trace (torch._library: FakeScriptObject.real_obj, 2.11-2.15).
 
     It passes for the object itself, but holds what cannot be pickled. Anything else is given back.
     """

@@ -13,7 +13,7 @@ from torchshard.rules import registry
 from torchshard.rules.notation import Signature, parse
 from torchshard.rules.rule import Made, Options, Rule
 from torchshard.rules.rule import options as read_options
-from torchshard.tensor import dispatch, foreach, handlers
+from torchshard.tensor import caching, dispatch, foreach, handlers
 from torchshard.tensor.call import operator_name
 from torchshard.tensor.proof import Report
 from torchshard.tensor.validate import check_call, recorded
@@ -111,6 +111,7 @@ def _made_anew() -> None:
     dispatch.clear_entries()
     if "torch._dynamo" in sys.modules:  # without which nothing is compiled
         torch.compiler.reset()
+        caching.renew()
 
 
 def _require_free(func: Any, name: str, override: bool) -> None:
