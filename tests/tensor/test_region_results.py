@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as mapped
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -138,7 +139,12 @@ HIGHER = {
     "while_loop": lambda x: while_loop(lambda k, a: k < 3, lambda k, a: (k + 1, a * 2), (torch.tensor(0), x)),
     "map": lambda x: mapped(lambda a: a * 2, x),
     "scan": lambda x: scan(lambda a, b: (a + b, b * 1), x[0] * 0, x),
+    "flex_attention": lambda x: flex_attention(*[x.view(1, 1, *x.shape) + k for k in range(3)]),
+    "nested region, twice": lambda x: (nested(x), nested(x * 2)),
+    "nested region, added up": lambda x: nested(x) + nested(x * 2),
+    "nested region, asked": lambda x: (nested(x), nested(x * 2).to_local()),
 }
+nested = torch.compiler.nested_compile_region(lambda x: x.sin() + 1)
 PREDICATE = torch.tensor(True)
 
 
