@@ -228,3 +228,16 @@ def met_first_in_a_region(rank, world):
 def test_a_mesh_that_a_region_has_seen_first_is_no_stand_in_afterwards():
     require("meshes in graphs")
     assert run_ranks(2, met_first_in_a_region, timeout=200) == [(["DeviceMesh"] * 2, True)] * 2
+
+
+@pytest.mark.parametrize("length", [5, 2])
+def test_ranks_without_a_piece_of_a_dynamic_length(length):
+    """Of 5 columns the last of 4 ranks has none, of 2 columns two have none."""
+    torch._dynamo.reset()
+    w = distribute_tensor(torch.randn(4, length), MESH, [Shard(1)])
+    x = ROWS.detach().requires_grad_()
+    compiled = torch.compile(lambda x, w: x @ w, backend="aot_eager", fullgraph=True, dynamic=True)
+    y = compiled(x, w)
+    assert layout_of(y) == layout_of(x @ w)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
