@@ -56,6 +56,62 @@ print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 open(file, "w").close()
 """
 
+# Each process says another rule; the last one as a function, which may say anything.
+RULES = """
+from torchshard import register_rule
+
+@torch.library.custom_op("other_processes_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+twice.register_fake(torch.empty_like)
+line = sys.argv[2]
+register_rule(twice, line if line else lambda x: "I j -> I j")
+x = made()
+assert torch.compile(twice, fullgraph=True)(x).placements == twice(x).placements
+print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+# A region that makes DTensors: on which mesh, and what the cache may keep. Matrix products leave inductor nothing to compile.
+MADE_INSIDE = """
+from torchshard import DTensor, register_rule, zeros
+from torchshard.compiler import support_caches
+
+assert "torchshard.tensor.autograd.from_local" in support_caches() and not support_caches()
+keys = torch._inductor.config.unsafe_marked_cacheable_functions
+with register_rule("mm", "I k, k J -> I J", override=True):
+    assert keys != torch._inductor.config.unsafe_marked_cacheable_functions
+assert keys == torch._inductor.config.unsafe_marked_cacheable_functions
+shape = tuple(map(int, sys.argv[2].split("x")))
+mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+placements = [Shard(0)] * len(shape)
+w = torch.ones(6, 8).requires_grad_()
+
+@torch.compile(fullgraph=True)
+def product(x):
+    first = zeros(6, 6, device_mesh=mesh, placements=placements) @ distribute_tensor(torch.ones(6, 8), mesh)
+    return first, DTensor.from_local(x, mesh, placements) @ DTensor.from_local(w, mesh)
+
+x = torch.ones(6, 6).requires_grad_()
+first, second = product(x)
+second.sum().backward()
+assert second.device_mesh == mesh and second.device_mesh.mesh_dim_names == mesh.mesh_dim_names
+torch.testing.assert_close(second.to_local(), torch.full((6, 8), 6.0))
+torch.testing.assert_close(x.grad, torch.full((6, 6), 8.0))
+counts = torch._dynamo.utils.counters["aot_autograd"]
+print(counts["autograd_cache_hit"], counts["autograd_cache_bypass"])
+"""
+
+STRIDES = """
+from torchshard import DTensor
+
+f = torch.compile(lambda x: x @ x.t(), fullgraph=True)
+for local in (torch.randn(4, 6), torch.randn(6, 4).t()):
+    torch.compiler.reset()
+    x = DTensor.from_local(local, made().device_mesh, [Shard(0)], shape=(4, 6), stride=(6, 1))
+    torch.testing.assert_close(f(x).to_local(), local @ local.t())
+"""
+
 
 def run(script, seed, *args, **variables):
     environment = {**os.environ, "PYTHONHASHSEED": str(seed), **variables}
@@ -77,3 +133,23 @@ def test_a_graph_of_another_process_gives_gradients_on_the_mesh_of_this_one(tmp_
     file, cache = str(tmp_path / "ran"), str(tmp_path / "cache")
     hits = [run(GRAPH, seed, file, TORCHINDUCTOR_CACHE_DIR=cache).split() for seed in (1, 2)]
     assert hits == [["0"], ["1"]]
+
+
+def test_a_graph_of_another_process_is_not_used_with_other_rules(tmp_path):
+    require("meshes in graphs")
+    file, cache = str(tmp_path / "none"), str(tmp_path / "cache")
+    lines = ["i j -> i j", "I j -> I j", "i j -> i j", "", ""]  # inductor has nothing to compile of them
+    hits = [run(RULES, 1, file, line, TORCHINDUCTOR_CACHE_DIR=cache).strip() for line in lines]
+    assert hits == ["0", "0", "1", "0", "0"]
+
+
+def test_a_graph_is_not_used_for_parts_that_lie_in_memory_otherwise(tmp_path):
+    run(STRIDES, 1, str(tmp_path / "none"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+
+
+def test_regions_that_make_dtensors_are_kept_for_other_processes_on_meshes_of_one_axis(tmp_path):
+    require("meshes in graphs")
+    file, cache = str(tmp_path / "none"), str(tmp_path / "cache")
+    shapes = ["1", "1", "1x1", "1x1"]
+    seen = [run(MADE_INSIDE, 1 + at, file, shape, TORCHINDUCTOR_CACHE_DIR=cache) for at, shape in enumerate(shapes)]
+    assert [counts.split() for counts in seen] == [["0", "0"], ["1", "0"], ["0", "0"], ["0", "0"]]

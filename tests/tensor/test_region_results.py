@@ -1,5 +1,6 @@
 """Results of regions: what they say of mesh and placements in and outside of it, inputs that were written to; refusals."""
 
+import io
 from functools import partial
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as mapped
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from tests.compiler.regions import same
 from tests.older import require
+from tests.ranks import run_ranks
 from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, layout_of
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
@@ -136,7 +139,12 @@ HIGHER = {
     "while_loop": lambda x: while_loop(lambda k, a: k < 3, lambda k, a: (k + 1, a * 2), (torch.tensor(0), x)),
     "map": lambda x: mapped(lambda a: a * 2, x),
     "scan": lambda x: scan(lambda a, b: (a + b, b * 1), x[0] * 0, x),
+    "flex_attention": lambda x: flex_attention(*[x.view(1, 1, *x.shape) + k for k in range(3)]),
+    "nested region, twice": lambda x: (nested(x), nested(x * 2)),
+    "nested region, added up": lambda x: nested(x) + nested(x * 2),
+    "nested region, asked": lambda x: (nested(x), nested(x * 2).to_local()),
 }
+nested = torch.compiler.nested_compile_region(lambda x: x.sin() + 1)
 PREDICATE = torch.tensor(True)
 
 
@@ -204,3 +212,32 @@ def test_the_gradient_of_a_split_vocabulary_is_split_as_in_eager(rows, placement
         function(table).sum().backward()
         layouts.append(layout_of(table.grad))
     assert layouts[0] == layouts[1]
+
+
+def met_first_in_a_region(rank, world):
+    """Whether tensors on a mesh that nothing but a region has seen yet are on that mesh, in and out of the region."""
+    mesh = init_device_mesh("cpu", (world,))
+    y = torch.compile(lambda x: DTensor.from_local(x, mesh, [Shard(0)]) * 2, backend="aot_eager", fullgraph=True)(
+        torch.ones(3, 4)
+    )
+    z = distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)])
+    torch.save(z, io.BytesIO())
+    return [type(x.device_mesh).__name__ for x in (y, z)], z.device_mesh is mesh
+
+
+def test_a_mesh_that_a_region_has_seen_first_is_no_stand_in_afterwards():
+    require("meshes in graphs")
+    assert run_ranks(2, met_first_in_a_region, timeout=200) == [(["DeviceMesh"] * 2, True)] * 2
+
+
+@pytest.mark.parametrize("length", [5, 2])
+def test_ranks_without_a_piece_of_a_dynamic_length(length):
+    """Of 5 columns the last of 4 ranks has none, of 2 columns two have none."""
+    torch._dynamo.reset()
+    w = distribute_tensor(torch.randn(4, length), MESH, [Shard(1)])
+    x = ROWS.detach().requires_grad_()
+    compiled = torch.compile(lambda x, w: x @ w, backend="aot_eager", fullgraph=True, dynamic=True)
+    y = compiled(x, w)
+    assert layout_of(y) == layout_of(x @ w)
+    y.sum().backward()
+    assert x.grad.shape == x.shape

@@ -36,6 +36,12 @@ def _setup(ctx, inputs, output):
     ctx.factor = inputs[2]
 
 
+@torch.library.custom_op("register_rule_test::doubled", mutates_args=())
+def doubled(a: torch.Tensor) -> torch.Tensor:
+    return 2 * a
+
+
+doubled.register_fake(torch.empty_like)
 scaled_product.register_autograd(_backward, setup_context=_setup)
 
 LINE = "i k, k j -> i j"
@@ -130,6 +136,24 @@ def test_a_rule_may_be_a_function():
     with register_rule(scaled_product, line, reads="factor", samples=[SAMPLES[1]]) as handle:
         report = validate_rule(scaled_product, SAMPLES, backward=False)
         assert {o.line for o in report.right if o.operator == handle.name} == {LINE, "I K, K J -> I J"}
+
+
+def _with_one_rule_and_another(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    x = distribute_tensor(full(5, 4), mesh, [Shard(0)])
+    compiled = torch.compile(lambda x: doubled(x), backend="aot_eager", fullgraph=True)
+    seen = []
+    for line in ("i j -> i j", "I j -> I j"):
+        with register_rule(doubled, line):
+            seen.append((compiled(x).placements, doubled(x).placements))
+    with fallback("silent"):
+        seen.append((compiled(x).placements, doubled(x).placements))
+    return seen
+
+
+def test_graphs_are_made_anew_for_another_rule():
+    for seen in run_ranks(2, _with_one_rule_and_another):
+        assert [one for one, _ in seen] == [other for _, other in seen]
 
 
 def test_operators_that_rules_do_not_decide_about():

@@ -64,6 +64,16 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(x) or x.is_meta
 
 
+def real_object(x: Any) -> Any:
+    """What stands behind an opaque object of a trace (torch._library: FakeScriptObject.real_obj, 2.11-2.15).
+
+    It passes for the object itself, but holds what cannot be pickled. Anything else is given back.
+    """
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    return object.__getattribute__(x, "real_obj") if type(x) is FakeScriptObject else x
+
+
 def expected(n: int) -> int:
     """A length as a plain number: of a symbolic one what it is in this run, without a guard (SymNode.hint, 2.11-2.15).
 

@@ -1,5 +1,6 @@
 """Inductor and the compilers behind a backend."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -39,6 +40,29 @@ def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any
         RuntimeError: an unknown mode, or a value of a wrong type.
     """
     return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
+
+
+def mark_cacheable(keys: Mapping[str, str], new: bool) -> list[str]:
+    """Have AOTAutograd's cache keep graphs that call these functions of Python, which it otherwise leaves out.
+
+    It knows functions by their names, and takes the value for a part of the key
+    (torch._inductor.config.unsafe_marked_cacheable_functions, 2.11-2.15).
+
+    Args:
+        keys: by module and name.
+        new: mark those that are not marked; else give those that are marked another key.
+
+    Returns:
+        The names of those that have now been marked.
+    """
+    if not new and "torch._inductor.config" not in sys.modules:
+        return []
+    from torch._inductor import config
+
+    known = config.unsafe_marked_cacheable_functions
+    chosen = {name: key for name, key in keys.items() if new or name in known}
+    config.unsafe_marked_cacheable_functions = {**known, **chosen}
+    return [name for name in chosen if name not in known]
 
 
 def compile_with_inductor(

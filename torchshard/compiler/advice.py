@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 _LOCAL = "take x.local_tensor() in the region: parts that require gradients have them by themselves"
 _PLAIN = "run them on `to_local()`, or outside of the region"
+_NESTED = "give functions under torch.compiler.nested_compile_region `to_local()`, or leave that decorator out"
 _SUPPORT = "call torchshard.compiler.support_groups() first"
 
 # What Dynamo says (a part of it) -> what to do instead.
@@ -11,7 +12,12 @@ WAYS_AROUND: Mapping[str, str] = {
     "Module-level backwards hooks require compiled autograd": (
         "set torch._dynamo.config.compiled_autograd = True and compile the call of backward() too"
     ),
+    "There was no rule registered for HOP invoke_subgraph": _NESTED,
+    "fake_tensor.FakeTensor, which is another class": _NESTED,
+    "`to_local` is not defined on FakeTensor": _NESTED,
     "There was no rule registered for HOP": _PLAIN,
+    "Higher Order Operator: torch.ops.higher_order.flex_attention": _PLAIN,
+    "Expected FakeTensor, got <class 'torchshard.": _PLAIN,
     "get_tensor_storages does not support traceable wrapper subclasses": _PLAIN,
     "expected both a and b to be FakeTensor": _PLAIN,
     "Mutating a variable from outside the scope of this HOP": (
@@ -45,6 +51,7 @@ WAYS_AROUND: Mapping[str, str] = {
     "cls_source must not be None for MRO walk": "make texts of placements outside of the region",
     "is not registered for this opaque object type": f"{_SUPPORT}; ask outside of the region whether there is one",
     "ClassVariable(<class 'torch.distributed.tensor.placement_types.": "isinstance(p, Shard), or `is` instead of `==`",
+    "builtin operator `is_` with argument types ['OpaqueBaseMeta'": "isinstance(p, Shard)",
     "how to enter a `FakeScriptObject` context manager": "give the mesh to what is called in the region",
     "op: call_method; target: storage_offset": "call storage_offset() outside of the region",
     "how to wrap <class 'torchshard.tensor.layout.TensorLayout'>": "ask the tensor: device_mesh, placements, shape",

@@ -54,6 +54,22 @@ def support_groups() -> tuple[str, ...]:
     return (*added, *_torch.let_find_groups(), *_torch.let_ask_the_world())
 
 
+def support_caches() -> tuple[str, ...]:
+    """Have AOTAutograd's cache keep regions that make DTensors of plain tensors, as parallel styles do, for other runs.
+
+    It keeps graphs of functions that it knows by name (torch._inductor.config.unsafe_marked_cacheable_functions), and
+    from_local, distribute_tensor and factories are none of these. What they depend on is in its key: the mesh and this
+    rank's place in it, placements, this package, and the rules of users. Graphs on meshes of several axes stay with
+    their process. As support_groups, it holds for the process, so nobody but the user calls it.
+
+    Returns:
+        The functions that were not known in this process.
+    """
+    from torchshard.tensor import caching
+
+    return tuple(caching.share())
+
+
 def _identity(group: Any) -> list[Any]:
     """What a graph may depend on; the address, because groups are compared and hashed by it."""
     return [id(group), group.group_name, group.rank(), group.size()]

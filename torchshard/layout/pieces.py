@@ -48,7 +48,9 @@ def _piece(n: int, parts: int, k: int) -> Interval:
     step = -(-n // parts)
     if k == 0:
         return 0, step
-    start = min(k * step, n)
+    start = k * step
+    if start >= n:  # of a symbolic length, too, nothing is the number 0
+        return n, 0
     return start, min(step, n - start)
 
 

@@ -33,6 +33,11 @@ def add(name: str, rule: Rule) -> None:
     _registered.setdefault(name, []).append(rule)
 
 
+def added() -> list[tuple[str, list[Rule]]]:
+    """What users have registered, by the names of operators, in order."""
+    return sorted(_registered.items())
+
+
 def remove(name: str, rule: Rule) -> None:
     """Take back what `add` put there; nothing happens where it is gone."""
     kept = [r for r in _registered.pop(name, []) if r is not rule]

@@ -211,8 +211,9 @@ def from_local(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
     grad_placements: Sequence[TorchPlacement] | None,
+    tied: str | None,
 ) -> DTensor:
-    """See DTensor.from_local."""
+    """See DTensor.from_local; and caching.tie."""
     if isinstance(local, DTensor):
         raise RuntimeError("from_local takes a plain torch.Tensor, and this is a DTensor; use redistribute")
     if (shape is None) != (stride is None):

@@ -21,6 +21,7 @@ from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
 from torchshard.layout.runs import without
 from torchshard.tensor.autograd import as_leaf
+from torchshard.tensor.caching import tie
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
@@ -48,14 +49,16 @@ def distribute_tensor(
         RuntimeError: `tensor` is not a leaf; from_local and redistribute are for those.
         RankMismatchError: ranks have tensors of other shapes, dtypes or placements, or a rank is lost.
     """
-    return _distributed(tensor, device_mesh or current_mesh(), placements, src_data_rank)  # type: ignore[no-any-return]
+    mesh = device_mesh or current_mesh()
+    return _distributed(tensor, mesh, placements, src_data_rank, tie(mesh))  # type: ignore[no-any-return]
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # as from_local
 @exported_whole
 def _distributed(
-    tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[TorchPlacement] | None, src_data_rank: int | None
-) -> DTensor:
+    tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[TorchPlacement] | None, src_data_rank: int | None,
+    tied: str | None,
+) -> DTensor:  # fmt: skip
     mesh = bind(device_mesh)
     require_strided(tensor, "distribute_tensor")
     sharding = from_torch(placements or [Replicate()] * mesh.ndim, mesh, tensor.shape)

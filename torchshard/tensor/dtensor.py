@@ -1,7 +1,6 @@
 """The DTensor class. Its operators are in dispatch.py, how it moves in redistribute.py, gradients in autograd.py."""
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import current_mesh, lie_with_others, no_torch_function, reading_number, wrapper_constructor
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, Sharding
+from torchshard.tensor.caching import digest, tie
 from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch, sized
 from torchshard.tensor.mesh import PICKLED, bind, restored
 
@@ -80,8 +80,8 @@ class DTensor(Tensor):
         """
         from torchshard.tensor import autograd
 
-        mesh = device_mesh or current_mesh()
-        return autograd.from_local(local_tensor, mesh, placements, run_check, shape, stride, grad_placements)  # type: ignore[no-any-return]
+        told = placements, run_check, shape, stride, grad_placements, tie(mesh := device_mesh or current_mesh())
+        return autograd.from_local(local_tensor, mesh, *told)  # type: ignore[no-any-return]
 
     def to_local(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """This rank's part, sharing memory with the DTensor; differentiable.
@@ -333,9 +333,9 @@ class DTensor(Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
-        layout, mesh = self._spec, self._spec.mesh
-        decides = mesh.cache_key, layout.sharding, layout.shape, layout.stride, layout.dtype, self.requires_grad  # type: ignore[attr-defined]
-        return hashlib.blake2b(repr(decides).encode(), digest_size=16).hexdigest()
+        layout, local = self._spec, self._local_tensor
+        kind = layout.sharding, layout.shape, layout.stride, layout.dtype, local.shape, local.stride(), local.device
+        return digest(layout.mesh.cache_key, kind, self.requires_grad)  # type: ignore[attr-defined]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """What this rank writes of the tensor: see checkpointing.py."""

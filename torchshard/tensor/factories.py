@@ -12,6 +12,7 @@ from torchshard._torch import current_mesh, exported_whole
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.autograd import as_leaf
+from torchshard.tensor.caching import tie
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.random import draw
 from torchshard.tensor.layout import TensorLayout, from_torch, layout_for
@@ -88,7 +89,8 @@ def _made(
     if layout is not torch.strided:
         raise ShardingError("A DTensor is strided.", expected="layout=torch.strided", got=layout)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
-    return maker(kind, shape, values, device_mesh or current_mesh(), placements, dtype, requires_grad)
+    mesh = device_mesh or current_mesh()
+    return maker(kind, shape, values, mesh, placements, dtype, requires_grad, tie(mesh))
 
 
 # Each of these is one call in a compiled region: (name of torch's function, shape, its other arguments, ...).
@@ -98,7 +100,7 @@ def _made(
 @exported_whole
 def _filled(
     kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
-    dtype: torch.dtype | None, requires_grad: bool,
+    dtype: torch.dtype | None, requires_grad: bool, tied: str | None,
 ) -> DTensor:  # fmt: skip
     target = _target(shape, mesh, placements, dtype)
     local = getattr(torch, kind)(target.local_shape, *values, dtype=dtype, device=mesh.device_type)
@@ -110,7 +112,7 @@ def _filled(
 @exported_whole
 def _random(
     kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
-    dtype: torch.dtype | None, requires_grad: bool,
+    dtype: torch.dtype | None, requires_grad: bool, tied: str | None,
 ) -> DTensor:  # fmt: skip
     target, device = _target(shape, mesh, placements, dtype), torch.device(mesh.device_type)
     make = getattr(torch, kind)
@@ -122,7 +124,7 @@ def _random(
 @exported_whole
 def _cut(
     kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
-    dtype: torch.dtype | None, requires_grad: bool,
+    dtype: torch.dtype | None, requires_grad: bool, tied: str | None,
 ) -> DTensor:  # fmt: skip
     target = _target(shape, mesh, placements, dtype)
     whole = getattr(torch, kind)(*values, dtype=target.dtype, device=mesh.device_type)

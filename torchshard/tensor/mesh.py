@@ -1,6 +1,5 @@
 """torch's DeviceMesh as a layout.Mesh that also knows its process groups."""
 
-import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import group_of_members, hash_anew, outside_of_traces
+from torchshard._torch import group_of_members, hash_anew, outside_of_traces, real_object
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
 from torchshard.layout.layout import Mesh
+from torchshard.tensor.caching import this_process
 from torchshard.tensor.layout import TensorLayout
 
 
@@ -130,7 +130,7 @@ class BoundMesh(Mesh):
         process does not have: graphs of a mesh with several axes are not shared.
         """
         names = [self.device_mesh.get_group(axis).group_name for axis in range(self.ndim)]
-        return names, self.ranks, self.coordinate, _this_process if self.ndim > 1 else None
+        return names, self.ranks, self.coordinate, this_process if self.ndim > 1 else None
 
     def alive(self) -> bool:
         """Whether none of its process groups has been destroyed."""
@@ -166,7 +166,6 @@ class Bridge:
 # What a pickled DTensor consists of, beside tensors and itself.
 PICKLED = (DeviceMesh, layout._layout, layout._sharding, placements.Shard, placements.Partial, placements.Replicate)
 
-_this_process = uuid.uuid4().hex
 _by_id: dict[int, tuple["weakref.ref[DeviceMesh]", BoundMesh]] = {}
 # Found by comparing: a mesh that another process has pickled may bring the hash that it had there.
 _by_value: list[tuple[Any, BoundMesh]] = []
@@ -188,6 +187,8 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
             got=f"{type(device_mesh).__name__}: {device_mesh!r}",
             fix="init_device_mesh('cpu', (world_size,))",
         )
+    if (real := real_object(device_mesh)) is not device_mesh:  # a region may be the first to see the mesh
+        return bind(real)
     # Meshes that differ in this rank's place, or of which one cannot communicate, are equal for torch.
     key = device_mesh, device_mesh.get_coordinate(), _can_talk(device_mesh)
     found = next((bound for value, bound in _by_value if value == key), None)

@@ -1,8 +1,11 @@
 """Rules that users add: one line of notation for an operator of their own."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from torchshard._torch import decomposition, one_operator, schema
 from torchshard.errors import ShardingError
@@ -10,7 +13,7 @@ from torchshard.rules import registry
 from torchshard.rules.notation import Signature, parse
 from torchshard.rules.rule import Made, Options, Rule
 from torchshard.rules.rule import options as read_options
-from torchshard.tensor import dispatch, foreach, handlers
+from torchshard.tensor import caching, dispatch, foreach, handlers
 from torchshard.tensor.call import operator_name
 from torchshard.tensor.proof import Report
 from torchshard.tensor.validate import check_call, recorded
@@ -30,7 +33,7 @@ class RegisteredRule:
     def remove(self) -> None:
         """Take the rule back; what the operator had before counts again."""
         registry.remove(self.name, self.rule)
-        dispatch.clear_entries()
+        _made_anew()
 
     def __enter__(self) -> "RegisteredRule":
         return self
@@ -60,6 +63,8 @@ def register_rule(
     override: bool = False,
 ) -> RegisteredRule:
     """Say what an operator does to layouts, in this process; every rank has to say the same.
+
+    Graphs that torch.compile has made before, in this process, are dropped, here and by `remove()`.
 
     Args:
         op: an operator: torch.ops.mylib.scale, "mylib::scale", or what torch.library.custom_op returned. Its backward
@@ -97,8 +102,16 @@ def register_rule(
     if samples is not None:
         _require_proof(func, name, rule, samples)
     registry.add(name, rule)
-    dispatch.clear_entries()
+    _made_anew()
     return RegisteredRule(name, rule)
+
+
+def _made_anew() -> None:
+    """Have everything that was made by other rules made anew: plans, and graphs, which nothing else would check."""
+    dispatch.clear_entries()
+    if "torch._dynamo" in sys.modules:  # without which nothing is compiled
+        torch.compiler.reset()
+        caching.renew()
 
 
 def _require_free(func: Any, name: str, override: bool) -> None:

@@ -1,6 +1,5 @@
 """ShardedTensors in compiled regions: taken apart into this rank's parts, and put together again around traced ones."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from torchshard._torch import group_named
 from torchshard.errors import ShardingError
+from torchshard.tensor.caching import digest
 from torchshard.tensor.sharded import specs
 
 
@@ -132,8 +132,8 @@ class TracedByParts:
 
     def _stable_hash_for_caching(self) -> str:
         """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
-        decides = self.__tensor_flatten__()[1], self.dtype, self.device, self.requires_grad
-        return hashlib.blake2b(repr(decides).encode(), digest_size=16).hexdigest()
+        strides = [part.stride() for part in self._parts()]
+        return digest(self.__tensor_flatten__()[1], strides, self.dtype, self.device, self.requires_grad)
 
     def _parts(self) -> tuple[Tensor, ...]:
         return tuple([shard.tensor for shard in self._local_shards])

@@ -1,0 +1,68 @@
+"""What decides about a compiled graph of DTensors besides its code and its inputs, where graphs outlive the process."""
+
+import hashlib
+import uuid
+from functools import cache
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchshard._torch import mark_cacheable
+from torchshard.rules import registry
+
+this_process = uuid.uuid4().hex
+"""For the key of a graph that no other process may have."""
+
+_ROOMS = ("_torch", "comm", "layout", "rules", "tensor")
+
+
+def digest(*decides: object) -> str:
+    """Of what decides about a graph: the same in all processes with these sources and these rules of users."""
+    return hashlib.blake2b(repr((_sources(), _rules(), *decides)).encode(), digest_size=16).hexdigest()
+
+
+@cache
+def _sources() -> str:
+    """Of the files that take layouts to layouts, and say what is communicated."""
+    package = Path(__file__).parent.parent
+    files = sorted(file for room in _ROOMS for file in (package / room).rglob("*.py"))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
+def _rules() -> object:
+    """Rules that users have registered; where one is a function, which is not known by its text, no two are alike."""
+    added = registry.added()
+    told = all(isinstance(rule.how, str) for _, rules in added for rule in rules)
+    return added if told else uuid.uuid4()
+
+
+_RECORDED = (
+    "autograd.from_local",
+    "distribute._distributed",
+    "factories._filled",
+    "factories._random",
+    "factories._cut",
+)
+"""Functions of this room that a graph calls as a whole."""
+
+
+def tie(mesh: DeviceMesh) -> str | None:
+    """What a recorded call is given besides its arguments: it keeps a graph that is this process's own from others.
+
+    Those on meshes of several axes are, see BoundMesh.cache_key.
+    """
+    return None if mesh.ndim == 1 else this_process
+
+
+def share() -> list[str]:
+    """Have AOTAutograd's cache keep graphs that call these functions; the names of those that are new to it."""
+    return mark_cacheable(_keys(), new=True)
+
+
+def renew() -> None:
+    """Graphs that are shared from now on depend on other rules than those before."""
+    mark_cacheable(_keys(), new=False)
+
+
+def _keys() -> dict[str, str]:
+    return dict.fromkeys([f"torchshard.tensor.{name}" for name in _RECORDED], digest())
