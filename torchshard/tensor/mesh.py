@@ -1,5 +1,6 @@
 """torch's DeviceMesh as a layout.Mesh that also knows its process groups."""
 
+import itertools
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -129,7 +130,9 @@ class BoundMesh(Mesh):
         A group over several axes is made when it is needed, so a graph of another process may name one that this
         process does not have: graphs of a mesh with several axes are not shared.
         """
-        names = [self.device_mesh.get_group(axis).group_name for axis in range(self.ndim)]
+        names = None
+        if self.coordinate is not None:
+            names = [self.device_mesh.get_group(axis).group_name for axis in range(self.ndim)]
         return names, self.ranks, self.coordinate, _this_process if self.ndim > 1 else None
 
     def alive(self) -> bool:
@@ -170,6 +173,7 @@ _this_process = uuid.uuid4().hex
 _by_id: dict[int, tuple["weakref.ref[DeviceMesh]", BoundMesh]] = {}
 # Found by comparing: a mesh that another process has pickled may bring the hash that it had there.
 _by_value: list[tuple[Any, BoundMesh]] = []
+_by_name: dict[str, BoundMesh] = {}
 
 
 def bind(device_mesh: DeviceMesh) -> BoundMesh:
@@ -202,6 +206,36 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
     place = id(device_mesh)
     _by_id[place] = weakref.ref(device_mesh, lambda _: _by_id.pop(place, None)), found
     return found
+
+
+def name_of(device_mesh: DeviceMesh) -> str:
+    """A name for `named`, which says all that a graph on this mesh depends on.
+
+    For hooks that compiled code runs: it checks a text in no time, a mesh for 10 us at each call, and hands a mesh to
+    the graph as one more input.
+    """
+    mesh = bind(device_mesh)
+    text = f"{mesh} {mesh.device_mesh.device_type} {mesh.cache_key}"
+    name = next(name for k in itertools.count() if _by_name.get(name := f"{text} {k}", mesh) is mesh)
+    _by_name[name] = mesh
+    return name
+
+
+def named(name: str) -> DeviceMesh:
+    """The mesh that `name_of` gave this name.
+
+    Raises:
+        ShardingError: it is gone with its process groups.
+    """
+    mesh = _by_name.get(name)
+    if mesh is None:
+        raise ShardingError(
+            "The mesh of a parallel module is gone: its process groups were destroyed.",
+            expected=f"the mesh {name}",
+            got=f"only {[*_by_name]}",
+            fix="make the module anew, and parallelize it over a mesh of groups that live",
+        )
+    return mesh.device_mesh
 
 
 def restored(device_mesh: DeviceMesh) -> BoundMesh:
@@ -275,4 +309,6 @@ def _forget(dead: BoundMesh) -> None:
     _by_value[:] = [(key, mesh) for key, mesh in _by_value if mesh is not dead]
     for place in [place for place, (_, mesh) in _by_id.items() if mesh is dead]:
         del _by_id[place]
+    for name in [name for name, mesh in _by_name.items() if mesh is dead]:
+        del _by_name[name]
     dispatch.forget_plans()
