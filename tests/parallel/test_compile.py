@@ -245,10 +245,15 @@ def test_styles_are_checked_by_less_than_torchs_own(grid):
     assert 0 < checks(ours) < 0.5 * checks(upstream)
 
 
-def test_no_mesh_goes_into_a_graph_of_styles(grid):
+@pytest.mark.parametrize("lent", [False, True])
+def test_no_mesh_goes_into_a_graph_of_styles(grid, lent):
     """Torch checks one at each call, and hands it on: 20 us of a graph."""
     from torchshard import Replicate, Shard
-    from torchshard.parallel import ColwiseParallel, PrepareModuleInputOutput, SequenceParallel, parallelize_module
+    from torchshard.parallel import ColwiseParallel, PrepareModuleInputOutput, SequenceParallel
+    from torchshard.parallel import local_parameters, parallelize_module
+
+    if lent:
+        require("attributes that go in a region")
 
     module = torch.nn.Sequential(
         OrderedDict(norm=torch.nn.LayerNorm(8), up=torch.nn.Linear(8, 16), end=torch.nn.Identity())
@@ -260,6 +265,8 @@ def test_no_mesh_goes_into_a_graph_of_styles(grid):
         "end": PrepareModuleInputOutput(**both, desired_input_layouts=Replicate()),
     }
     parallelize_module(module, grid["tp"], plan)
+    if lent:
+        local_parameters(module)
     entered, checked = [], []
 
     def backend(graph, inputs):

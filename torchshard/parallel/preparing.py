@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchshard.parallel.styles import ParallelStyle, annotated
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.mesh import name_of
+from torchshard.tensor.naming import name_of_mesh
 
 Some = Placement | tuple[Placement | None, ...]
 
@@ -56,7 +56,7 @@ class PrepareModuleInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layouts, desired, local = self.input_layouts, self.desired_input_layouts, self.use_local_output
         named, desired_named = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        where = name_of(device_mesh)
+        where = name_of_mesh(device_mesh)
 
         def positional(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             if layouts is None or desired is None:
@@ -107,7 +107,7 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layouts, desired, local = self.output_layouts, self.desired_output_layouts, self.use_local_output
-        where = name_of(device_mesh)
+        where = name_of_mesh(device_mesh)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
             values = outputs if isinstance(outputs, tuple) else (outputs,)

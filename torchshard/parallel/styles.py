@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.mesh import name_of, named
+from torchshard.tensor.naming import name_of_mesh, named
 
 Placements = tuple[Placement, ...]
 
@@ -194,7 +194,7 @@ def taking(style: str, mesh: DeviceMesh, here: Placement, wanted: Placement, len
     Compiled code checks all that a hook refers to at each call: hooks of styles refer to what they need, not to styles
     nor meshes.
     """
-    where = name_of(mesh)
+    where = name_of_mesh(mesh)
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x = first_tensor(style, module, inputs)

@@ -1,6 +1,5 @@
 """torch's DeviceMesh as a layout.Mesh that also knows its process groups."""
 
-import itertools
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -173,7 +172,6 @@ _this_process = uuid.uuid4().hex
 _by_id: dict[int, tuple["weakref.ref[DeviceMesh]", BoundMesh]] = {}
 # Found by comparing: a mesh that another process has pickled may bring the hash that it had there.
 _by_value: list[tuple[Any, BoundMesh]] = []
-_by_name: dict[str, BoundMesh] = {}
 
 
 def bind(device_mesh: DeviceMesh) -> BoundMesh:
@@ -206,36 +204,6 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
     place = id(device_mesh)
     _by_id[place] = weakref.ref(device_mesh, lambda _: _by_id.pop(place, None)), found
     return found
-
-
-def name_of(device_mesh: DeviceMesh) -> str:
-    """A name for `named`, which says all that a graph on this mesh depends on.
-
-    For hooks that compiled code runs: it checks a text in no time, a mesh for 10 us at each call, and hands a mesh to
-    the graph as one more input.
-    """
-    mesh = bind(device_mesh)
-    text = f"{mesh} {mesh.device_mesh.device_type} {mesh.cache_key}"
-    name = next(name for k in itertools.count() if _by_name.get(name := f"{text} {k}", mesh) is mesh)
-    _by_name[name] = mesh
-    return name
-
-
-def named(name: str) -> DeviceMesh:
-    """The mesh that `name_of` gave this name.
-
-    Raises:
-        ShardingError: it is gone with its process groups.
-    """
-    mesh = _by_name.get(name)
-    if mesh is None:
-        raise ShardingError(
-            "The mesh of a parallel module is gone: its process groups were destroyed.",
-            expected=f"the mesh {name}",
-            got=f"only {[*_by_name]}",
-            fix="make the module anew, and parallelize it over a mesh of groups that live",
-        )
-    return mesh.device_mesh
 
 
 def restored(device_mesh: DeviceMesh) -> BoundMesh:
@@ -303,12 +271,11 @@ def _can_talk(device_mesh: DeviceMesh) -> bool:
 
 
 def _forget(dead: BoundMesh) -> None:
-    """Let go of a mesh whose process groups were destroyed, and of every plan: they may hold its layouts."""
-    from torchshard.tensor import dispatch
+    """Let go of a mesh whose process groups were destroyed, its names and every plan: they may hold its layouts."""
+    from torchshard.tensor import dispatch, naming
 
     _by_value[:] = [(key, mesh) for key, mesh in _by_value if mesh is not dead]
     for place in [place for place, (_, mesh) in _by_id.items() if mesh is dead]:
         del _by_id[place]
-    for name in [name for name, mesh in _by_name.items() if mesh is dead]:
-        del _by_name[name]
+    naming.forget(dead)
     dispatch.forget_plans()
