@@ -284,3 +284,37 @@ def more(rank, world):
 
 def test_adapters_meta_and_copies():
     run_ranks(2, more)
+
+
+def outlived(rank, world):
+    """What is said of a module whose process groups were destroyed, once there are others."""
+    import torch.distributed as dist
+
+    from torchshard import init_device_mesh
+    from torchshard.parallel import SequenceParallel, parallelize_module
+
+    def sequence(names):
+        norm = torch.nn.LayerNorm(4)
+        return parallelize_module(norm, init_device_mesh("cpu", (1,), mesh_dim_names=names), SequenceParallel())
+
+    x = torch.ones(1, 2, 4)
+    module, other = sequence(("a",)), sequence(("b",))
+    alike = [m(x).device_mesh.mesh_dim_names for m in (module, other, module)]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    anew = sequence(("a",))
+    assert anew(x).device_mesh.mesh_dim_names == ("a",)
+    sequence(("b",))
+    said = []
+    for m in (module, other):
+        try:
+            m(x)
+        except Exception as error:
+            said.append(type(error).__name__)
+    return alike, said
+
+
+def test_meshes_that_differ_in_names_only_and_meshes_that_are_gone():
+    alike, said = run_ranks(1, outlived)[0]
+    assert alike == [("a",), ("b",), ("a",)]
+    assert said == ["ShardingError"] * 2

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard.parallel.styles import ParallelStyle
+from torchshard.parallel.styles import ParallelStyle, annotated
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.naming import name_of_mesh
 
 Some = Placement | tuple[Placement | None, ...]
 
@@ -55,18 +56,18 @@ class PrepareModuleInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layouts, desired, local = self.input_layouts, self.desired_input_layouts, self.use_local_output
         named, desired_named = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        where = name_of_mesh(device_mesh)
 
         def positional(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             if layouts is None or desired is None:
                 return inputs
-            return prepare_all("input", inputs, device_mesh, layouts, desired, local)
+            return prepare_all("input", inputs, where, layouts, desired, local)
 
         def both(
             module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             prepared = {
-                name: prepare(x, device_mesh, named.get(name), desired_named.get(name), local)
-                for name, x in keywords.items()
+                name: prepare(x, where, named.get(name), desired_named.get(name), local) for name, x in keywords.items()
             }
             return positional(module, inputs), prepared
 
@@ -106,10 +107,11 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layouts, desired, local = self.output_layouts, self.desired_output_layouts, self.use_local_output
+        where = name_of_mesh(device_mesh)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
             values = outputs if isinstance(outputs, tuple) else (outputs,)
-            prepared = prepare_all("output", values, device_mesh, layouts, desired, local)
+            prepared = prepare_all("output", values, where, layouts, desired, local)
             return prepared[0] if len(prepared) == 1 else prepared
 
         module.register_forward_hook(after)
@@ -158,12 +160,12 @@ class PrepareModuleInputOutput(ParallelStyle):
         return f"{type(self).__name__}({self.prepare_module_input}, {self.prepare_module_output})"
 
 
-def prepare(x: Any, mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, local: bool) -> Any:
+def prepare(x: Any, where: str, layout: Placement | None, desired: Placement | None, local: bool) -> Any:
     """A tensor of a layout, brought to the desired one; what has no layout stays as it is.
 
     Args:
         x: a plain tensor, this rank's part; or a DTensor, which knows its layout.
-        mesh: of one axis.
+        where: name of the mesh, of one axis.
         layout: of a plain tensor.
         desired: the layout wanted; None for the one that it has.
         local: give this rank's part.
@@ -175,7 +177,7 @@ def prepare(x: Any, mesh: DeviceMesh, layout: Placement | None, desired: Placeme
         return x
     if not isinstance(x, Tensor):
         raise AssertionError(f"a layout, {layout}, for a value that is no tensor: {type(x).__name__}; give None for it")
-    placed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (layout,))
+    placed = x if isinstance(x, DTensor) else annotated(x, where, layout)
     if desired is not None:
         placed = placed.redistribute(placements=(desired,))
     return placed.to_local() if local else placed
@@ -184,7 +186,7 @@ def prepare(x: Any, mesh: DeviceMesh, layout: Placement | None, desired: Placeme
 def prepare_all(
     kind: str,
     values: tuple[Any, ...],
-    mesh: DeviceMesh,
+    where: str,
     layouts: tuple[Placement | None, ...],
     desired: tuple[Placement | None, ...],
     local: bool,
@@ -199,7 +201,7 @@ def prepare_all(
             f"the module has {len(values)} {kind}s, and {kind}_layouts has {len(layouts)}; give None where to leave one"
         )
     return tuple(
-        [prepare(x, mesh, one, wanted, local) for x, one, wanted in zip(values, layouts, desired, strict=True)]
+        [prepare(x, where, one, wanted, local) for x, one, wanted in zip(values, layouts, desired, strict=True)]
     )
 
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -16,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.naming import name_of_mesh, named
 
 Placements = tuple[Placement, ...]
 
@@ -189,13 +191,15 @@ def place_parameter(
 def taking(style: str, mesh: DeviceMesh, here: Placement, wanted: Placement, length: int | None = None) -> Any:
     """A hook that brings the first input of a module to where it is wanted; `here` is what a plain one is.
 
-    Compiled code checks all that a hook refers to at each call: hooks of styles refer to what they need, not to styles.
+    Compiled code checks all that a hook refers to at each call: hooks of styles refer to what they need, not to styles
+    nor meshes.
     """
+    where = name_of_mesh(mesh)
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x = first_tensor(style, module, inputs)
         if not isinstance(x, DTensor):
-            x = annotated(x, mesh, here, length)
+            x = annotated(x, where, here, length)
         return x.redistribute(placements=(wanted,)), *inputs[1:]
 
     return before
@@ -213,10 +217,18 @@ def first_tensor(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> Tens
     return inputs[0]
 
 
-def annotated(x: Tensor, mesh: DeviceMesh, placement: Placement, length: int | None) -> DTensor:
-    """The DTensor of which `x` is this rank's part; `length` is that of its last dim, where that is known."""
-    dim = None if length is None else getattr(placement, "dim", None)
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def annotated(x: Tensor, where: str, placement: Placement, length: int | None = None) -> DTensor:
+    """The DTensor of which `x` is this rank's part.
+
+    Args:
+        x: plain.
+        where: name of the mesh, of one axis.
+        placement: of `x`.
+        length: of its last dim in the whole, where that is known.
+    """
+    dim = getattr(placement, "dim", None)
     if length is None or dim is None or dim % x.ndim != x.ndim - 1:
-        return DTensor.from_local(x, mesh, (placement,))
+        return DTensor.from_local(x, named(where), (placement,))
     shape = (*x.shape[:-1], length)  # known, so pieces may be of unequal size
-    return DTensor.from_local(x, mesh, (placement,), shape=shape, stride=contiguous_stride(shape))
+    return DTensor.from_local(x, named(where), (placement,), shape=shape, stride=contiguous_stride(shape))

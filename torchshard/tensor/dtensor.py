@@ -87,8 +87,7 @@ class DTensor(Tensor):
         """This rank's part, sharing memory with the DTensor; differentiable.
 
         Args:
-            grad_placements: of the gradient that comes back for the part; by default those of the tensor, with
-                Replicate for Partial.
+            grad_placements: of the gradient for the part; by default those of the tensor, with Replicate for Partial.
         """
         from torchshard.tensor import autograd
 
@@ -313,9 +312,10 @@ class DTensor(Tensor):
         inner: Mapping[str, Tensor], sharding: Sharding, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> "DTensor":
         local = inner["_local_tensor"]
-        size = sized(tuple(outer_size), local.shape, sharding)
-        made = wrap(local, sharding.layout(size, tuple(outer_stride), local.dtype))  # type: ignore[arg-type]
-        return made if local.__class__ is Tensor else lie_with_others(made, local)
+        if local.__class__ is Tensor:  # not while tracing: lengths are numbers
+            return wrap(local, sharding.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
+        layout = sharding.layout(sized(tuple(outer_size), local.shape, sharding), tuple(outer_stride), local.dtype)
+        return lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """The layout that AOTAutograd expects of the gradient of a traced result: gradients are not Partial there."""

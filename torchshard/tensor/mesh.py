@@ -129,7 +129,9 @@ class BoundMesh(Mesh):
         A group over several axes is made when it is needed, so a graph of another process may name one that this
         process does not have: graphs of a mesh with several axes are not shared.
         """
-        names = [self.device_mesh.get_group(axis).group_name for axis in range(self.ndim)]
+        names = None
+        if self.coordinate is not None:
+            names = [self.device_mesh.get_group(axis).group_name for axis in range(self.ndim)]
         return names, self.ranks, self.coordinate, this_process if self.ndim > 1 else None
 
     def alive(self) -> bool:
@@ -270,10 +272,11 @@ def _can_talk(device_mesh: DeviceMesh) -> bool:
 
 
 def _forget(dead: BoundMesh) -> None:
-    """Let go of a mesh whose process groups were destroyed, and of every plan: they may hold its layouts."""
-    from torchshard.tensor import dispatch
+    """Let go of a mesh whose process groups were destroyed, its names and every plan: they may hold its layouts."""
+    from torchshard.tensor import dispatch, naming
 
     _by_value[:] = [(key, mesh) for key, mesh in _by_value if mesh is not dead]
     for place in [place for place, (_, mesh) in _by_id.items() if mesh is dead]:
         del _by_id[place]
+    naming.forget(dead)
     dispatch.forget_plans()

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import after_every_forward, skip_alone
-from torchshard.errors import ShardingError
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.interop import from_torch, over, told
+from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.mesh import BoundMesh
+from torchshard.tensor.naming import name_on, named
 from torchshard.tensor.redistribute import redistribute_local
 
 
@@ -161,12 +159,12 @@ class Placed:
     Attributes:
         layout: of the DTensor.
         kind: its class, ours or torch's.
-        told: placements as from_local of that class reads them; None where it cannot be told, which breaks graphs.
+        name: of both, see naming.py.
     """
 
     layout: TensorLayout
     kind: type[Any]
-    told: tuple[TorchPlacement, ...] | None
+    name: str
 
     @classmethod
     def of(cls, x: Tensor) -> "Placed":
@@ -175,10 +173,11 @@ class Placed:
 
     @classmethod
     def _of(cls, layout: TensorLayout, kind: type[Tensor]) -> "Placed":
-        try:
-            return cls(layout, kind, layout.torch_placements if kind is DTensor else told(layout))
-        except ShardingError:
-            return cls(layout, kind, None)
+        text = f"{layout} {layout.stride} {kind.__module__}"
+        return cls(layout, kind, name_on(layout.mesh, (layout, kind), text))  # type: ignore[arg-type]
+
+    def __reduce__(self) -> Any:
+        return Placed._of, (self.layout, self.kind)  # another process has given no names
 
     def replicated(self, x: Tensor) -> "Placed":
         """For a plain tensor that is the same on all ranks of this mesh."""
@@ -186,15 +185,9 @@ class Placed:
 
     def lent(self, part: Tensor) -> Tensor:
         """The DTensor of a part, of its dtype, through which gradients come back to it."""
-        layout = self.layout
-        if self.told is None or not torch.compiler.is_dynamo_compiling():
-            return over(part, layout, self.kind)
-        # Dynamo knows torch's placements and from_local, and takes neither layouts nor constructors of wrappers.
-        mesh: BoundMesh = layout.mesh  # type: ignore[assignment]
-        made: Tensor = self.kind.from_local(
-            part, mesh.device_mesh, self.told, run_check=False, shape=torch.Size(layout.shape), stride=layout.stride
-        )
-        return made
+        if torch.compiler.is_dynamo_compiling():
+            return _lent(part, self.name)  # type: ignore[no-any-return]
+        return over(part, self.layout, self.kind)
 
     def saved(self, part: Tensor) -> Tensor:
         """The DTensor of a part, with its memory and no history."""
@@ -208,6 +201,12 @@ class Placed:
         if tuple(x.shape) == self.layout.shape:
             return redistribute_local(x, self.layout.to(self.layout.mesh.replicated()), self.layout)
         return x
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _lent(part: Tensor, name: str) -> Tensor:
+    """See Placed.lent."""
+    return over(part, *named(name))
 
 
 def _ours(x: Tensor) -> DTensor:
