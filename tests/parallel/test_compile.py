@@ -249,8 +249,13 @@ def test_styles_are_checked_by_less_than_torchs_own(grid):
 def test_no_mesh_goes_into_a_graph_of_styles(grid, lent):
     """Torch checks one at each call, and hands it on: 20 us of a graph."""
     from torchshard import Replicate, Shard
-    from torchshard.parallel import ColwiseParallel, PrepareModuleInputOutput, SequenceParallel
-    from torchshard.parallel import local_parameters, parallelize_module
+    from torchshard.parallel import (
+        ColwiseParallel,
+        PrepareModuleInputOutput,
+        SequenceParallel,
+        local_parameters,
+        parallelize_module,
+    )
 
     if lent:
         require("attributes that go in a region")

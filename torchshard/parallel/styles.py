@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchshard.layout.layout import contiguous_stride
+from torchshard.tensor.caching import recorded
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.naming import name_of_mesh, named
@@ -217,7 +217,7 @@ def first_tensor(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> Tens
     return inputs[0]
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@recorded
 def annotated(x: Tensor, where: str, placement: Placement, length: int | None = None) -> DTensor:
     """The DTensor of which `x` is this rank's part.
 

@@ -2,18 +2,23 @@
 
 import hashlib
 import uuid
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard._torch import mark_cacheable
 from torchshard.rules import registry
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 this_process = uuid.uuid4().hex
 """For the key of a graph that no other process may have."""
 
-_ROOMS = ("_torch", "comm", "layout", "rules", "tensor")
+_ROOMS = ("_torch", "comm", "layout", "parallel", "rules", "tensor")
 
 
 def digest(*decides: object) -> str:
@@ -36,14 +41,22 @@ def _rules() -> object:
     return added if told else uuid.uuid4()
 
 
-_RECORDED = (
-    "autograd.from_local",
-    "distribute._distributed",
-    "factories._filled",
-    "factories._random",
-    "factories._cut",
-)
-"""Functions of this room that a graph calls as a whole."""
+_recorded: list[str] = []
+"""Functions that graphs call as a whole, as AOTAutograd's cache names them."""
+
+_shared = False
+"""Whether somebody has asked for these graphs to be kept."""
+
+
+def recorded(function: _Function) -> _Function:
+    """Have compiled graphs call a function as a whole: its tensor work traces well, its arithmetic on layouts does not.
+
+    What it depends on beside its arguments is to be in one of them.
+    """
+    _recorded.append(f"{function.__module__}.{function.__name__}")
+    if _shared:
+        renew(new=True)
+    return cast(_Function, torch.compiler.allow_in_graph(function))
 
 
 def tie(mesh: DeviceMesh) -> str | None:
@@ -56,13 +69,11 @@ def tie(mesh: DeviceMesh) -> str | None:
 
 def share() -> list[str]:
     """Have AOTAutograd's cache keep graphs that call these functions; the names of those that are new to it."""
-    return mark_cacheable(_keys(), new=True)
+    global _shared
+    _shared = True
+    return renew(new=True)
 
 
-def renew() -> None:
-    """Graphs that are shared from now on depend on other rules than those before."""
-    mark_cacheable(_keys(), new=False)
-
-
-def _keys() -> dict[str, str]:
-    return dict.fromkeys([f"torchshard.tensor.{name}" for name in _RECORDED], digest())
+def renew(new: bool = False) -> list[str]:
+    """Graphs that are shared from now on depend on the rules that there are now; `new`: share those not shared yet."""
+    return mark_cacheable(dict.fromkeys(_recorded, digest()), new)

@@ -21,7 +21,7 @@ from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
 from torchshard.layout.runs import without
 from torchshard.tensor.autograd import as_leaf
-from torchshard.tensor.caching import tie
+from torchshard.tensor.caching import recorded, tie
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
@@ -50,10 +50,10 @@ def distribute_tensor(
         RankMismatchError: ranks have tensors of other shapes, dtypes or placements, or a rank is lost.
     """
     mesh = device_mesh or current_mesh()
-    return _distributed(tensor, mesh, placements, src_data_rank, tie(mesh))  # type: ignore[no-any-return]
+    return _distributed(tensor, mesh, placements, src_data_rank, tie(mesh))
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # as from_local
+@recorded
 @exported_whole
 def _distributed(
     tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[TorchPlacement] | None, src_data_rank: int | None,

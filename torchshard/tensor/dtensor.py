@@ -81,7 +81,7 @@ class DTensor(Tensor):
         from torchshard.tensor import autograd
 
         told = placements, run_check, shape, stride, grad_placements, tie(mesh := device_mesh or current_mesh())
-        return autograd.from_local(local_tensor, mesh, *told)  # type: ignore[no-any-return]
+        return autograd.from_local(local_tensor, mesh, *told)
 
     def to_local(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """This rank's part, sharing memory with the DTensor; differentiable.

@@ -15,6 +15,7 @@ import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
 from torchshard._torch import after_every_forward, skip_alone
+from torchshard.tensor.caching import recorded
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for
@@ -186,7 +187,7 @@ class Placed:
     def lent(self, part: Tensor) -> Tensor:
         """The DTensor of a part, of its dtype, through which gradients come back to it."""
         if torch.compiler.is_dynamo_compiling():
-            return _lent(part, self.name)  # type: ignore[no-any-return]
+            return _lent(part, self.name)
         return over(part, self.layout, self.kind)
 
     def saved(self, part: Tensor) -> Tensor:
@@ -203,7 +204,7 @@ class Placed:
         return x
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@recorded
 def _lent(part: Tensor, name: str) -> Tensor:
     """See Placed.lent."""
     return over(part, *named(name))

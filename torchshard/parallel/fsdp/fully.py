@@ -9,7 +9,6 @@ import math
 from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchshard._torch import exported_whole
 from torchshard.errors import ShardingError
 from torchshard.layout.strided import factors_from_order
+from torchshard.tensor.caching import recorded
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
 from torchshard.tensor.layout import TensorLayout
@@ -140,7 +140,7 @@ class _TorchOwner(Owner):
                 state[prefix + name] = to_torch(x)
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch.export's own access to parts loses gradients
+@recorded  # torch.export's own access to parts loses gradients
 @exported_whole
 def _part(parameter: upstream.DTensor) -> Tensor:
     return parameter.to_local()
