@@ -54,7 +54,7 @@ def _as_strided(
 ) -> DTensor:
     """A window on the memory that the whole tensor would have, of which every rank gets a copy.
 
-    An offset counts from where the memory of a view's base starts; without one, the window starts where the tensor does.
+    An offset counts from where the memory of a view's base starts; without one, a window starts where x does.
     """
     layout, start = x._spec, offset or 0
     reach = start + 1 + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
