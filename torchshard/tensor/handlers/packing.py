@@ -1,6 +1,6 @@
 """Sequences of several lengths in one tensor, as nn.LSTM and its kin take them.
 
-How many of them go on at each step is a plain tensor: torch reads these numbers in memory, in formulas of gradients too.
+How many of them go on at each step is a plain tensor: torch reads these numbers in memory, for gradients too.
 """
 
 from collections.abc import Callable, Mapping
