@@ -58,16 +58,22 @@ def _embedding_backward(grad: Layout, indices: Layout, rows: int, padding: int, 
 
 def _nll_loss(x: Layout, target: Layout, weight: Layout | None, reduction: int, ignore: int) -> Made:
     """Loss and total weight. The mean needs the whole batch here; tensor/handlers makes it of sums instead."""
-    n = "" if x.ndim == 1 else "N" if reduction == MEAN else "n"
-    line = f"{n} C, {n}{', C' if weight is not None else ''} -> {n if reduction == NONE else ''}, "
-    return Made(line, options={"reduces": reduces({"n": "sum"})})
+    scores, targets = _of_classes(x)
+    line = f"{scores}, {targets}{', C' if weight is not None else ''} -> {targets if reduction == NONE else ''}, "
+    return Made(line.upper() if reduction == MEAN else line, options={"reduces": reduces(dict.fromkeys("nhw", "sum"))})
 
 
 def _nll_loss_backward(
     grad: Layout, x: Layout, target: Layout, weight: Layout | None, reduction: int, ignore: int, total: Layout
 ) -> str:
-    n = "" if x.ndim == 1 else "n"
-    return f"{n if grad.ndim else ''}, {n} C, {n}{', C' if weight is not None else ''}, -> {n} C"
+    scores, targets = _of_classes(x)
+    return f"{targets if grad.ndim else ''}, {scores}, {targets}{', C' if weight is not None else ''}, -> {scores}"
+
+
+def _of_classes(x: Layout) -> tuple[str, str]:
+    """Dims of scores, and of targets, which lack that of the classes: of one, of a batch, or of the points of images."""
+    first, rest = "n" * (x.ndim > 1), "h w" * (x.ndim > 2)
+    return f"{first} C {rest}", f"{first} {rest}"
 
 
 def _group_norm(
@@ -226,8 +232,8 @@ RULES = {
     **named("_embedding_bag_dense_backward", Rule(_embedding_bag_dense_backward, options("lin=0"))),
     **named("_weight_norm_interface", Rule(_weight_norm, options("full"))),
     **named("_weight_norm_interface_backward", Rule(_weight_norm_backward, options("lin=0 full"))),
-    **named("nll_loss_forward", Rule(_nll_loss)),
-    **named("nll_loss_backward", Rule(_nll_loss_backward, options("lin=0"))),
+    **named("nll_loss_forward nll_loss2d_forward", Rule(_nll_loss)),
+    **named("nll_loss_backward nll_loss2d_backward", Rule(_nll_loss_backward, options("lin=0"))),
     **named("_scaled_dot_product_flash_attention_for_cpu", Rule(_attention, options("full"))),
     **named("_scaled_dot_product_flash_attention_for_cpu_backward", Rule(_attention_backward, options("full"))),
 }
