@@ -39,7 +39,8 @@ def calls():
     yield aten.reshape.default, (x, [4, 5]), {}
     yield aten.squeeze_copy.dims, (_floats(5, 1, 4), [1]), {}
     yield aten.unsafe_split_with_sizes.default, (x, [2, 3]), {}
-    yield aten.native_channel_shuffle.default, (_floats(5, 4, 2, 2), 2), {}
+    for op in (aten.channel_shuffle.default, aten.native_channel_shuffle.default):
+        yield op, (_floats(5, 4, 2, 2), 2), {}
     for op in (aten.scatter_.src, aten.scatter_add_.default):
         yield op, (x, 1, index, _floats(5, 4)), {}
     for op in (aten.scatter.reduce, aten.scatter_.reduce):
