@@ -71,7 +71,7 @@ def _nll_loss_backward(
 
 
 def _of_classes(x: Layout) -> tuple[str, str]:
-    """Dims of scores, and of targets, which lack that of the classes: of one, of a batch, or of the points of images."""
+    """Dims of scores, and of targets, which lack that of the classes: of one, of a batch, of the points of images."""
     first, rest = "n" * (x.ndim > 1), "h w" * (x.ndim > 2)
     return f"{first} C {rest}", f"{first} {rest}"
 
