@@ -72,8 +72,10 @@ def _nll_loss_backward(
 
 def _of_classes(x: Layout) -> tuple[str, str]:
     """Dims of scores, and of targets, which lack that of the classes: of one, of a batch, of the points of images."""
-    first, rest = "n" * (x.ndim > 1), "h w" * (x.ndim > 2)
-    return f"{first} C {rest}", f"{first} {rest}"
+    if x.ndim == 1:
+        return "C", ""
+    points = " h w" * (x.ndim > 2)
+    return f"n C{points}", f"n{points}"
 
 
 def _group_norm(
