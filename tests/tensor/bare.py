@@ -34,11 +34,13 @@ def calls():
     yield aten.masked_fill_.Tensor, (x, m, torch.tensor(2.0)), {}
     yield from [(op, (c,), {}) for op in (aten.imag.default, aten._neg_view.default, aten.conj_physical.default)]
     yield from [(op, (m, [0, 1]), {}) for op in (aten.all.dims, aten.any.dims)]
+    yield from [(op, (m,), {}) for op in (aten._is_all_true.default, aten._is_any_true.default)]
     yield aten.count_nonzero.dim_IntList, (m, [0]), {}
     yield aten.reshape.default, (x, [4, 5]), {}
     yield aten.squeeze_copy.dims, (_floats(5, 1, 4), [1]), {}
     yield aten.unsafe_split_with_sizes.default, (x, [2, 3]), {}
-    yield aten.native_channel_shuffle.default, (_floats(5, 4, 2, 2), 2), {}
+    for op in (aten.channel_shuffle.default, aten.native_channel_shuffle.default):
+        yield op, (_floats(5, 4, 2, 2), 2), {}
     for op in (aten.scatter_.src, aten.scatter_add_.default):
         yield op, (x, 1, index, _floats(5, 4)), {}
     for op in (aten.scatter.reduce, aten.scatter_.reduce):

@@ -153,6 +153,20 @@ def test_nothing_is_kept_and_nothing_changed(mesh):
     assert str(explain(torch.relu, x)) == str(first)
 
 
+def test_what_integers_select_is_planned_once(mesh):
+    x, rows = placed(mesh, (512, 64), Replicate(), Shard(1)), placed(mesh, (3,), Replicate(), Replicate()).long()
+    values = placed(mesh, (3, 64), Replicate(), Shard(1))
+    mask = x > 0
+    clear_entries()
+    for kept, call in enumerate([lambda: x[rows], lambda: torch.index_put(x, [rows], values)], 1):
+        for _ in range(2):
+            call()
+            assert cached_plans() == kept
+    with fallback("silent"):
+        x[mask]  # its shape depends on values
+    assert cached_plans() == kept
+
+
 def test_a_function_that_fails(mesh):
     x = placed(mesh, (512, 64), Shard(0), Replicate())
     with pytest.raises(RuntimeError, match="reduction dim"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 from tests.ranks import run_ranks
 from tests.tensor.programs import VALUES, check, put
@@ -54,6 +54,7 @@ _EACH_WAY = {
     "SGD dampened": (SGD, {"momentum": 0.5, "dampening": 0.1, "maximize": True}),
     "Adam amsgrad": (Adam, {"amsgrad": True, "weight_decay": 0.1}),
     "AdamW": (AdamW, {}),
+    "Adafactor": (Adafactor, {}),
     "Adagrad": (Adagrad, {}),
     "Adadelta": (Adadelta, {}),
     "Adamax": (Adamax, {}),

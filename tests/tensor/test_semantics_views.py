@@ -22,6 +22,7 @@ _WRITES = """
     x[x > 3] = (x * 0 + 1)[x > 3]
     x[put(torch.tensor([0, 3]))] = 5.0
     x[:, put(torch.tensor([0, 2]))] = 5.0
+    x[put(torch.tensor([0, 1])), put(torch.tensor([0, 1, 2]))] = 5.0
     x[..., put(torch.tensor([0, 2]))] += 1.0
     x[:, put(torch.tensor([1]))] = put(torch.ones(5, 1))
     z = put(torch.ones(2, 5, 3)); z[:, put(torch.tensor([1, 4])), :2] = 3.0; x.add_(z[1])
@@ -202,7 +203,7 @@ GRADIENTS = _table(
 )
 
 
-@pytest.mark.parametrize(("table", "raises"), [("WRITES", 6), ("REFUSED", 6), ("READS", 0), ("GRADIENTS", 11)])
+@pytest.mark.parametrize(("table", "raises"), [("WRITES", 7), ("REFUSED", 6), ("READS", 0), ("GRADIENTS", 11)])
 def test_as_in_eager_torch(table, raises):
     check(__name__, table, raises=raises)
 

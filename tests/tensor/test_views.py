@@ -63,7 +63,7 @@ def memory(rank, world):
     x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (world,)), [Replicate()])
     found = {}
     for name, call in {
-        "as_strided of a view": lambda: x[1:].as_strided((2, 2), (1, 1)),
+        "as_strided of a view": lambda: x[1:].as_strided((2, 2), (1, 1), 4),
         "as_strided_": lambda: x.as_strided_((2, 2), (1, 1)),
         "resize_": lambda: x.resize_(2, 2),
     }.items():
@@ -96,7 +96,31 @@ def shapes_in_place(rank, world):
     changed = full.detach().clone()
     changed.as_strided((3, 2), (4, 1), 1).zero_()
     torch.testing.assert_close(placed.full_tensor(), changed)
+    for tensor in (changed, placed):  # a window of a view, from where it starts
+        tensor.view(20)[4:].as_strided((3, 4), (5, 1)).mul_(2)
+    torch.testing.assert_close(placed.full_tensor(), changed)
     return True
+
+
+def spectra(rank, world):
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh, made = init_device_mesh("cpu", (world,)), []
+    for put in (lambda t: t, lambda t: distribute_tensor(t, mesh, [Shard(0)])):
+        torch.manual_seed(0)
+        x, window = put(torch.randn(3, 64)).requires_grad_(), put(torch.hann_window(16))
+        y = torch.stft(x, 16, 5, window=window, return_complex=True)
+        z = torch.istft(y, 16, 5, window=window)
+        (y.abs().square().sum() + z.square().sum()).backward()
+        made.append([y, z, x.grad])
+    for want, got in zip(*made, strict=True):
+        torch.testing.assert_close(got.full_tensor(), want)
+        assert got.stride() == want.stride()
+    return True
+
+
+def test_short_time_fourier_transforms_and_back():
+    assert run_ranks(2, spectra) == [True, True]
 
 
 def test_shapes_change_in_place_and_windows_reach_their_base():

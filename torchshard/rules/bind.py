@@ -45,6 +45,10 @@ class Bound:
         """Global shape of a result; a factor of which nothing is known counts as 1."""
         return tuple([self._length(dim, 1) for dim in self.results[which]])
 
+    def tells_shapes(self) -> bool:
+        """Whether the lengths of all results follow from those of the operands."""
+        return all(self._size(f) is not None for result in self.results for dim in result for f in dim)
+
     def _length(self, dim: Dim, local: int) -> int:
         sizes = [self._size(f) for f in dim]
         return local if None in sizes else math.prod([n for n in sizes if n is not None])

@@ -1,6 +1,7 @@
 """Operators that look up, or write, elements by index: the dim that is searched must be whole, others may be split."""
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torchshard.layout.layout import Layout
@@ -95,6 +96,8 @@ def _indexed(x: Layout, indices: Sequence[Layout | None]) -> tuple[list[str], li
     given = [i for i in indices if i is not None]
     if not given or len(indices) > x.ndim or any(str(i.dtype).endswith(_MASKS) for i in given):
         return None
+    if not all(map(_broadcast, zip_longest(*[reversed(i.shape) for i in given], fillvalue=1))):
+        return None  # the device refuses them by another error than meta tensors do
     names = letters(x.ndim)
     at = [d for d, i in enumerate(indices) if i is not None]
     for d in at:
@@ -106,6 +109,11 @@ def _indexed(x: Layout, indices: Sequence[Layout | None]) -> tuple[list[str], li
     before = names[: at[0]] if adjacent else []
     after = [f for d, f in enumerate(names) if d not in at and not (adjacent and d < at[0])]
     return names, operands, [*before, *found, *after]
+
+
+def _broadcast(lengths: Sequence[int]) -> bool:
+    others = [n for n in lengths if n != 1]
+    return all(n == others[0] for n in others)
 
 
 def _index(x: Layout, indices: Sequence[Layout | None]) -> str | None:

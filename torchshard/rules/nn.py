@@ -58,16 +58,24 @@ def _embedding_backward(grad: Layout, indices: Layout, rows: int, padding: int, 
 
 def _nll_loss(x: Layout, target: Layout, weight: Layout | None, reduction: int, ignore: int) -> Made:
     """Loss and total weight. The mean needs the whole batch here; tensor/handlers makes it of sums instead."""
-    n = "" if x.ndim == 1 else "N" if reduction == MEAN else "n"
-    line = f"{n} C, {n}{', C' if weight is not None else ''} -> {n if reduction == NONE else ''}, "
-    return Made(line, options={"reduces": reduces({"n": "sum"})})
+    scores, targets = _of_classes(x)
+    line = f"{scores}, {targets}{', C' if weight is not None else ''} -> {targets if reduction == NONE else ''}, "
+    return Made(line.upper() if reduction == MEAN else line, options={"reduces": reduces(dict.fromkeys("nhw", "sum"))})
 
 
 def _nll_loss_backward(
     grad: Layout, x: Layout, target: Layout, weight: Layout | None, reduction: int, ignore: int, total: Layout
 ) -> str:
-    n = "" if x.ndim == 1 else "n"
-    return f"{n if grad.ndim else ''}, {n} C, {n}{', C' if weight is not None else ''}, -> {n} C"
+    scores, targets = _of_classes(x)
+    return f"{targets if grad.ndim else ''}, {scores}, {targets}{', C' if weight is not None else ''}, -> {scores}"
+
+
+def _of_classes(x: Layout) -> tuple[str, str]:
+    """Dims of scores, and of targets, which lack that of the classes: of one, of a batch, of the points of images."""
+    if x.ndim == 1:
+        return "C", ""
+    points = " h w" * (x.ndim > 2)
+    return f"n C{points}", f"n{points}"
 
 
 def _group_norm(
@@ -140,12 +148,39 @@ def _embedding_bag(
     return f"V d, N, B{', N' if weights is not None else ''} -> P d, X, Y, {'P d' if mode == 2 else 'Z'}"
 
 
-def _embedding_bag_backward(
+def _embedding_bag_dense_backward(
     grad: Layout, indices: Layout, bags: Layout, sizes: Layout, largest: Layout, rows: int, by_frequency: bool,
     mode: int, weights: Layout | None, padding: int = -1,
 ) -> Made:  # fmt: skip
     line = f"P d, N, X, Y, {'P d' if largest.ndim == 2 else 'Z'}{', N' if weights is not None else ''} -> V d"
     return Made(line, {"V": rows})
+
+
+def _embedding_bag_backward(
+    grad: Layout, indices: Layout, offsets: Layout, bags: Layout, sizes: Layout, largest: Layout, rows: int,
+    by_frequency: bool, mode: int, sparse: bool, weights: Layout | None, padding: int = -1,
+) -> Made | None:  # fmt: skip
+    if sparse:
+        return None
+    of_weights = ", N" if weights is not None else ""
+    line = f"P d, N, B, X, Y, {'P d' if largest.ndim == 2 else 'Z'}{of_weights} -> V d"
+    return Made(line, {"V": rows})
+
+
+def _weight_norm(v: Layout, g: Layout, dim: int = 0) -> str:
+    rows, norms = _normed(v, dim)
+    return f"{rows}, {norms} -> {rows}, {norms}"
+
+
+def _weight_norm_backward(grad: Layout, v: Layout, g: Layout, norms: Layout, dim: int) -> str:
+    rows, normed = _normed(v, dim)
+    return f"{rows}, {rows}, {normed}, {normed} -> {rows}, {normed}"
+
+
+def _normed(v: Layout, dim: int) -> tuple[str, str]:
+    """Dims of a weight, and of its norms over all dims but one."""
+    names = letters(v.ndim, [d for d in range(v.ndim) if d != dim % v.ndim])
+    return " ".join(names), " ".join(["1" if f.isupper() else f for f in names])
 
 
 def _attention(
@@ -195,9 +230,12 @@ RULES = {
     **named("glu", Rule(_glu)),
     **named("glu_backward", Rule(_glu_backward, options("lin=0"))),
     **named("_embedding_bag _embedding_bag_forward_only", Rule(_embedding_bag, options("red=d:same full"))),
-    **named("_embedding_bag_dense_backward", Rule(_embedding_bag_backward, options("lin=0"))),
-    **named("nll_loss_forward", Rule(_nll_loss)),
-    **named("nll_loss_backward", Rule(_nll_loss_backward, options("lin=0"))),
+    **named("_embedding_bag_backward", Rule(_embedding_bag_backward, options("lin=0"))),
+    **named("_embedding_bag_dense_backward", Rule(_embedding_bag_dense_backward, options("lin=0"))),
+    **named("_weight_norm_interface", Rule(_weight_norm, options("full"))),
+    **named("_weight_norm_interface_backward", Rule(_weight_norm_backward, options("lin=0 full"))),
+    **named("nll_loss_forward nll_loss2d_forward", Rule(_nll_loss)),
+    **named("nll_loss_backward nll_loss2d_backward", Rule(_nll_loss_backward, options("lin=0"))),
     **named("_scaled_dot_product_flash_attention_for_cpu", Rule(_attention, options("full"))),
     **named("_scaled_dot_product_flash_attention_for_cpu_backward", Rule(_attention_backward, options("full"))),
 }

@@ -63,6 +63,10 @@ def _vector_norm(x: Layout, ord: float = 2, dim: Dims = None, keepdim: bool = Fa
     return Made(_eliminated(x, dims, keepdim), options={"reduces": gone})
 
 
+def _norm(x: Layout, p: float | None, dim: Dims, keepdim: bool = False) -> Made:
+    return _vector_norm(x, 2 if p is None else p, dim, keepdim)
+
+
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str, default: Any) -> Any:
     """One of these arguments, by its position (from 1) or by its name."""
     return args[position - 1] if len(args) >= position else kwargs.get(name, default)
@@ -110,9 +114,10 @@ RULES = {
     **named("amax max", Rule(_reduction("max"), options("exact"))),
     **named("amin min", Rule(_reduction("min"), options("exact"))),
     **named("prod prod.dim_int", Rule(_reduction("product"))),
-    **named("any any.dim any.dims", Rule(_reduction("bor"))),
-    **named("all all.dim all.dims", Rule(_reduction("band"))),
+    **named("any any.dim any.dims _is_any_true", Rule(_reduction("bor"))),
+    **named("all all.dim all.dims _is_all_true", Rule(_reduction("band"))),
     **named("linalg_vector_norm", Rule(_vector_norm, options("exact reads=ord"))),
+    **named("norm.ScalarOpt_dim", Rule(_norm, options("exact reads=p"))),
     **named("var.correction std.correction logsumexp hash_tensor", Rule(statistic())),
     **named("median nanmedian", Rule(statistic(), options("exact"))),
     **named("var_mean.correction std_mean.correction", Rule(statistic(2))),

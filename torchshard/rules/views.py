@@ -317,7 +317,7 @@ RULES = {
     **named("unfold unfold_copy", Rule(_unfold, options("moves"))),
     **named("rot90", Rule(_rot90, options("moves"))),
     **named("repeat", Rule(_repeat, options("moves"))),
-    **named("native_channel_shuffle", Rule(_channel_shuffle, options("moves full"))),
+    **named("channel_shuffle native_channel_shuffle", Rule(_channel_shuffle, options("moves full"))),
     **named("diag_embed", Rule(_diag_embed, options("lin=0"))),
     **named("constant_pad_nd", Rule(_pad)),
     **named("slice_backward", Rule(_slice_backward, options("lin=0"))),

@@ -155,7 +155,8 @@ def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorErr
 
 def replica(x: Tensor, mesh: Mesh) -> DTensor:
     """A plain tensor that is the same on every rank, as a DTensor."""
-    return wrap(x, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
+    local = x.detach() if x.requires_grad else x  # torch warns of parts that require gradients
+    return wrap(local, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
 
 
 def with_plain_wrapped(call: Call) -> list[Any] | None:

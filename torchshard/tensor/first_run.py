@@ -27,7 +27,14 @@ Plan = Callable[..., Any]
 class FirstRun:
     """The first run of a call on local tensors, from which its plan is made."""
 
-    def __init__(self, call: Call, operands: Sequence[Operand], made: Made, targets: Sequence[TensorLayout]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        operands: Sequence[Operand],
+        made: Made,
+        targets: Sequence[TensorLayout],
+        shapes_told: bool = False,
+    ) -> None:
         self.call, self.operands, self.made, self.targets = call, operands, made, targets
         self.mesh = operands[0].layout.mesh
         self.moves = [o.layout.sharding is not t.sharding for o, t in zip(operands, targets, strict=True)]
@@ -36,6 +43,8 @@ class FirstRun:
         # Whether the result may be a copy, where the global strides allow a view and those of this rank's piece do not;
         # and whether it is one.
         self.may_copy, self.copied = call.name == "view.default" and not self.severs, False
+        # torch says it of `x[index]`, too, where only masks have values that decide: those no rule takes.
+        self.shapes_vary = torch.Tag.dynamic_output_shape in call.func.tags and not shapes_told
 
     def finish(
         self, shape_of: Callable[[int, Tensor], tuple[int, ...]], results: Sequence[Sharding] | None
@@ -236,9 +245,9 @@ class FirstRun:
 
     def _lasts(self, outs: Sequence[TensorLayout | None]) -> bool:
         """Whether a plan may be kept: not where shapes depend on values, or a dtype on torch.get_default_dtype()."""
-        dtypes = [o.layout.dtype for o in self.operands if not o.fixed]
-        if torch.Tag.dynamic_output_shape in self.call.func.tags:
+        if self.shapes_vary:
             return False
+        dtypes = [o.layout.dtype for o in self.operands if not o.fixed]
         floats_in = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
         floats_out = any(out is not None and out.dtype.is_floating_point for out in outs)
         return floats_in or not floats_out

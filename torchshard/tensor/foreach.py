@@ -17,7 +17,7 @@ from torchshard.tensor.call import Call, Operand, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
 from torchshard.tensor.first_run import Plan, list_mover, mover
-from torchshard.tensor.guards import refuse_unwritable
+from torchshard.tensor.guards import refuse_unwritable, write_back
 from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
 from torchshard.tensor.list_numbers import local_function
 from torchshard.tensor.redistribute import redistribute_local
@@ -94,7 +94,7 @@ def _made(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     if written:
         plan = plan_maker(arguments, call.positional, "none")(function, new, DTensor, (), **needed)
         if back := {at: by_item for at, by_item in moved.items() if at in written}:
-            plan = _giving_back(plan, call, back)
+            plan = _giving_back(plan, back)
         plan = _in_turn(plan, call, moved) if moved else plan
         return plan(*call.values), plan
     raw = plan_maker(arguments, call.positional, "raw")(function, new, DTensor, (), **needed)
@@ -122,13 +122,13 @@ def _away(
     return found
 
 
-def _giving_back(plan: Plan, call: Call, back: Mapping[int, _Pairs]) -> Plan:
+def _giving_back(plan: Plan, back: Mapping[int, _Pairs]) -> Plan:
     """A plan that writes to tensors which had to be moved: to the moved copies, which then are moved back."""
-    for by_item in back.values():
-        for layout, _ in by_item.values():
-            refuse_unwritable(layout, call.name)
 
     def run(*values: Any) -> None:
+        for at, by_item in back.items():
+            for k in by_item:
+                refuse_unwritable(values[at][k])
         given = list(values)
         for at, by_item in back.items():
             given[at] = [
@@ -137,8 +137,8 @@ def _giving_back(plan: Plan, call: Call, back: Mapping[int, _Pairs]) -> Plan:
             ]
         plan(*given)
         for at, by_item in back.items():
-            for k, (layout, moved) in by_item.items():
-                values[at][k]._local_tensor.copy_(redistribute_local(given[at][k], moved, layout.plain))
+            for k, (_, moved) in by_item.items():
+                write_back(values[at][k], given[at][k], moved)
 
     return run
 

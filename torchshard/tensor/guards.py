@@ -260,16 +260,23 @@ def write_back(x: DTensor, whole: Tensor, target: TensorLayout) -> None:
     """
     layout = x._spec
     refuse_overlapping(layout)
-    terms = _without_terms(layout)
-    if terms is None:
+    refuse_unwritable(x)
+    if _without_terms(layout) is None:
         x._local_tensor.copy_(redistribute_local(whole, target, layout))
-    elif storage_uses(x._local_tensor.untyped_storage()) == 2:  # the tensor and the storage object
-        x._local_tensor, x._spec = whole, target
     else:
+        x._local_tensor, x._spec = whole, target
+
+
+def refuse_unwritable(x: DTensor) -> None:
+    """Raise UnsupportedOperatorError where `x` cannot take a new value: there is no way back to the terms of its
+    Partial, and they are those of other tensors, too.
+    """
+    terms = _without_terms(x._spec)
+    if terms is not None and storage_uses(x._local_tensor.untyped_storage()) > 2:  # the tensor and the storage object
         raise UnsupportedOperatorError(
             "A Partial DTensor of which there are views would be written to.",
             expected=f"terms of a sum, an average, a maximum or a minimum, not of {terms}",
-            got=layout,
+            got=x._spec,
             fix="redistribute it to Replicate() or Shard(dim) first",
         )
 
@@ -295,17 +302,6 @@ def refuse_overlapping(layout: TensorLayout) -> None:
         raise RuntimeError(
             f"more than one element of the DTensor that is written to may be at one place in memory: its shape is "
             f"{tuple(layout.shape)}, its strides are {layout.stride}; clone() it first"
-        )
-
-
-def refuse_unwritable(layout: TensorLayout, name: str) -> None:
-    """Raise UnsupportedOperatorError where a tensor cannot take a new value: there is no way back to its Partial."""
-    if (terms := _without_terms(layout)) is not None:
-        raise UnsupportedOperatorError(
-            f"{name} would write to a Partial({terms.op!r}) tensor, of which no terms can be made.",
-            expected="Shard, Replicate, or Partial of sum, avg, max or min",
-            got=layout,
-            fix="x = x.redistribute(placements=[Replicate()] * mesh.ndim) first, or the variant without underscore",
         )
 
 

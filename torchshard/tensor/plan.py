@@ -146,7 +146,7 @@ def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]
     if call.name == "view.default":
         run_on_meta(call)  # a view that eager torch refuses
     tell("rule", made.line, [(call.names[o.at], o.layout, t) for o, t in zip(operands, targets, strict=True)])
-    run = FirstRun(call, operands, made, targets)
+    run = FirstRun(call, operands, made, targets, bound.tells_shapes())
     return run.finish(lambda k, local: bound.result_shape(k, tuple(local.shape)), lifted.results)
 
 

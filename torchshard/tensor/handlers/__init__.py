@@ -31,6 +31,7 @@ def _handlers() -> Mapping[str, Callable[..., Any]]:
         embedding,
         forward_ad,
         norms,
+        packing,
         random,
         softmax,
         split_classes,
@@ -38,7 +39,7 @@ def _handlers() -> Mapping[str, Callable[..., Any]]:
         views,
     )
 
-    rooms = amp, batch_norm, embedding, forward_ad, norms, random, softmax, split_classes, statistics, views
+    rooms = amp, batch_norm, embedding, forward_ad, norms, packing, random, softmax, split_classes, statistics, views
     return {name: handler for room in rooms for name, handler in room.HANDLERS.items()}
 
 

@@ -1,19 +1,15 @@
 """Losses whose mean is over the whole batch, not over one rank's part of it."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchshard.rules.losses import MEAN, SUM
 from torchshard.tensor.autograd import redistribute
 
 
-def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
+def nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
     """The mean is a sum over a total weight, and both are sums over the ranks' parts of the batch."""
     if reduction != MEAN:
         return NotImplemented
     loss, total = func(x, target, weight, SUM, ignore)
     loss, total = (redistribute(t, t._spec.mesh.replicated()) for t in (loss, total))
     return loss / total, total
-
-
-HANDLERS: Mapping[str, Callable[..., Any]] = {"nll_loss_forward.default": _nll_loss}

@@ -25,21 +25,13 @@ def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignor
     """Loss and total weight; the mean is a sum over a total weight, and both are sums over ranks."""
     x, dim = _split_classes(x)
     if dim is None or target.dtype is not torch.int64:
-        return losses.HANDLERS["nll_loss_forward.default"](func, x, target, weight, reduction, ignore)
+        return losses.nll_loss(func, x, target, weight, reduction, ignore)
     split = _SplitClasses(x, dim)
     loss, total = split.terms(func, target, weight, NONE if reduction == NONE else SUM, ignore)
     if reduction != MEAN:
         return redistribute(loss, split.reduced(loss)), total
     loss, total = (redistribute(t, t._spec.mesh.replicated()) for t in (loss, total))
     return loss / total, total
-
-
-def _nll_loss2d(func: Any, x: Any, *args: Any) -> Any:
-    return (
-        NotImplemented
-        if _split_classes(x)[1] is None or args[0].dtype is not torch.int64
-        else _nll_loss(func, x, *args)
-    )
 
 
 def _nll_loss_backward(
@@ -120,7 +112,7 @@ def _split_classes(x: Any) -> tuple[Any, int | None]:
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
     "nll_loss_forward.default": _nll_loss,
-    "nll_loss2d_forward.default": _nll_loss2d,
+    "nll_loss2d_forward.default": _nll_loss,
     "nll_loss_backward.default": _nll_loss_backward,
     "nll_loss2d_backward.default": _nll_loss_backward,
 }

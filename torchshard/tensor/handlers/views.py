@@ -54,14 +54,17 @@ def _as_strided_(func: Any, x: DTensor, size: Sequence[int], stride: Sequence[in
 def _as_strided(
     func: Any, x: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> DTensor:
-    """A window on the memory that the whole tensor would have, of which every rank gets a copy."""
+    """A window on the memory that the whole tensor would have, of which every rank gets a copy.
+
+    An offset counts from where the memory of a view's base starts; without one, a window starts where x does.
+    """
     layout, start = x._spec, offset or 0
     reach = start + 1 + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
     dense = layout.stride == dense_stride(layout.shape, layout.stride)
-    if is_view(x) or not dense or (0 not in size and reach > x.numel()):
+    if (is_view(x) and offset is not None) or not dense or (0 not in size and reach > x.numel()):
         raise UnsupportedOperatorError(
             "as_strided looks at the memory of a tensor, which a DTensor spreads over ranks.",
-            expected="a DTensor that is no view and has no gaps, and a window within it",
+            expected="a DTensor without gaps, and a window within it; no offset into a view",
             got=f"size {tuple(size)}, stride {tuple(stride)}, offset {start} of {layout}",
             fix="use indexing, unfold or expand; or as_strided on x.to_local() or x.full_tensor()",
         )
