@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchshard.layout.layout import contiguous_stride
-from torchshard.tensor.caching import recorded
+from torchshard.tensor.caching import one_node
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.naming import name_of_mesh, named
@@ -217,7 +217,7 @@ def first_tensor(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> Tens
     return inputs[0]
 
 
-@recorded
+@one_node
 def annotated(x: Tensor, where: str, placement: Placement, length: int | None = None) -> DTensor:
     """The DTensor of which `x` is this rank's part.
 

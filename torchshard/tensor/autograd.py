@@ -20,7 +20,7 @@ from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
-from torchshard.tensor.caching import recorded
+from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.guards import refresh
 from torchshard.tensor.layout import (
@@ -202,7 +202,7 @@ def _part(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tenso
     return _ToLocal.apply(x, grad_placements)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@recorded
+@one_node
 @exported_whole
 def from_local(
     local: Tensor,

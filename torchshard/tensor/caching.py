@@ -41,26 +41,26 @@ def _rules() -> object:
     return added if told else uuid.uuid4()
 
 
-_recorded: list[str] = []
-"""Functions that graphs call as a whole, as AOTAutograd's cache names them."""
+_nodes: list[str] = []
+"""Functions whose calls are single nodes, as AOTAutograd's cache names them."""
 
 _shared = False
 """Whether somebody has asked for these graphs to be kept."""
 
 
-def recorded(function: _Function) -> _Function:
-    """Have compiled graphs call a function as a whole: its tensor work traces well, its arithmetic on layouts does not.
+def one_node(function: _Function) -> _Function:
+    """Have a call of a function be one node of a compiled graph: its work on tensors can be traced, its arithmetic not.
 
     What it depends on beside its arguments is to be in one of them.
     """
-    _recorded.append(f"{function.__module__}.{function.__name__}")
+    _nodes.append(f"{function.__module__}.{function.__name__}")
     if _shared:
         renew(new=True)
     return cast(_Function, torch.compiler.allow_in_graph(function))
 
 
 def tie(mesh: DeviceMesh) -> str | None:
-    """What a recorded call is given besides its arguments: it keeps a graph that is this process's own from others.
+    """What such a call is given besides its arguments: it keeps a graph that is this process's own from others.
 
     Those on meshes of several axes are, see BoundMesh.cache_key.
     """
@@ -68,7 +68,7 @@ def tie(mesh: DeviceMesh) -> str | None:
 
 
 def share() -> list[str]:
-    """Have AOTAutograd's cache keep graphs that call these functions; the names of those that are new to it."""
+    """Have AOTAutograd's cache keep graphs with such calls; names of functions that are new to it."""
     global _shared
     _shared = True
     return renew(new=True)
@@ -76,4 +76,4 @@ def share() -> list[str]:
 
 def renew(new: bool = False) -> list[str]:
     """Graphs that are shared from now on depend on the rules that there are now; `new`: share those not shared yet."""
-    return mark_cacheable(dict.fromkeys(_recorded, digest()), new)
+    return mark_cacheable(dict.fromkeys(_nodes, digest()), new)

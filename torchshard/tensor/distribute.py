@@ -21,7 +21,7 @@ from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
 from torchshard.layout.runs import without
 from torchshard.tensor.autograd import as_leaf
-from torchshard.tensor.caching import recorded, tie
+from torchshard.tensor.caching import one_node, tie
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
@@ -53,7 +53,7 @@ def distribute_tensor(
     return _distributed(tensor, mesh, placements, src_data_rank, tie(mesh))
 
 
-@recorded
+@one_node
 @exported_whole
 def _distributed(
     tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[TorchPlacement] | None, src_data_rank: int | None,

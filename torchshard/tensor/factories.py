@@ -12,7 +12,7 @@ from torchshard._torch import current_mesh, exported_whole
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.autograd import as_leaf
-from torchshard.tensor.caching import recorded, tie
+from torchshard.tensor.caching import one_node, tie
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.random import draw
 from torchshard.tensor.layout import TensorLayout, from_torch, layout_for
@@ -96,7 +96,7 @@ def _made(
 # Each of these is one call in a compiled region: (name of torch's function, shape, its other arguments, ...).
 
 
-@recorded
+@one_node
 @exported_whole
 def _filled(
     kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
@@ -108,7 +108,7 @@ def _filled(
     return as_leaf(made, requires_grad)
 
 
-@recorded
+@one_node
 @exported_whole
 def _random(
     kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,
@@ -120,7 +120,7 @@ def _random(
     return as_leaf(made, requires_grad)
 
 
-@recorded
+@one_node
 @exported_whole
 def _cut(
     kind: str, shape: tuple[int, ...], values: tuple[Any, ...], mesh: DeviceMesh, placements: Placements,

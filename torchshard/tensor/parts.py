@@ -15,7 +15,7 @@ import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
 from torchshard._torch import after_every_forward, skip_alone
-from torchshard.tensor.caching import recorded
+from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for
@@ -204,7 +204,7 @@ class Placed:
         return x
 
 
-@recorded
+@one_node
 def _lent(part: Tensor, name: str) -> Tensor:
     """See Placed.lent."""
     return over(part, *named(name))

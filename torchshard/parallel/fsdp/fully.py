@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchshard._torch import exported_whole
 from torchshard.errors import ShardingError
 from torchshard.layout.strided import factors_from_order
-from torchshard.tensor.caching import recorded
+from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
 from torchshard.tensor.layout import TensorLayout
@@ -140,7 +140,7 @@ class _TorchOwner(Owner):
                 state[prefix + name] = to_torch(x)
 
 
-@recorded  # torch.export's own access to parts loses gradients
+@one_node  # torch.export's own access to parts loses gradients
 @exported_whole
 def _part(parameter: upstream.DTensor) -> Tensor:
     return parameter.to_local()
