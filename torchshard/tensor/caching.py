@@ -64,7 +64,7 @@ def tie(mesh: DeviceMesh) -> str | None:
 
     Those on meshes of several axes are, see BoundMesh.cache_key.
     """
-    return None if mesh.ndim == 1 else this_process
+    return this_process if isinstance(mesh, DeviceMesh) and mesh.ndim > 1 else None
 
 
 def share() -> list[str]:
