@@ -58,6 +58,8 @@ def is_traced(x: Tensor) -> bool:
 
     There is no public test for fake and functional tensors; `torch.compiler.is_compiling` does not cover AOTAutograd.
     """
+    if type(x) is Tensor:
+        return torch._is_functional_tensor(x) or x.is_meta
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 

@@ -88,13 +88,11 @@ def require_strided(x: Any, where: str) -> None:
 
     What is sparse, nested, quantized or in a format of MKL-DNN can neither be cut nor sent as one.
     """
-    kind = f"a tensor of layout {x.layout}"
-    if x.is_nested:
-        kind = "a nested tensor"
-    elif x.is_quantized:
-        kind = f"a quantized tensor of {x.dtype}"
-    elif x.layout is torch.strided:
+    if x.layout is torch.strided and not (x.is_nested or x.is_quantized):
         return
+    kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+    if x.is_quantized:
+        kind = f"a quantized tensor of {x.dtype}"
     raise ShardingError(
         "A DTensor holds dense tensors only.",
         expected="a tensor with layout torch.strided that is not quantized",
