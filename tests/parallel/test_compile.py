@@ -83,7 +83,6 @@ SENT = {  # forward, backward; the graphs hold nothing but plain tensors and the
 
 @pytest.mark.parametrize(("kind", "world"), [("tp", 2), ("sp", 4), ("dtensor", 2)])
 def test_one_graph_forward_and_backward(kind, world):
-    require("meshes in graphs")
     for errors, sent in run_ranks(world, compare, kind, [(2, 8)] * 2, None, timeout=280):
         assert max(errors) < 1e-5, errors
         assert sent == SENT[kind]
@@ -93,7 +92,6 @@ def test_one_graph_forward_and_backward(kind, world):
     "kind", [pytest.param("tp", marks=pytest.mark.full), pytest.param("sp", marks=pytest.mark.full), "dtensor"]
 )
 def test_one_graph_for_all_batches_and_times(kind):
-    require("meshes in graphs")
     sizes = [(6, 10), (4, 8), (3, 12)]  # at first unlike the other sizes there are, which would share their symbols
     for errors, sent in run_ranks(2, compare, kind, sizes, True, timeout=280):
         assert max(errors) < 1e-5, errors
@@ -126,7 +124,6 @@ def compare_models(rank, world):
 
 
 def test_one_graph_of_a_whole_model():
-    require("meshes in graphs")
     for errors in run_ranks(2, compare_models, timeout=280):
         assert max(errors) < 1e-5, errors
 
@@ -226,8 +223,6 @@ def test_styles_are_checked_by_less_than_torchs_own(grid):
     from torch.distributed.tensor import parallel as upstream
 
     from torchshard import parallel as ours
-
-    require("meshes in graphs")
 
     def checks(library):
         module = torch.nn.Sequential(OrderedDict(up=torch.nn.Linear(8, 16), down=torch.nn.Linear(16, 8)))

@@ -1,6 +1,6 @@
 """Styles that leave a module's parameters alone: they make DTensors of its inputs and outputs, and move them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchshard.parallel.styles import ParallelStyle, annotated
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.naming import name_of_mesh
+from torchshard.tensor.naming import name_of_place
 
 Some = Placement | tuple[Placement | None, ...]
 
@@ -54,20 +54,20 @@ class PrepareModuleInput(ParallelStyle):
                 raise AssertionError(f"input_kwarg_layouts names {names}, desired_input_kwarg_layouts {desired}")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layouts, desired, local = self.input_layouts, self.desired_input_layouts, self.use_local_output
-        named, desired_named = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        where = name_of_mesh(device_mesh)
+        local, given, desired_named = self.use_local_output, self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        places, desired = _places(device_mesh, self.input_layouts or ()), self.desired_input_layouts
+        named = dict(zip(given, _places(device_mesh, given.values()), strict=True))
+        if self.input_layouts is None:
+            desired = None
 
         def positional(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            if layouts is None or desired is None:
-                return inputs
-            return prepare_all("input", inputs, where, layouts, desired, local)
+            return inputs if desired is None else prepare_all("input", inputs, places, desired, local)
 
         def both(
             module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             prepared = {
-                name: prepare(x, where, named.get(name), desired_named.get(name), local) for name, x in keywords.items()
+                name: prepare(x, named.get(name), desired_named.get(name), local) for name, x in keywords.items()
             }
             return positional(module, inputs), prepared
 
@@ -106,12 +106,12 @@ class PrepareModuleOutput(ParallelStyle):
         _require_as_many("desired_output_layouts", self.desired_output_layouts, "output_layouts", self.output_layouts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layouts, desired, local = self.output_layouts, self.desired_output_layouts, self.use_local_output
-        where = name_of_mesh(device_mesh)
+        places, desired = _places(device_mesh, self.output_layouts), self.desired_output_layouts
+        local = self.use_local_output
 
         def after(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
             values = outputs if isinstance(outputs, tuple) else (outputs,)
-            prepared = prepare_all("output", values, where, layouts, desired, local)
+            prepared = prepare_all("output", values, places, desired, local)
             return prepared[0] if len(prepared) == 1 else prepared
 
         module.register_forward_hook(after)
@@ -160,24 +160,23 @@ class PrepareModuleInputOutput(ParallelStyle):
         return f"{type(self).__name__}({self.prepare_module_input}, {self.prepare_module_output})"
 
 
-def prepare(x: Any, where: str, layout: Placement | None, desired: Placement | None, local: bool) -> Any:
+def prepare(x: Any, where: str | None, desired: Placement | None, local: bool) -> Any:
     """A tensor of a layout, brought to the desired one; what has no layout stays as it is.
 
     Args:
         x: a plain tensor, this rank's part; or a DTensor, which knows its layout.
-        where: name of the mesh, of one axis.
-        layout: of a plain tensor.
+        where: name of the mesh and the placement of a plain tensor; None for what has no layout.
         desired: the layout wanted; None for the one that it has.
         local: give this rank's part.
 
     Raises:
         AssertionError: x has a layout but is no tensor.
     """
-    if layout is None:
+    if where is None:
         return x
     if not isinstance(x, Tensor):
-        raise AssertionError(f"a layout, {layout}, for a value that is no tensor: {type(x).__name__}; give None for it")
-    placed = x if isinstance(x, DTensor) else annotated(x, where, layout)
+        raise AssertionError(f"a layout for a value that is no tensor: {type(x).__name__}; give None for it")
+    placed = x if isinstance(x, DTensor) else annotated(x, where)
     if desired is not None:
         placed = placed.redistribute(placements=(desired,))
     return placed.to_local() if local else placed
@@ -186,8 +185,7 @@ def prepare(x: Any, where: str, layout: Placement | None, desired: Placement | N
 def prepare_all(
     kind: str,
     values: tuple[Any, ...],
-    where: str,
-    layouts: tuple[Placement | None, ...],
+    places: tuple[str | None, ...],
     desired: tuple[Placement | None, ...],
     local: bool,
 ) -> tuple[Any, ...]:
@@ -196,13 +194,15 @@ def prepare_all(
     Raises:
         ValueError: there are not as many as layouts.
     """
-    if len(values) != len(layouts):
+    if len(values) != len(places):
         raise ValueError(
-            f"the module has {len(values)} {kind}s, and {kind}_layouts has {len(layouts)}; give None where to leave one"
+            f"the module has {len(values)} {kind}s, and {kind}_layouts has {len(places)}; give None where to leave one"
         )
-    return tuple(
-        [prepare(x, where, one, wanted, local) for x, one, wanted in zip(values, layouts, desired, strict=True)]
-    )
+    return tuple([prepare(x, where, wanted, local) for x, where, wanted in zip(values, places, desired, strict=True)])
+
+
+def _places(mesh: DeviceMesh, layouts: Iterable[Placement | None]) -> tuple[str | None, ...]:
+    return tuple([None if layout is None else name_of_place(mesh, layout) for layout in layouts])
 
 
 def _several(layouts: Some | None) -> tuple[Placement | None, ...] | None:

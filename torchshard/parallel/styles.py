@@ -17,7 +17,7 @@ from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.naming import name_of_mesh, named
+from torchshard.tensor.naming import name_of_place, named
 
 Placements = tuple[Placement, ...]
 
@@ -194,12 +194,12 @@ def taking(style: str, mesh: DeviceMesh, here: Placement, wanted: Placement, len
     Compiled code checks all that a hook refers to at each call: hooks of styles refer to what they need, not to styles
     nor meshes.
     """
-    where = name_of_mesh(mesh)
+    where = name_of_place(mesh, here)
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x = first_tensor(style, module, inputs)
         if not isinstance(x, DTensor):
-            x = annotated(x, where, here, length)
+            x = annotated(x, where, length)
         return x.redistribute(placements=(wanted,)), *inputs[1:]
 
     return before
@@ -218,17 +218,17 @@ def first_tensor(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> Tens
 
 
 @one_node
-def annotated(x: Tensor, where: str, placement: Placement, length: int | None = None) -> DTensor:
+def annotated(x: Tensor, where: str, length: int | None = None) -> DTensor:
     """The DTensor of which `x` is this rank's part.
 
     Args:
         x: plain.
-        where: name of the mesh, of one axis.
-        placement: of `x`.
+        where: name of its mesh and placement.
         length: of its last dim in the whole, where that is known.
     """
+    mesh, placement = named(where)
     dim = getattr(placement, "dim", None)
     if length is None or dim is None or dim % x.ndim != x.ndim - 1:
-        return DTensor.from_local(x, named(where), (placement,))
+        return DTensor.from_local(x, mesh, (placement,))
     shape = (*x.shape[:-1], length)  # known, so pieces may be of unequal size
-    return DTensor.from_local(x, named(where), (placement,), shape=shape, stride=contiguous_stride(shape))
+    return DTensor.from_local(x, mesh, (placement,), shape=shape, stride=contiguous_stride(shape))

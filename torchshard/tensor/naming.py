@@ -9,6 +9,7 @@ import itertools
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 from torchshard.errors import ShardingError
 from torchshard.tensor.mesh import BoundMesh, bind
@@ -16,10 +17,10 @@ from torchshard.tensor.mesh import BoundMesh, bind
 _named: dict[str, tuple[BoundMesh, Any]] = {}
 
 
-def name_of_mesh(device_mesh: DeviceMesh) -> str:
-    """A name by which `named` finds a mesh."""
+def name_of_place(device_mesh: DeviceMesh, placement: Placement) -> str:
+    """A name by which `named` finds a mesh of one axis and what that axis does to a tensor."""
     mesh = bind(device_mesh)
-    return name_on(mesh, mesh.device_mesh)
+    return name_on(mesh, (mesh.device_mesh, placement), repr(placement))
 
 
 def name_on(mesh: BoundMesh, thing: Any, text: str = "") -> str:
