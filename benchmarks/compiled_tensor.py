@@ -2,21 +2,27 @@
 
     python -m benchmarks.compiled_tensor
 
-Two gloo ranks with one thread each. Ours is an MLP whose weights are DTensors, cut by columns and by rows; the other
-side has this rank's parts as plain parameters and calls functional collectives where they are due, in an autograd
-function of its own. Both are compiled by inductor as one graph, hold the same weights and take turns in one run; their
-gradients are compared. The last column is what DTensors cost beyond: wrapping at the edges of the graph.
+Ours is an MLP whose weights are DTensors, cut by columns and by rows; the other side has this rank's parts as plain
+parameters and calls functional collectives where they are due, in an autograd function of its own. Both are compiled by
+inductor as one graph, hold the same weights and take turns in one run; their gradients are compared. What DTensors cost
+beyond is wrapping at the edges of the graph.
+
+The first table is of two gloo ranks with one thread each, in wall time. There the step of the small one is mostly
+waiting, so the second table has its CPU time, on a fake group, also with torch's own styles in place of ours.
 """
 
+import copy
 import functools
 import statistics
+import time
 
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 
-from benchmarks.harness import compare, rounds_on_ranks, turn
+from benchmarks.harness import compare, in_turns, rounds_on_ranks, turn
 from tests.ranks import run_ranks
 
 CASES = {"MLP of 16, batch 4": (16, 4), "MLP of 1024, batch 128": (1024, 128)}  # width, batch
@@ -73,46 +79,96 @@ class ByHand(nn.Module):
         return _Leave.apply(nn.functional.linear(x, self.down), self.group)
 
 
+def _sides(width, rank, mesh):
+    """The MLP made parallel by our styles and by torch's, and the one by hand, all of the same weights; compiled."""
+    from torch.distributed.tensor import parallel as upstream
+
+    from torchshard import parallel as ours
+
+    plain = MLP(width)
+    sides = {"by hand": ByHand(plain, rank, mesh.get_group())}
+    for name, library in (("torchshard", ours), ("torch", upstream)):
+        plan = {"up": library.ColwiseParallel(), "down": library.RowwiseParallel()}
+        sides[name] = library.parallelize_module(copy.deepcopy(plain), mesh, plan)
+    return {name: (side, torch.compile(side, fullgraph=True)) for name, side in sides.items()}
+
+
+def _step(side, compiled, x):
+    side.zero_grad()
+    x.grad = None
+    compiled(x).backward(torch.ones_like(x))
+
+
+def _gradients(side, x):
+    return [x.grad, *[getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in side.parameters()]]
+
+
 def _compare(rank, world, case, rounds):
     from torchshard import init_device_mesh
-    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     width, batch = CASES[case]
-    mesh = init_device_mesh("cpu", (world,))
-    ours = MLP(width)
-    theirs = ByHand(ours, rank, mesh.get_group())
-    parallelize_module(ours, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    compiled = {side: torch.compile(side, fullgraph=True) for side in (ours, theirs)}
+    sides = _sides(width, rank, init_device_mesh("cpu", (world,)))
     x = torch.randn(batch, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    ones = torch.ones(batch, width)
-
-    def step(side):
-        side.zero_grad()
-        x.grad = None
-        compiled[side](x).backward(ones)
-
-    steps = [functools.partial(step, side) for side in (ours, theirs)]
-    gradients = []
-    for side, its_step in zip((ours, theirs), steps, strict=True):
-        turn(its_step, 5)
-        gradients.append([x.grad, *[getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in side.parameters()]])
+    steps, gradients = [], []
+    for name in ("torchshard", "by hand"):
+        steps.append(functools.partial(_step, *sides[name], x))
+        turn(steps[-1], 5)
+        gradients.append(_gradients(sides[name][0], x))
     for p, q in zip(*gradients, strict=True):
         torch.testing.assert_close(p, q)
     return rounds_on_ranks(*steps, rounds, 0.1)
 
 
+def beyond_by_hand(rounds: int = 15) -> str:
+    """CPU time beyond that of the side by hand, of the small case on a fake group of two ranks, as a table."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from torchshard import init_device_mesh
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        width, batch = next(iter(CASES.values()))
+        sides = _sides(width, 0, init_device_mesh("cpu", (2,)))
+        x = torch.randn(batch, width).requires_grad_()
+
+        def forward(_, compiled, x):
+            with torch.no_grad():
+                compiled(x)
+
+        rows = []
+        for what, run in (("forward", forward), ("forward and backward", _step)):
+            hand, *others = [functools.partial(run, *sides[name], x) for name in ("by hand", "torchshard", "torch")]
+            found = [in_turns(other, hand, rounds, _cpu_time) for other in others]
+            by_hand = statistics.median(theirs for pairs in found for _, theirs in pairs)
+            beyond = [statistics.median(other - theirs for other, theirs in pairs) for pairs in found]
+            rows.append((what, *[seconds * 1e6 for seconds in (by_hand, *beyond)]))
+        headers = ["CPU time, us", "by hand", "torchshard: beyond", "torch's styles: beyond"]
+        return str(tabulate(rows, headers, tablefmt="github", floatfmt=".0f"))
+    finally:
+        dist.destroy_process_group()
+
+
+def _cpu_time(side, repeat=200):
+    for _ in range(20):
+        side()
+    start = time.process_time()
+    for _ in range(repeat):
+        side()
+    return (time.process_time() - start) / repeat
+
+
 def main(rounds: int = 41) -> str:
-    """The table."""
+    """Both tables."""
     rows = []
     for case in CASES:
         times = run_ranks(2, _compare, case, rounds, timeout=600)[0]
-        found = compare(case, times)
-        beyond = statistics.median(ours - theirs for ours, theirs in times)
+        found, beyond = compare(case, times), statistics.median(ours - theirs for ours, theirs in times)
         span = f"{found.low:.3f} .. {found.high:.3f}"
         rows.append((case, found.ours * 1e3, found.theirs * 1e3, found.ratio, span, beyond * 1e6))
     headers = ["case", "torchshard ms", "by hand ms", "ratio", "95 % of the ratio", "beyond us"]
     text = tabulate(rows, headers, tablefmt="github", floatfmt=("", ".3f", ".3f", ".3f", "", ".0f"))
-    return f"{text}\n\ntorch {torch.__version__}, 2 gloo ranks, one thread each."
+    return f"{text}\n\ntorch {torch.__version__}, 2 gloo ranks, one thread each.\n\n{beyond_by_hand()}"
 
 
 if __name__ == "__main__":
