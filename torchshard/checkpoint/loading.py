@@ -82,37 +82,13 @@ def load_into(
         )
     with opening.open(path) as checkpoint:
         index = edited(checkpoint.index, Edits(rename=rename))
-        places = _Places(index, f"{checkpoint.path}")
-        parts: list[_Part] = []
-        objects: list[tuple[Any, Any, object]] = []
-        wrong: list[CheckpointError] = []
-        for key, container, step in places.of(state_dict):
-            value = container[step]
-            try:
-                entry, where = places.entry(key), f"{checkpoint.path}: {printable(key)}"
-                if isinstance(entry, ObjectEntry) and not _is_tensor(value):
-                    objects.append((container, step, live(entry.value(), where)))
-                elif isinstance(entry, TensorEntry) and _is_tensor(value):
-                    parts += _parts(key, _fitting(entry, value, where), value)
-                elif entry is not None:
-                    held = "a tensor" if isinstance(entry, TensorEntry) else "no tensor"
-                    raise CheckpointError(f"The checkpoint holds {held} here, unlike the state dict.", where=where)
-                elif not isinstance(value, Mapping) or key in places.inner:  # some formats do not keep empty dicts
-                    raise CheckpointError(
-                        "The checkpoint lacks a key of the state dict.",
-                        got=printable(key),
-                        where=checkpoint.path,
-                        fix="Give rename=, or leave the key out of the state dict; inspect shows the keys.",
-                    )
-            except CheckpointError as error:
-                wrong.append(error)
-        if wrong:
-            raise _joined(wrong, checkpoint.path)
+        wanted = _Places(index, f"{checkpoint.path}")
+        parts, objects = _matched(wanted, state_dict, checkpoint.path)
         if verify:
             check_sums([(part.entry, part.box) for part in parts])
         for container, step, made in objects:
             container[step] = made
-        places.close()
+        wanted.close()
         total, done = sum([part.box.numel * part.entry.itemsize for part in parts]), 0
         for part in parts:
             for nbytes in _load(part):
@@ -121,6 +97,40 @@ def load_into(
                     progress(done, total)
         for files in checkpoint.index.opened:
             files.check_unchanged()
+
+
+def _matched(wanted: "_Places", state_dict: Any, path: Path) -> tuple[list["_Part"], list[tuple[Any, Any, object]]]:
+    """What is read into tensors; and what replaces other values, with the container and step of each.
+
+    Raises:
+        CheckpointError: says all that does not fit.
+    """
+    parts: list[_Part] = []
+    objects: list[tuple[Any, Any, object]] = []
+    wrong: list[CheckpointError] = []
+    for key, container, step in wanted.of(state_dict):
+        value = container[step]
+        try:
+            entry, where = wanted.entry(key), f"{path}: {printable(key)}"
+            if isinstance(entry, ObjectEntry) and not _is_tensor(value):
+                objects.append((container, step, live(entry.value(), where)))
+            elif isinstance(entry, TensorEntry) and _is_tensor(value):
+                parts += _parts(key, _fitting(entry, value, where), value)
+            elif entry is not None:
+                held = "a tensor" if isinstance(entry, TensorEntry) else "no tensor"
+                raise CheckpointError(f"The checkpoint holds {held} here, unlike the state dict.", where=where)
+            elif not isinstance(value, Mapping) or key in wanted.inner:  # some formats do not keep empty dicts
+                raise CheckpointError(
+                    "The checkpoint lacks a key of the state dict.",
+                    got=printable(key),
+                    where=path,
+                    fix="Give rename=, or leave the key out of the state dict; inspect shows the keys.",
+                )
+        except CheckpointError as error:
+            wrong.append(error)
+    if wrong:
+        raise _joined(wrong, path)
+    return parts, objects
 
 
 class _Places:
