@@ -14,7 +14,6 @@ waiting, so the second table has its CPU time, on a fake group, also with torch'
 import copy
 import functools
 import statistics
-import time
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 
-from benchmarks.harness import compare, in_turns, rounds_on_ranks, turn
+from benchmarks.harness import compare, interleaved, rounds_on_ranks, turn
 from tests.ranks import run_ranks
 
 CASES = {"MLP of 16, batch 4": (16, 4), "MLP of 1024, batch 128": (1024, 128)}  # width, batch
@@ -139,23 +138,13 @@ def beyond_by_hand(rounds: int = 15) -> str:
         rows = []
         for what, run in (("forward", forward), ("forward and backward", _step)):
             hand, *others = [functools.partial(run, *sides[name], x) for name in ("by hand", "torchshard", "torch")]
-            found = [in_turns(other, hand, rounds, _cpu_time) for other in others]
-            by_hand = statistics.median(theirs for pairs in found for _, theirs in pairs)
-            beyond = [statistics.median(other - theirs for other, theirs in pairs) for pairs in found]
-            rows.append((what, *[seconds * 1e6 for seconds in (by_hand, *beyond)]))
+            found = [interleaved(what, other, hand, rounds=rounds, seconds=0.05) for other in others]
+            beyond = [(c.ours - c.theirs) * 1e6 for c in found]
+            rows.append((what, found[0].theirs * 1e6, *beyond))
         headers = ["CPU time, us", "by hand", "torchshard: beyond", "torch's styles: beyond"]
         return str(tabulate(rows, headers, tablefmt="github", floatfmt=".0f"))
     finally:
         dist.destroy_process_group()
-
-
-def _cpu_time(side, repeat=200):
-    for _ in range(20):
-        side()
-    start = time.process_time()
-    for _ in range(repeat):
-        side()
-    return (time.process_time() - start) / repeat
 
 
 def main(rounds: int = 41) -> str:
