@@ -55,10 +55,9 @@ class PrepareModuleInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         local, given, desired_named = self.use_local_output, self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        places, desired = _places(device_mesh, self.input_layouts or ()), self.desired_input_layouts
+        places = _places(device_mesh, self.input_layouts or ())
+        desired = None if self.input_layouts is None else self.desired_input_layouts
         named = dict(zip(given, _places(device_mesh, given.values()), strict=True))
-        if self.input_layouts is None:
-            desired = None
 
         def positional(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return inputs if desired is None else prepare_all("input", inputs, places, desired, local)

@@ -110,10 +110,11 @@ class _ToLocal(torch.autograd.Function):
         if ctx.placements is not None:
             sharding = from_torch(ctx.placements, layout.mesh, layout.shape)
         # In the order of the tensor's own strides: those of a short piece's gradient may not be those on other ranks.
-        like = grad.stride() if is_traced(grad) and grad.ndim == layout.ndim else layout.stride
+        traced = is_traced(grad)
+        like = grad.stride() if traced and grad.ndim == layout.ndim else layout.stride
         target = layout_for(sharding, layout.shape, dense_stride(layout.shape, like), grad.dtype)
         check_part(grad, target)
-        if not is_traced(grad) and not same_order(grad.shape, grad.stride(), target.stride):
+        if not traced and not same_order(grad.shape, grad.stride(), target.stride):
             grad = in_memory_order(grad, target)
         return _FromLocal.apply(grad, target, None), None  # type: ignore[no-untyped-call]
 

@@ -15,7 +15,7 @@ from torchshard.rules import registry
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-this_process = uuid.uuid4().hex
+_this_process = uuid.uuid4().hex
 """For the key of a graph that no other process may have."""
 
 _ROOMS = ("_torch", "comm", "layout", "parallel", "rules", "tensor")
@@ -64,7 +64,7 @@ def tie(mesh: DeviceMesh) -> str | None:
 
     Those on meshes of several axes are, see BoundMesh.cache_key.
     """
-    return this_process if isinstance(mesh, DeviceMesh) and mesh.ndim > 1 else None
+    return _this_process if isinstance(mesh, DeviceMesh) and mesh.ndim > 1 else None
 
 
 def share() -> list[str]:

@@ -15,7 +15,7 @@ from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
 from torchshard.layout.layout import Mesh
-from torchshard.tensor.caching import this_process
+from torchshard.tensor.caching import tie
 from torchshard.tensor.layout import TensorLayout
 
 
@@ -132,7 +132,7 @@ class BoundMesh(Mesh):
         names = None
         if self.coordinate is not None:
             names = [self.device_mesh.get_group(axis).group_name for axis in range(self.ndim)]
-        return names, self.ranks, self.coordinate, this_process if self.ndim > 1 else None
+        return names, self.ranks, self.coordinate, tie(self.device_mesh)
 
     def alive(self) -> bool:
         """Whether none of its process groups has been destroyed."""

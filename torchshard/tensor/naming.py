@@ -14,21 +14,25 @@ from torch.distributed.tensor.placement_types import Placement
 from torchshard.errors import ShardingError
 from torchshard.tensor.mesh import BoundMesh, bind
 
-_named: dict[str, tuple[BoundMesh, Any]] = {}
+_names: dict[tuple[BoundMesh, Any], str] = {}
+_named: dict[str, Any] = {}
 
 
 def name_of_place(device_mesh: DeviceMesh, placement: Placement) -> str:
     """A name by which `named` finds a mesh of one axis and what that axis does to a tensor."""
     mesh = bind(device_mesh)
-    return name_on(mesh, (mesh.device_mesh, placement), repr(placement))
+    return name_on(mesh, (mesh.device_mesh, placement), placement)
 
 
-def name_on(mesh: BoundMesh, thing: Any, text: str = "") -> str:
-    """A name by which `named` finds something on a mesh; `text` has to say all of it that a graph may depend on."""
-    stem = f"{mesh} {mesh.device_mesh.device_type} {mesh.cache_key} {text}"
-    entry = mesh, thing
-    # More than one, say of meshes that differ in what torch compares and graphs do not ask.
-    return next(name for k in itertools.count() if _named.setdefault(name := f"{stem}{k}", entry) == entry)
+def name_on(mesh: BoundMesh, thing: Any, *says: object) -> str:
+    """A name by which `named` finds something on a mesh; `says`: all of it that a graph may depend on, as text."""
+    name = _names.get((mesh, thing))
+    if name is None:
+        stem = " ".join(map(str, (mesh, mesh.device_mesh.device_type, mesh.cache_key, *says)))
+        # More than one, say of meshes that differ in what torch compares and graphs do not ask.
+        name = next(free for k in itertools.count() if (free := f"{stem} {k}") not in _named)
+        _names[mesh, thing], _named[name] = name, thing
+    return name
 
 
 def named(name: str) -> Any:
@@ -38,7 +42,7 @@ def named(name: str) -> Any:
         ShardingError: it is gone with the process groups of its mesh.
     """
     try:
-        return _named[name][1]
+        return _named[name]
     except KeyError:
         raise ShardingError(
             "The mesh of a parallel module is gone: its process groups were destroyed.",
@@ -50,5 +54,5 @@ def named(name: str) -> Any:
 
 def forget(dead: BoundMesh) -> None:
     """Let go of all that lies on a mesh."""
-    for name in [name for name, (mesh, _) in _named.items() if mesh is dead]:
-        del _named[name]
+    for entry in [entry for entry in _names if entry[0] is dead]:
+        del _named[_names.pop(entry)]

@@ -174,8 +174,8 @@ class Placed:
 
     @classmethod
     def _of(cls, layout: TensorLayout, kind: type[Tensor]) -> "Placed":
-        text = f"{layout} {layout.stride} {kind.__module__}"
-        return cls(layout, kind, name_on(layout.mesh, (layout, kind), text))  # type: ignore[arg-type]
+        name = name_on(layout.mesh, (layout, kind), layout, layout.stride, kind.__module__)  # type: ignore[arg-type]
+        return cls(layout, kind, name)
 
     def __reduce__(self) -> Any:
         return Placed._of, (self.layout, self.kind)  # another process has given no names
