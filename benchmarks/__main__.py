@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 SCRIPTS = {
+    "imports": "Imports: CPU time of fresh interpreters",
     "dtensor_overhead": "DTensor: CPU time of an operator",
     "ddp_step": "DistributedDataParallel: one eager step",
     "ddp_memory": "DistributedDataParallel: peak memory",

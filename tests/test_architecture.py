@@ -141,8 +141,8 @@ def modules_without_torch() -> list[str]:
 
 
 def loaded_after(code: str) -> set[str]:
-    """Top-level packages that a fresh interpreter has loaded after running some code."""
-    code += "\nimport sys\nprint(*{name.split('.')[0] for name in sys.modules})"
+    """Modules that a fresh interpreter has loaded after running some code."""
+    code += "\nimport sys\nprint(*sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=60, check=True,
@@ -161,6 +161,29 @@ def test_the_package_itself_loads_nothing_until_asked():
     assert "torch" in loaded_after("import torchshard; torchshard.Shard")
     assert "torch" in loaded_after("import torchshard; torchshard.compiler.explain; torchshard.parallel.local_map")
     assert "torch" not in loaded_after("import torchshard; torchshard.checkpoint; torchshard.keys")
+
+
+def test_no_public_name_imports_dynamo_or_inductor_as_long_as_nothing_is_compiled():
+    rooms = ("", ".tensor", ".parallel", ".parallel.fsdp", ".ddp", ".state_dict", ".checkpoint", ".compiler")
+    code = "\n".join(f"from torchshard{room} import *" for room in rooms)
+    assert not loaded_after(code) & {"torch._dynamo", "torch._inductor"}
+
+
+def test_dynamo_imported_later_knows_which_calls_are_one_node():
+    code = """
+import sys, torchshard, torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = torchshard.init_device_mesh("cpu", (2,))
+
+def f(x):
+    return torchshard.DTensor.from_local(x, mesh, [torchshard.Shard(0)]) + 1
+
+assert torchshard.DTensor and "torch._dynamo" not in sys.modules
+x = torch.compile(f, backend="eager", fullgraph=True)(torch.ones(2))
+assert x.shape == (4,) and not any("torchshard" in repr(finder) for finder in sys.meta_path)
+"""
+    assert "torch._dynamo" in loaded_after(code)
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -91,6 +91,7 @@ from torchshard._torch.groups import (
     is_gloo,
     stand_in,
 )
+from torchshard._torch.importing import whole_in_graphs
 from torchshard._torch.inductor import (
     GraphPass,
     backend_by_name,
@@ -291,6 +292,7 @@ __all__ = [
     "untraced",
     "waited",
     "was_written",
+    "whole_in_graphs",
     "will_run",
     "without_autocast",
     "without_fast_paths",

@@ -5,12 +5,11 @@ import uuid
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import mark_cacheable
+from torchshard._torch import mark_cacheable, whole_in_graphs
 from torchshard.rules import registry
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -56,7 +55,7 @@ def one_node(function: _Function) -> _Function:
     _nodes.append(f"{function.__module__}.{function.__name__}")
     if _shared:
         renew(new=True)
-    return cast(_Function, torch.compiler.allow_in_graph(function))
+    return whole_in_graphs(function)
 
 
 def tie(mesh: DeviceMesh) -> str | None:
