@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from torchshard import checkpoint as checkpoint
     from torchshard import compiler as compiler
     from torchshard import ddp as ddp
+    from torchshard import debug as debug
+    from torchshard import errors as errors
     from torchshard import keys as keys
     from torchshard import parallel as parallel
+    from torchshard import simulation as simulation
     from torchshard import state_dict as state_dict
     from torchshard import tensor as tensor
     from torchshard.ddp.wrapper import DistributedDataParallel
