@@ -151,7 +151,7 @@ class Sentences(expecttest.TestCase):
   expected: Shard, Replicate, Partial('sum') or Partial('avg') where gradients are wanted
   got:      (0=2:P(max))
   fix:      reduce before from_local, or detach the local tensor
-[no placements] RuntimeError: redistribute needs placements, for example [Replicate()]
+[no placements] RuntimeError: redistribute needs placements, for example redistribute(placements=[Replicate()])
 [plain] UnsupportedOperatorError: add.Tensor: the argument 'other' is a plain torch.Tensor among DTensors.
   expected: DTensors only, or scalars
   got:      Tensor of shape (4, 3)

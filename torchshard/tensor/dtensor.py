@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import current_mesh, lie_with_others, no_torch_function, reading_number, wrapper_constructor
 from torchshard.errors import ShardingError, UnsupportedOperatorError
-from torchshard.layout.layout import Layout, Sharding
+from torchshard.layout.layout import Sharding
 from torchshard.tensor.caching import digest, tie
 from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch, sized
 from torchshard.tensor.mesh import PICKLED, bind, restored
@@ -124,7 +124,7 @@ class DTensor(Tensor):
         from torchshard.tensor import autograd
 
         if placements is None:
-            raise RuntimeError("redistribute needs placements, for example [Replicate()]")
+            raise RuntimeError("redistribute needs placements, for example redistribute(placements=[Replicate()])")
         layout = self._spec
         mesh = layout.mesh if device_mesh is None else bind(device_mesh)
         target = from_torch(placements, mesh, layout.shape)
@@ -371,11 +371,6 @@ def dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
             yield from dtensors_in(x)
         elif type(x) is DTensor:
             yield x
-
-
-def layout_of(x: DTensor) -> Layout:
-    """Mesh, placements, nesting order, global shape, stride and dtype of a DTensor in one object, with its boxes."""
-    return x._spec.plain
 
 
 def _no_memory(what: str, instead: str) -> UnsupportedOperatorError:
