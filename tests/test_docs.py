@@ -87,6 +87,23 @@ def test_blocks_run(page, tmp_path):
             assert language == "text", f"{where}: a block of python, console or text, not {language!r}"
 
 
+def on_several_ranks(text: str) -> str | None:
+    """A script as its page says to change it for torchrun; None for one that makes no group, or starts ranks itself."""
+    several = text.replace('("gloo", store=dist.HashStore(), rank=0, world_size=1)', '("gloo")')
+    return several if several != text else None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_blocks_run_under_torchrun(page, tmp_path):
+    for line, language, text in blocks(page):
+        if language == "python" and (several := on_several_ranks(text)):
+            (tmp_path / "train.py").write_text(several)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            run([*torchrun, "train.py"], tmp_path, f"{page.relative_to(ROOT)}:{line}")
+
+
 def slugs(page: Path) -> set[str]:
     """What headings are called in links (GitHub's way)."""
     headings = _HEADING.findall(_FENCE.sub("", page.read_text()))
