@@ -137,6 +137,26 @@ def test_every_page_is_found_from_the_readme():
     assert set(PAGES) <= reached
 
 
+def test_the_design_tells_of_each_file():
+    """By its name in a table, or by that of the folder inside of a room in which it is."""
+    told = "\n".join(page.read_text() for page in (ROOT / "docs" / "design").glob("*.md"))
+    names = set(re.findall(r"`(?:[\w.]+/)*(\w+\.py|\w+/)`", told))
+    for path in sorted((ROOT / "torchshard").glob("*/**/*.py")):
+        room, *inside = path.relative_to(ROOT / "torchshard").parts
+        missing = path.name not in names and not (len(inside) > 1 and f"{inside[0]}/" in names)
+        assert path.name.startswith("__") or room == "__pycache__" or not missing, f"no page of the design names {path}"
+
+
+def test_files_that_the_design_names_are_there():
+    there = {
+        f"/{path.relative_to(ROOT).as_posix()}" for room in ("torchshard", "tests") for path in (ROOT / room).rglob("*")
+    }
+    for page in (ROOT / "docs" / "design").glob("*.md"):
+        for name in re.findall(r"`((?:[\w.]+/)*\w+\.py)`", page.read_text()):
+            ends = name.removeprefix("../")
+            assert any(path.endswith(f"/{ends}") for path in there), f"{page.name}: there is no {name}"
+
+
 def test_contributing_fits_on_one_screen():
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 60
 
