@@ -225,7 +225,8 @@ def from_local(
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
     given = [Replicate()] * mesh.ndim if placements is None else placements
-    sharding = from_torch(given, mesh, _even_shape(local, given, mesh) if shape is None else shape)
+    even = _even_shape(local, given, mesh) if shape is None else shape
+    sharding = from_torch(given, mesh, even)
     if mesh.coordinate is None:
         local = local.new_empty(0)
         shape, stride = ((0,), (1,)) if shape is None or stride is None else (shape, stride)
@@ -235,7 +236,7 @@ def from_local(
         layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
         check_part(local, layout)
     else:
-        layout = _even_layout(local, sharding, _even_shape(local, given, mesh))
+        layout = _even_layout(local, sharding, even)
     shares = not (run_check and R in sharding.placements)  # else it gets a copy of the first replica
     if shares and not is_traced(local) and not same_order(local.shape, local.stride(), layout.stride):
         layout = layout.marked(TURNED)
