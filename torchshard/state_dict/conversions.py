@@ -87,8 +87,8 @@ def to_dtensor(
     Args:
         sd: a tensor or a nesting; every rank of the mesh, and of meshes and groups that tensors live on, calls this.
         device_mesh: where.
-        placements: one placement an axis, for all tensors but those without dims, which are left as they are. Or a
-            mapping from patterns of keys (as of fnmatch; the keys of nested dicts are joined by dots) to such
+        placements: one for each axis, for all tensors but those without dims, which are left as they are. Or a mapping
+            from patterns of keys (as of fnmatch; the keys of nested dicts are joined by dots) to such
             sequences, in which the first pattern that fits counts. Or a function of key and tensor. A tensor whose
             placements are None is left as it is.
         strict: whether each key must fit a pattern, and each pattern a key. Otherwise keys without a pattern are left

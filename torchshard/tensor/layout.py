@@ -80,7 +80,11 @@ class TensorLayout(Layout):
 
 
 def layout_of(x: "DTensor") -> Layout:
-    """Mesh, placements, nesting order, global shape, stride and dtype of a DTensor in one object, with its boxes.
+    """How a DTensor is laid out, as one object that can be printed and compared.
+
+    Returns:
+        A Layout: global `shape`, `stride` and `dtype`; `sharding` (mesh, placements, and which axis splits first);
+        `local_shape` and `box`, the shape, and the offsets and sizes, of this rank's part; `boxes()`, those of all.
 
     Raises:
         TypeError: `x` is no DTensor of this package.
