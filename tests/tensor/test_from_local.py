@@ -144,7 +144,7 @@ class Sentences(expecttest.TestCase):
   got:      (4, 3)
   where:    (0=2:S(0))
   fix:      pass the piece that torch.chunk would give this rank
-[half] RuntimeError: from_local takes shape and stride together; got shape=(8, 3), stride=None
+[half] RuntimeError: from_local takes shape and stride together; got shape=(8, 3), stride=None; that of a contiguous tensor is (3, 1)
 [twice] RuntimeError: from_local takes a plain torch.Tensor, and this is a DTensor; use redistribute
 [leaf] RuntimeError: distribute_tensor takes a leaf tensor; use DTensor.from_local for results of operators
 [max] UnsupportedOperatorError: No gradient passes from a Partial('max') DTensor to the local tensor that it was made of.

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import exported_whole, is_traced
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
-from torchshard.layout.layout import Sharding
+from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.caching import one_node
@@ -219,7 +219,8 @@ def from_local(
     if isinstance(local, DTensor):
         raise RuntimeError("from_local takes a plain torch.Tensor, and this is a DTensor; use redistribute")
     if (shape is None) != (stride is None):
-        raise RuntimeError(f"from_local takes shape and stride together; got shape={shape}, stride={stride}")
+        dense = "" if shape is None else f"; that of a contiguous tensor is {contiguous_stride(tuple(shape))}"
+        raise RuntimeError(f"from_local takes shape and stride together; got shape={shape}, stride={stride}{dense}")
     mesh = bind(device_mesh)
     require_strided(local, "from_local")
     if local.device.type != device_mesh.device_type and not local.is_meta:
