@@ -87,6 +87,23 @@ def test_blocks_run(page, tmp_path):
             assert language == "text", f"{where}: a block of python, console or text, not {language!r}"
 
 
+def on_several_ranks(text: str) -> str | None:
+    """A script as its page says to change it for torchrun; None for one that makes no group, or starts ranks itself."""
+    several = text.replace('("gloo", store=dist.HashStore(), rank=0, world_size=1)', '("gloo")')
+    return several if several != text else None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_blocks_run_under_torchrun(page, tmp_path):
+    for line, language, text in blocks(page):
+        if language == "python" and (several := on_several_ranks(text)):
+            (tmp_path / "train.py").write_text(several)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            run([*torchrun, "train.py"], tmp_path, f"{page.relative_to(ROOT)}:{line}")
+
+
 def slugs(page: Path) -> set[str]:
     """What headings are called in links (GitHub's way)."""
     headings = _HEADING.findall(_FENCE.sub("", page.read_text()))
@@ -118,6 +135,26 @@ def test_every_page_is_found_from_the_readme():
             reached.add(page)
             ahead += [target for _, target, _ in links(page)]
     assert set(PAGES) <= reached
+
+
+def test_the_design_tells_of_each_file():
+    """By its name in a table, or by that of the folder inside of a room in which it is."""
+    told = "\n".join(page.read_text() for page in (ROOT / "docs" / "design").glob("*.md"))
+    names = set(re.findall(r"`(?:[\w.]+/)*(\w+\.py|\w+/)`", told))
+    for path in sorted((ROOT / "torchshard").glob("*/**/*.py")):
+        room, *inside = path.relative_to(ROOT / "torchshard").parts
+        missing = path.name not in names and not (len(inside) > 1 and f"{inside[0]}/" in names)
+        assert path.name.startswith("__") or room == "__pycache__" or not missing, f"no page of the design names {path}"
+
+
+def test_files_that_the_design_names_are_there():
+    there = {
+        f"/{path.relative_to(ROOT).as_posix()}" for room in ("torchshard", "tests") for path in (ROOT / room).rglob("*")
+    }
+    for page in (ROOT / "docs" / "design").glob("*.md"):
+        for name in re.findall(r"`((?:[\w.]+/)*\w+\.py)`", page.read_text()):
+            ends = name.removeprefix("../")
+            assert any(path.endswith(f"/{ends}") for path in there), f"{page.name}: there is no {name}"
 
 
 def test_contributing_fits_on_one_screen():

@@ -3,13 +3,16 @@
 EXPECTTEST_ACCEPT=1 refreshes the list.
 """
 
+import ast
 import inspect
+from pathlib import Path
+from types import UnionType
 
 import pytest
 from expecttest import assert_expected_inline
 
 import torchshard
-from torchshard import parallel, state_dict
+from torchshard import checkpoint, compiler, ddp, keys, parallel, state_dict
 from torchshard.parallel import fsdp
 
 
@@ -22,7 +25,9 @@ def signature(function) -> str:
 
 def described(name: str, room=torchshard) -> list[str]:
     value = getattr(room, name)
-    home = value.__module__
+    home = getattr(value, "__module__", "")
+    if isinstance(value, UnionType):
+        return [f"{name} = {' | '.join(each.__name__ for each in value.__args__)}"]
     if home.split(".")[0] != "torchshard":
         return [f"{name}: torch's own"]
     if not inspect.isclass(value):
@@ -160,6 +165,73 @@ transpose(pattern)""",
     )
 
 
+def test_names_and_signatures_of_the_other_rooms():
+    rooms = checkpoint, compiler, ddp, keys
+    text = "\n".join(
+        line
+        for room in rooms
+        for name in room.__all__
+        if name not in torchshard.__all__
+        for line in described(name, room)
+    )
+    assert_expected_inline(
+        text,
+        """\
+class Checkpoint(Mapping)
+    __init__(self, path, index)
+    close(self)
+    format: property
+    layout(self, key)
+    metadata: property
+class Conversion(object)
+    __init__(self, src, dst, to, tensors, pieces, nbytes, files, left_out, rows, seconds, written)
+    table(self)
+class Difference(object)
+    __init__(self, changes, same)
+    as_dict(self)
+Entry = TensorEntry | ObjectEntry
+class Inspection(object)
+    __init__(self, path, format, rows, files, metadata)
+    as_dict(self)
+    totals: property
+class ObjectEntry(object)
+    __init__(self, read, nbytes=0, key='')
+    value(self)
+class Statistics(tuple)
+class Stored(tuple)
+class TensorEntry(object)
+    __init__(self, dtype, shape, pieces, key='', stored='', sharding=None, requires_grad=False, parameter=False, attributes=())
+    boxes: property
+    cut: property
+    itemsize: property
+    itemsize_stored: property
+    nbytes: property
+    numpy(self)
+    stored_dtype: property
+convert(src, dst, *, to, max_memory=67108864, select=(), exclude=(), rename=None, dtype=None, shard_size=None, mesh=None, placements=None, verify=False, overwrite=False, resume=False, fsync=True, dry_run=False, progress=None)
+diff(a, b, *, rtol=0.0, atol=0.0, values=True, progress=None)
+inspect(path, *, stats=False, select=(), progress=None)
+load_into(path, state_dict, *, rename=None, verify=False, progress=None)
+open(path)
+measure(model, *args, loss=None, repeat=5, **kwargs)
+simulate(plan, *, world_size, bandwidth, latency=0.0, algorithm='ring', ranks_per_node=1, inside=None, times=None)
+split_backend(bucket_cap_mb=25, first_bucket_mb=1, inner='inductor')
+support_caches()
+support_groups()
+bare_state_dict(module)
+class KeyRules(object)
+    __init__(self, rules, *, strict=False)
+    inverse(self, of=None)
+    renamed(self, keys)
+add_prefix(prefix)
+fuse(parts, whole, dim=0, *, sizes=())
+rename(pattern, replacement)
+split(whole, parts, dim=0, *, sizes=())
+strip_prefix(prefix, *, everywhere=False)
+transpose(pattern)""",
+    )
+
+
 def test_names_and_signatures_of_fsdp():
     text = "\n".join(line for name in fsdp.__all__ for line in described(name, fsdp))
     assert_expected_inline(
@@ -180,18 +252,27 @@ torch_parameters(module)""",
     )
 
 
-def _homed(package):
-    return {name for names in package._HOMES.values() for name in names.split()}
+PACKAGES = [torchshard, checkpoint, compiler, ddp, fsdp, parallel, state_dict]
 
 
-def test_every_public_name_is_listed_once_everywhere():
-    names = torchshard.__all__
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_every_public_name_is_listed_once_everywhere(package):
+    names = package.__all__
     assert len(set(names)) == len(names)
-    assert set(names) <= set(dir(torchshard))
-    assert set(names) == _homed(torchshard)
-    assert set(parallel.__all__) == _homed(parallel) <= set(dir(parallel))
-    assert set(state_dict.__all__) == _homed(state_dict) <= set(dir(state_dict))
-    assert set(fsdp.__all__) == _homed(fsdp) <= set(dir(fsdp))
+    assert set(names) == {name for names in package._HOMES.values() for name in names.split()} <= set(dir(package))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_type_checkers_find_what_is_imported_on_first_use(package):
+    """Names, and the packages inside that need no import of their own."""
+    module = ast.parse(Path(package.__file__).read_text())
+    (block,) = (node for node in module.body if isinstance(node, ast.If))
+    typed = {alias.asname or alias.name for node in block.body for alias in node.names}
+    call = module.body[-1].value
+    inside = {name for keyword in call.keywords for name in keyword.value.value.split()}
+    if package is torchshard:
+        assert "errors" in inside
+    assert typed == set(package.__all__) | inside
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from torchshard import checkpoint as checkpoint
     from torchshard import compiler as compiler
     from torchshard import ddp as ddp
+    from torchshard import debug as debug
+    from torchshard import errors as errors
     from torchshard import keys as keys
     from torchshard import parallel as parallel
+    from torchshard import simulation as simulation
     from torchshard import state_dict as state_dict
     from torchshard import tensor as tensor
     from torchshard.ddp.wrapper import DistributedDataParallel
     from torchshard.tensor.distribute import distribute_module, distribute_tensor
-    from torchshard.tensor.dtensor import DTensor, layout_of
+    from torchshard.tensor.dtensor import DTensor
     from torchshard.tensor.explain import explain
     from torchshard.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
+    from torchshard.tensor.layout import layout_of
     from torchshard.tensor.modes import fallback, implicit_replication
     from torchshard.tensor.register import register_rule
     from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
@@ -63,7 +67,8 @@ _HOMES = {
     "torch.distributed.tensor": "Partial Placement Replicate Shard",
     "torchshard.ddp.wrapper": "DistributedDataParallel",
     "torchshard.tensor.distribute": "distribute_module distribute_tensor",
-    "torchshard.tensor.dtensor": "DTensor layout_of",
+    "torchshard.tensor.dtensor": "DTensor",
+    "torchshard.tensor.layout": "layout_of",
     "torchshard.tensor.explain": "explain",
     "torchshard.tensor.factories": "empty full linspace logspace ones rand randn zeros",
     "torchshard.tensor.modes": "fallback implicit_replication",

@@ -98,6 +98,9 @@ def test_modules_that_would_come_out_wrong_are_refused(fake_group):
 def test_a_rank_outside_of_the_group(fake_group):
     with pytest.raises(ValueError, match="this rank is not a member of the process group"):
         DistributedDataParallel(mlp(8), process_group=dist.new_group([1, 2]))
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [1, 2])
+    with pytest.raises(ValueError, match="rank 0 is not in DeviceMesh"):
+        DistributedDataParallel(mlp(8), device_mesh=mesh)
 
 
 def test_without_a_process_group():

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.layout.play import assemble, play
 from tests.layout.strategies import OPS, meshes, shapes, shardings, terms
 from torchshard.layout import Mesh, Partial, R, Shard
 from torchshard.layout.passages import passage
-from torchshard.layout.play import assemble, play
 from torchshard.layout.transitions import transition
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.layout.play import play
 from tests.layout.strategies import meshes, shardings
 from torchshard.errors import ShardingError
 from torchshard.layout import Mesh, Partial, R, Shard, format_placements, parse_placements
-from torchshard.layout.play import play
 from torchshard.layout.runs import route, unrolled, unrolled_shape
 from torchshard.layout.strided import strided_intervals
 

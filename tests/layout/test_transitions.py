@@ -6,13 +6,13 @@ from expecttest import TestCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.layout.play import assemble, play, spread
 from tests.layout.strategies import OPS, meshes, shapes, shardings, terms
 from torchshard.errors import ShardingError
 from torchshard.layout import Mesh, Partial, R, Shard
 from torchshard.layout.copies import Copies, Crossing
 from torchshard.layout.cost import Link
-from torchshard.layout.play import assemble, play, spread
-from torchshard.layout.reductions import reduction
+from torchshard.layout.reductions import masking
 from torchshard.layout.transitions import lacked, transition
 
 ONLY_BYTES = Link(launch=0.0, latency=0.0, bandwidth=1.0)
@@ -136,7 +136,7 @@ def test_copies_from_replicas_are_spread():
 @pytest.mark.parametrize("op", OPS)
 def test_only_reductions_with_an_exact_mask_can_be_made_from_replicate(op):
     mesh = Mesh((2,))
-    if reduction(op).mask:
+    if masking(op):
         assert [s.kind for s in transition(mesh.replicated(), mesh.sharding((Partial(op),)), (4,), 4).steps] == ["mask"]
     else:
         with pytest.raises(ShardingError, match="There is no way"):

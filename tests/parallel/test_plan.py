@@ -101,6 +101,10 @@ def test_what_is_no_plan(mesh):
     parallelize_module(module, mesh, {"head": ColwiseParallel()})
     with pytest.raises(RuntimeError, match="already been called"):
         parallelize_module(module, mesh, {"head": ColwiseParallel()})
+    with pytest.raises(ShardingError, match=r"A mesh is needed"):
+        parallelize_module(module, {"head": ColwiseParallel()})
+    with pytest.raises(RuntimeError, match=r"No mesh is given, and there is no surrounding .*; give device_mesh="):
+        parallelize_module(module, parallelize_plan={"head": ColwiseParallel()})
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ShardingError, match=r'mesh\["tp"\]'):
         parallelize_module(tree(), grid, {"head": ColwiseParallel()})

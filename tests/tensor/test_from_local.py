@@ -144,14 +144,14 @@ class Sentences(expecttest.TestCase):
   got:      (4, 3)
   where:    (0=2:S(0))
   fix:      pass the piece that torch.chunk would give this rank
-[half] RuntimeError: from_local takes shape and stride together; got shape=(8, 3), stride=None
+[half] RuntimeError: from_local takes shape and stride together; got shape=(8, 3), stride=None; that of a contiguous tensor is (3, 1)
 [twice] RuntimeError: from_local takes a plain torch.Tensor, and this is a DTensor; use redistribute
 [leaf] RuntimeError: distribute_tensor takes a leaf tensor; use DTensor.from_local for results of operators
 [max] UnsupportedOperatorError: No gradient passes from a Partial('max') DTensor to the local tensor that it was made of.
   expected: Shard, Replicate, Partial('sum') or Partial('avg') where gradients are wanted
   got:      (0=2:P(max))
   fix:      reduce before from_local, or detach the local tensor
-[no placements] RuntimeError: redistribute needs placements, for example [Replicate()]
+[no placements] RuntimeError: redistribute needs placements, for example redistribute(placements=[Replicate()])
 [plain] UnsupportedOperatorError: add.Tensor: the argument 'other' is a plain torch.Tensor among DTensors.
   expected: DTensors only, or scalars
   got:      Tensor of shape (4, 3)

@@ -45,6 +45,9 @@ def objects(rank, world):
     found["hash"] = len({x, x}) == 1
     found["iteration"] = [row.full_tensor().tolist() for row in x] == full.tolist()
     found["len"] = len(x) == 5
+    for other in (full, torch.distributed.tensor.distribute_tensor(full, mesh)):
+        with pytest.raises(TypeError, match=r"takes a torchshard\.DTensor, not a torch\..*Tensor"):
+            layout_of(other)
     return found
 
 

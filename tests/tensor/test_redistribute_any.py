@@ -11,7 +11,7 @@ from tests.layout.strategies import OPS, shapes, shardings
 from tests.ranks import run_ranks
 from tests.tensor.moving import made, part_of
 from torchshard.layout import Mesh, Partial
-from torchshard.layout.reductions import reduction
+from torchshard.layout.reductions import masking
 
 
 @st.composite
@@ -55,7 +55,7 @@ def carried_out(rank, world, mesh_shape, cases):
 def impossible(source, target):
     """Whether some axis would have to become Partial in a way that cannot be made."""
     pairs = zip(source.placements, target.placements, strict=True)
-    return any(type(b) is Partial and a is not b and not reduction(b.op).mask for a, b in pairs)
+    return any(type(b) is Partial and a is not b and not masking(b.op) for a, b in pairs)
 
 
 def results(x, full, source, target, differentiable):

@@ -205,7 +205,13 @@ def current_mesh() -> Any:
     """
     from torch.distributed.device_mesh import _mesh_resources
 
-    return _mesh_resources.get_current_mesh()
+    try:
+        return _mesh_resources.get_current_mesh()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "No mesh is given, and there is no surrounding `with mesh:`; give device_mesh=, for example "
+            'init_device_mesh("cpu", (world_size,))'
+        ) from error
 
 
 def introduce(cls: type[Tensor]) -> None:

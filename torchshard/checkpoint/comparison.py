@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchshard.checkpoint import opening
 from torchshard.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from torchshard.checkpoint.moving.casting import decoded
+from torchshard.checkpoint.moving.progress import Progress
 from torchshard.checkpoint.moving.reading import arrays
 from torchshard.checkpoint.text import printable, table
 from torchshard.checkpoint.trees import as_entry, same, spread
@@ -108,14 +109,8 @@ def diff(
     with opening.open(a) as one, opening.open(b) as other:
         first, second = _spread(one), _spread(other)
         pairs = [(entry, second.get(key)) for key, entry in first.items()]
-        done, total = 0, sum([a.nbytes for a, b in pairs if isinstance(a, TensorEntry) and _short(a) == _short(b)])
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-
+        total = sum([a.nbytes for a, b in pairs if isinstance(a, TensorEntry) and _short(a) == _short(b)])
+        advance = Progress(progress, total)
         keys = dict.fromkeys([*first, *second])
         found = [
             _compare(key, first.get(key), second.get(key), (rtol, atol), advance if values else None) for key in keys

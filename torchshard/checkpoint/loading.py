@@ -18,6 +18,7 @@ from torchshard.checkpoint.live import live
 from torchshard.checkpoint.moving import casting
 from torchshard.checkpoint.moving.comparing import Comparison, whole_pieces
 from torchshard.checkpoint.moving.plan import blocks
+from torchshard.checkpoint.moving.progress import Progress
 from torchshard.checkpoint.moving.reading import check_sums, read_box_into
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import as_entry, leaves, spread
@@ -89,12 +90,10 @@ def load_into(
         for container, step, made in objects:
             container[step] = made
         wanted.close()
-        total, done = sum([part.box.numel * part.entry.itemsize for part in parts]), 0
+        advance = Progress(progress, sum([part.box.numel * part.entry.itemsize for part in parts]))
         for part in parts:
             for nbytes in _load(part):
-                done += nbytes
-                if progress is not None:
-                    progress(done, total)
+                advance(nbytes)
         for files in checkpoint.index.opened:
             files.check_unchanged()
 

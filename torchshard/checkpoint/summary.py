@@ -9,6 +9,7 @@ from typing import Any
 
 from torchshard.checkpoint import opening
 from torchshard.checkpoint.entries import Entry, Index, TensorEntry
+from torchshard.checkpoint.moving.progress import Progress
 from torchshard.checkpoint.statistics import Statistics, statistics
 from torchshard.checkpoint.text import format_size, printable, table
 
@@ -154,16 +155,10 @@ def inspect(
         CheckpointError: as `open` does.
     """
     with opening.open(path) as checkpoint:
-        rows, done = [], 0
+        rows = []
         chosen = _selected(checkpoint.index, select) if select else checkpoint.index.entries
         total = sum([entry.nbytes for entry in chosen.values() if isinstance(entry, TensorEntry)])
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-
+        advance = Progress(progress, total)
         for key, entry in chosen.items():
             if isinstance(entry, TensorEntry):
                 found = statistics(entry, advance) if stats else None

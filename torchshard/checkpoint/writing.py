@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchshard.checkpoint import opening
@@ -12,6 +12,7 @@ from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats.out import Output, Slot, whole_slot
 from torchshard.checkpoint.moving import destination
 from torchshard.checkpoint.moving.destination import Destination
+from torchshard.checkpoint.moving.progress import Progress
 from torchshard.checkpoint.moving.runner import Budget, Move, comparable, move, write_all
 from torchshard.checkpoint.trees import leaves
 from torchshard.errors import CheckpointError
@@ -58,14 +59,12 @@ class Writing:
     budget: Budget
     progress: Callable[[int, int], object] | None
     verify: bool
-    done: int = 0
-    total: int = field(init=False, default=0)
 
     def run(self, *, overwrite: bool, fsync: bool, resume: bool) -> None:
         """Write and rename."""
         moves = self._moves()
         again = self.out.slots if self.verify else []
-        self.total = sum([slot.nbytes for slot in (*(slot for _, slot, _ in moves), *again)])
+        advance = Progress(self.progress, sum([slot.nbytes for slot in (*(slot for _, slot, _ in moves), *again)]))
         files = {file.name: file.nbytes for file in self.out.files}
         with Destination(
             self.target, files, self.fingerprint, overwrite=overwrite, fsync=fsync, resume=resume
@@ -74,18 +73,13 @@ class Writing:
                 return
             if resume:
                 destination.check(self.target, self.out.nbytes, overwrite=overwrite, folder=self.out.is_folder)
-            crcs = self._write(place, moves)
+            crcs = self._write(place, moves, advance)
             place.write_notes()
             if self.verify:
-                self._check_written(place.data, crcs)
+                self._check_written(place.data, crcs, advance)
             for source in self.read:
                 source.check_unchanged()
             place.commit()
-
-    def _advance(self, nbytes: int) -> None:
-        self.done += nbytes
-        if self.progress is not None:
-            self.progress(self.done, self.total)
 
     def _moves(self) -> list[Move]:
         """What goes into the files. Stretches of the source that no slot takes whole and in order go before the first
@@ -102,9 +96,9 @@ class Writing:
             moves.append(one)
         return moves
 
-    def _write(self, place: Destination, moves: Sequence[Move]) -> list[int]:
+    def _write(self, place: Destination, moves: Sequence[Move], advance: Progress) -> list[int]:
         """Move the tensors, then put in all that surrounds them; the crc32 of each slot of the destination."""
-        every = move(moves, place, self.budget, self._advance)
+        every = move(moves, place, self.budget, advance)
         crcs = [crc for (name, _, _), crc in zip(moves, every, strict=True) if name is not None]
         at = 0
         for file in self.out.files:
@@ -115,7 +109,7 @@ class Writing:
                 write_all(handle, data, offset)
         return crcs
 
-    def _check_written(self, data: Path, crcs: Sequence[int]) -> None:
+    def _check_written(self, data: Path, crcs: Sequence[int], advance: Progress) -> None:
         """Open what was written as any reader would, and compare type, shape, place and bytes of each tensor."""
         with opening.open(data) as written:
             found = {place: its for entry in _tensors_of(written.index) for place, its in _places(entry)}
@@ -124,7 +118,7 @@ class Writing:
                 for file in self.out.files
                 for slot in file.slots
             ]
-            again = move(moves, None, self.budget, self._advance)
+            again = move(moves, None, self.budget, advance)
         for slot, before, after in zip(self.out.slots, crcs, again, strict=True):
             if before != after:
                 raise CheckpointError(

@@ -87,3 +87,13 @@ def _group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup
     if world is not None and list(ranks) == dist.get_process_group_ranks(world):
         return world
     return group_of_members(ranks, device)
+
+
+def this_rank() -> int:
+    """Global; 0 in a process without process groups."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of all ranks; 1 in a process without process groups."""
+    return dist.get_world_size() if dist.is_initialized() else 1

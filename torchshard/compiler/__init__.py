@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["explain", "measure", "simulate", "split_backend", "support_caches", "support_groups"]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "torchshard.compiler.explaining": "explain",
-        "torchshard.compiler.measuring": "measure",
-        "torchshard.compiler.objects": "support_caches support_groups",
-        "torchshard.compiler.simulating": "simulate",
-        "torchshard.compiler.split": "split_backend",
-    },
-)
+_HOMES = {
+    "torchshard.compiler.explaining": "explain",
+    "torchshard.compiler.measuring": "measure",
+    "torchshard.compiler.objects": "support_caches support_groups",
+    "torchshard.compiler.simulating": "simulate",
+    "torchshard.compiler.split": "split_backend",
+}
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -29,6 +29,8 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
     else:
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        if device_mesh.get_coordinate() is None:
+            raise ValueError(f"DistributedDataParallel: rank {dist.get_rank()} is not in {device_mesh}")
         group = device_mesh.get_group(mesh_dim=0)
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:  # new_group gives others a number
         raise ValueError("DistributedDataParallel: this rank is not a member of the process group that it was given")

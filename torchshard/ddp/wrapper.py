@@ -31,7 +31,12 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     """Averages the gradients of a module over the ranks of a process group, while backward runs.
 
     A subclass of torch's class, with its constructor and behaviour, whose C++ reducer is never built; code that looks
-    for torch's class finds it. Arguments mean what torch's documentation says.
+    for torch's class finds it. Arguments mean what torch's documentation says. Besides,
+
+    - `bucket_cap_mb="auto"` measures the link between ranks and chooses the size of buckets;
+    - with `device_mesh=mesh["dp"]`, of a mesh of two axes, parameters that are DTensors on the other axis become plain
+      tensors, this rank's parts, and are lent to forward as DTensors: see torchshard.parallel.local_parameters;
+    - `explain()` tells when each bucket was full, sent and reduced in a step; `reducer` shows the buckets.
 
     With gradient_as_bucket_view=False a `.grad` that exists before backward keeps its identity and receives the
     average, as in torch. A `.grad` that backward creates shares memory with its bucket, which saves a copy and is not

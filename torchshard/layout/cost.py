@@ -27,7 +27,6 @@ class Link:
 
 
 DEFAULT_LINK = Link()
-Links = tuple[Link, ...]  # one an axis
 
 
 def slowest(links: Sequence[Link]) -> Link:

@@ -34,7 +34,7 @@ from torchshard.layout.grid import box_at
 from torchshard.layout.layout import Mesh, Sharding
 from torchshard.layout.pieces import largest_piece
 from torchshard.layout.placements import Partial, R, Shard
-from torchshard.layout.reductions import may_mix, reduction
+from torchshard.layout.reductions import masking, may_mix
 
 Kind = Literal["all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "exchange", "mask"]
 
@@ -308,7 +308,7 @@ def _edges(
         elif isinstance(wanted, Shard):
             after = here.replace(axis, wanted)
             yield Step("slice", (axis,), here, after, 0, 0, part + sizes.part(after))
-        elif isinstance(wanted, Partial) and reduction(wanted.op).mask and _mixes(here, wanted):
+        elif isinstance(wanted, Partial) and masking(wanted.op) and _mixes(here, wanted):
             yield Step("mask", (axis,), here, here.replace(axis, wanted), 0, 0, 2 * part)
     yield from _fused_reductions(here, axes, part, sizes)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torchshard._lazy import lazily
 
 if TYPE_CHECKING:
+    from torchshard.parallel import fsdp as fsdp
     from torchshard.parallel.context import context_parallel
     from torchshard.parallel.loss import loss_parallel
     from torchshard.parallel.mapping import local_map

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast, overload
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +15,31 @@ from torchshard.tensor.layout import from_torch
 Placements = Sequence[Placement] | None
 InputPlacements = tuple[Placements, ...] | None
 OutputPlacements = Placements | tuple[Placements, ...]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@overload
+def local_map(
+    func: None = None,
+    out_placements: OutputPlacements = None,
+    in_placements: InputPlacements = None,
+    in_grad_placements: InputPlacements = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def local_map(
+    func: Function,
+    out_placements: OutputPlacements = None,
+    in_placements: InputPlacements = None,
+    in_grad_placements: InputPlacements = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Function: ...
 
 
 def local_map(
@@ -46,18 +71,10 @@ def local_map(
         ValueError: an argument of other placements than required.
         AssertionError: placements that do not go with the arguments or results.
     """
+    told = out_placements, in_placements, in_grad_placements, device_mesh, redistribute_inputs
     if func is None:
-        return functools.partial(
-            local_map,
-            out_placements=out_placements,
-            in_placements=in_placements,
-            in_grad_placements=in_grad_placements,
-            device_mesh=device_mesh,
-            redistribute_inputs=redistribute_inputs,
-        )
-    return functools.partial(
-        _mapped, func, out_placements, in_placements, in_grad_placements, device_mesh, redistribute_inputs
-    )
+        return lambda function: functools.partial(_mapped, function, *told)
+    return functools.partial(_mapped, func, *told)
 
 
 def _mapped(

@@ -11,6 +11,7 @@ from torchshard._torch import current_mesh, uncompiled
 from torchshard.errors import ShardingError
 from torchshard.parallel.styles import ParallelStyle
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.mesh import bind
 
 Plan = ParallelStyle | dict[str, ParallelStyle]
 Tied = Sequence[tuple[nn.Module, str]]
@@ -40,11 +41,12 @@ def parallelize_module(
         The module.
 
     Raises:
-        ShardingError: the mesh has several axes, or a shared parameter is to be cut in two ways.
+        ShardingError: the mesh is none, or has several axes, or a shared parameter is to be cut in two ways.
         NotImplementedError: a style that does not know the module.
         TypeError: a plan that is neither.
     """
     mesh = device_mesh or current_mesh()
+    bind(mesh)  # or an error: it is something else
     if mesh.ndim != 1:
         raise ShardingError(
             "parallelize_module works along one axis of a mesh.",

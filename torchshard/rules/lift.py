@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torchshard.layout.layout import Layout, Mesh, Sharding
 from torchshard.layout.pieces import Symbolic, piece
 from torchshard.layout.placements import Partial, Placement, Placements, R, Shard
-from torchshard.layout.reductions import may_mix, reduction
+from torchshard.layout.reductions import masking, may_mix
 from torchshard.rules.bind import Bound
 from torchshard.rules.notation import Operand, is_whole
 from torchshard.rules.rule import Options
@@ -234,7 +234,7 @@ def _price(
 
 def _move(now: Placement, wanted: Placement, nbytes: float, parts: int) -> float:
     if isinstance(wanted, Partial):
-        return 2 * _COPY if now is R and reduction(wanted.op).mask else math.inf
+        return 2 * _COPY if now is R and masking(wanted.op) else math.inf
     if now is R:
         return _COPY
     share = nbytes * (parts - 1) / parts

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard._torch import default_group, sharded_tensors
-from torchshard.comm.circle import circle_of
+from torchshard.comm.circle import circle_of, this_rank
 from torchshard.errors import ShardingError
 from torchshard.layout.placements import Shard
 from torchshard.state_dict.converting import convert
@@ -53,7 +53,7 @@ def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, red
 
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
         if form.holding is None:
-            return Whole((_here(),), True) if cpu_offload and form.device.type != "cpu" else None
+            return Whole((this_rank(),), True) if cpu_offload and form.device.type != "cpu" else None
         ranks = form.holding.ranks
         if rank0_only:
             firsts.setdefault(ranks[0], path)
@@ -68,7 +68,7 @@ def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, red
         return Whole(ranks[:1] if rank0_only else ranks, cpu_offload)
 
     full = convert(sd, decide, reduce_partial=reduce_partial)
-    if rank0_only and _here() != next(iter(firsts), 0):
+    if rank0_only and this_rank() != next(iter(firsts), 0):
         return type(sd)() if isinstance(sd, (dict, list, tuple)) and not hasattr(sd, "_fields") else None
     return full
 
@@ -87,8 +87,8 @@ def to_dtensor(
     Args:
         sd: a tensor or a nesting; every rank of the mesh, and of meshes and groups that tensors live on, calls this.
         device_mesh: where.
-        placements: one placement an axis, for all tensors but those without dims, which are left as they are. Or a
-            mapping from patterns of keys (as of fnmatch; the keys of nested dicts are joined by dots) to such
+        placements: one for each axis, for all tensors but those without dims, which are left as they are. Or a mapping
+            from patterns of keys (as of fnmatch; the keys of nested dicts are joined by dots) to such
             sequences, in which the first pattern that fits counts. Or a function of key and tensor. A tensor whose
             placements are None is left as it is.
         strict: whether each key must fit a pattern, and each pattern a key. Otherwise keys without a pattern are left
@@ -108,7 +108,7 @@ def to_dtensor(
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
         found = chosen(path, x)
         if found is None:
-            if src_rank is None or form.holding is not None or _here() not in (src_rank, *mesh.ranks):
+            if src_rank is None or form.holding is not None or this_rank() not in (src_rank, *mesh.ranks):
                 return None
             return AsOn(src_rank, mesh)
         sharding = sharding_from_torch(found, mesh, form.shape)
@@ -294,7 +294,3 @@ def _detached(x: Any) -> Any:
     if isinstance(x, (ShardedTensor, sharded_tensors().ShardedTensor)) or not x.requires_grad:
         return x
     return x.detach().requires_grad_()
-
-
-def _here() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.comm.circle import circle_of
+from torchshard.comm.circle import circle_of, this_rank, world_size
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
@@ -50,8 +49,8 @@ def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: 
     jobs: list[Job] = []
     paths: dict[str, Any] = {}
     found = tensors(tree)
-    if source is not None and not 0 <= source < _world():
-        raise ShardingError("The source is no rank.", expected=f"0 to {_world() - 1}", got=source)
+    if source is not None and not 0 <= source < world_size():
+        raise ShardingError("The source is no rank.", expected=f"0 to {world_size() - 1}", got=source)
     if reduce_partial:
         _agree_on_reductions(found)
     for path, leaf in found:
@@ -92,7 +91,7 @@ def _agree_on_reductions(found: Sequence[tuple[str, Tensor]]) -> None:
             ranks, device, text = terms
             circles.setdefault((ranks, device), []).append(f"{path}: {text}")
     for (ranks, device), lines in sorted(circles.items()):
-        if _here() in ranks:
+        if this_rank() in ranks:
             circle_of(ranks, torch.device(device)).agree("\n".join(lines))
 
 
@@ -104,7 +103,7 @@ def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[J
         holders = goal.ranks if source is None else (source,)
         key = "whole", holders, form.shape
         held = memory.get(key) or memory.setdefault(key, Holding.everywhere(form.shape, holders))
-        parts = [] if source not in (None, _here()) else parts
+        parts = [] if source not in (None, this_rank()) else parts
         device = target.device(form)
     boxes = target.boxes(form)
     own = dict(parts)
@@ -137,11 +136,3 @@ def _without_values(path: str, form: Form, parts: Sequence[tuple[Box, Tensor]]) 
             fix="to_dtensor(..., src_rank=) takes them from one rank",
         )
     return None
-
-
-def _here() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,13 +1,15 @@
 """What a tensor shall become: each kind says who shall hold what, and makes the tensor of the parts."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard.comm.circle import this_rank
 from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import Sharding, contiguous_stride
@@ -19,31 +21,41 @@ from torchshard.tensor.sharded import checking, specs
 from torchshard.tensor.sharded.sharded_tensor import made
 
 
-class Target(Protocol):
+class Target(ABC):
     """Who shall hold what of a tensor, and what is made of it."""
 
     @property
+    @abstractmethod
     def text(self) -> str:
         """What it is, in words that are the same on every rank."""
 
+    @abstractmethod
     def holding(self, form: Form, memory: Memory) -> Holding:
         """Who shall hold what."""
 
+    @abstractmethod
     def boxes(self, form: Form) -> list[Box]:
         """What this rank shall hold, empty boxes included."""
 
+    @abstractmethod
     def device(self, form: Form) -> torch.device:
         """Where they shall lie."""
 
     def room(self, form: Form, box: Box) -> Tensor:
-        """Memory for one of them."""
+        """Memory for one of them, its dims in the memory order of the whole tensor."""
+        if dense_stride(form.shape, form.stride) == contiguous_stride(form.shape):
+            return torch.empty(box.size, dtype=form.dtype, device=self.device(form))
+        return torch.empty_strided(
+            box.size, dense_stride(box.size, form.stride), dtype=form.dtype, device=self.device(form)
+        )
 
+    @abstractmethod
     def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
         """The tensor; None where this rank shall have none."""
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Target):
     """Whole tensors, on these ranks.
 
     Attributes:
@@ -66,15 +78,11 @@ class Whole:
 
     def boxes(self, form: Form) -> list[Box]:
         """As of Target."""
-        return [whole(form.shape)] if _here() in self.ranks else []
+        return [whole(form.shape)] if this_rank() in self.ranks else []
 
     def device(self, form: Form) -> torch.device:
         """As of Target."""
         return torch.device("cpu") if self.cpu else form.device
-
-    def room(self, form: Form, box: Box) -> Tensor:
-        """As of Target."""
-        return _room(form, box, self.device(form))
 
     def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
         """As of Target."""
@@ -84,7 +92,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class OnMesh:
+class OnMesh(Target):
     """DTensors of one sharding."""
 
     sharding: Sharding
@@ -115,10 +123,6 @@ class OnMesh:
         """As of Target."""
         return _device_on(self.mesh, form)
 
-    def room(self, form: Form, box: Box) -> Tensor:
-        """As of Target."""
-        return _room(form, box, self.device(form))
-
     def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
         """As of Target."""
         device = self.device(form)
@@ -128,7 +132,7 @@ class OnMesh:
 
 
 @dataclass(frozen=True)
-class AsOn:
+class AsOn(Target):
     """Plain tensors on the ranks of a mesh, with the values of one rank, which keeps its own.
 
     Attributes:
@@ -152,15 +156,11 @@ class AsOn:
 
     def boxes(self, form: Form) -> list[Box]:
         """As of Target."""
-        return [] if _here() == self.source else [whole(form.shape)]
+        return [] if this_rank() == self.source else [whole(form.shape)]
 
     def device(self, form: Form) -> torch.device:
         """As of Target."""
         return _device_on(self.mesh, form)
-
-    def room(self, form: Form, box: Box) -> Tensor:
-        """As of Target."""
-        return _room(form, box, self.device(form))
 
     def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
         """As of Target."""
@@ -170,7 +170,7 @@ class AsOn:
 
 
 @dataclass(frozen=True)
-class InParts:
+class InParts(Target):
     """ShardedTensors cut by a spec.
 
     Attributes:
@@ -204,13 +204,13 @@ class InParts:
 
     def boxes(self, form: Form) -> list[Box]:
         """As of Target."""
-        metadata, here = self.metadata(form), _here()
+        metadata, here = self.metadata(form), this_rank()
         return [specs.box_of(s, form.shape) for s in metadata.shards_metadata if s.placement.rank() == here]
 
     def device(self, form: Form) -> torch.device:
         """As of Target."""
         shards = self.metadata(form).shards_metadata
-        mine = [s.placement.device() for s in shards if s.placement.rank() == _here()]
+        mine = [s.placement.device() for s in shards if s.placement.rank() == this_rank()]
         return (mine or [shards[0].placement.device()])[0]  # type: ignore[no-any-return]
 
     def room(self, form: Form, box: Box) -> Tensor:
@@ -220,7 +220,7 @@ class InParts:
     def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
         """As of Target."""
         metadata = self.metadata(form)
-        mine = [s for s in metadata.shards_metadata if s.placement.rank() == _here()]
+        mine = [s for s in metadata.shards_metadata if s.placement.rank() == this_rank()]
         shards = [
             specs.Shard(part.to(s.placement.device()).contiguous().requires_grad_(form.requires_grad), s)
             for part, s in zip(parts, mine, strict=True)
@@ -232,14 +232,3 @@ def _device_on(mesh: BoundMesh, form: Form) -> torch.device:
     """That of the tensor, if it is of the mesh's kind."""
     kind = mesh.device_mesh.device_type
     return form.device if form.device.type == kind else torch.device(kind)
-
-
-def _room(form: Form, box: Box, device: torch.device) -> Tensor:
-    """Memory for a part, its dims in the memory order of the whole tensor."""
-    if dense_stride(form.shape, form.stride) == contiguous_stride(form.shape):
-        return torch.empty(box.size, dtype=form.dtype, device=device)
-    return torch.empty_strided(box.size, dense_stride(box.size, form.stride), dtype=form.dtype, device=device)
-
-
-def _here() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

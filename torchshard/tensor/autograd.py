@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import exported_whole, is_traced
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
-from torchshard.layout.layout import Sharding
+from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.caching import one_node
@@ -219,13 +219,15 @@ def from_local(
     if isinstance(local, DTensor):
         raise RuntimeError("from_local takes a plain torch.Tensor, and this is a DTensor; use redistribute")
     if (shape is None) != (stride is None):
-        raise RuntimeError(f"from_local takes shape and stride together; got shape={shape}, stride={stride}")
+        dense = "" if shape is None else f"; that of a contiguous tensor is {contiguous_stride(tuple(shape))}"
+        raise RuntimeError(f"from_local takes shape and stride together; got shape={shape}, stride={stride}{dense}")
     mesh = bind(device_mesh)
     require_strided(local, "from_local")
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
     given = [Replicate()] * mesh.ndim if placements is None else placements
-    sharding = from_torch(given, mesh, _even_shape(local, given, mesh) if shape is None else shape)
+    even = _even_shape(local, given, mesh) if shape is None else shape
+    sharding = from_torch(given, mesh, even)
     if mesh.coordinate is None:
         local = local.new_empty(0)
         shape, stride = ((0,), (1,)) if shape is None or stride is None else (shape, stride)
@@ -235,7 +237,7 @@ def from_local(
         layout = layout_for(sharding, tuple(shape), tuple(stride), local.dtype)
         check_part(local, layout)
     else:
-        layout = _even_layout(local, sharding, _even_shape(local, given, mesh))
+        layout = _even_layout(local, sharding, even)
     shares = not (run_check and R in sharding.placements)  # else it gets a copy of the first replica
     if shares and not is_traced(local) and not same_order(local.shape, local.stride(), layout.stride):
         layout = layout.marked(TURNED)

@@ -30,11 +30,6 @@ def forget_plans() -> None:
         plans.clear()
 
 
-def cached_plans() -> int:
-    """Number of plans that are kept now."""
-    return sum(map(len, _plan_tables))
-
-
 def add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[..., Any]:
     """Make and keep the entry of an operator called with `count` positional arguments and these keywords."""
     name = operator_name(func)

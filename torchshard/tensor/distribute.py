@@ -40,7 +40,7 @@ def distribute_tensor(
     Args:
         tensor: a leaf, of the same shape and dtype on every rank; on which device does not matter.
         device_mesh: where; by default the mesh of the surrounding `with mesh:`.
-        placements: one an axis; everything replicated by default.
+        placements: one for each axis (dim of the mesh); everything replicated by default.
         src_data_rank: place along each axis of the rank whose values count; None to take every rank's own values,
             without communication.
 

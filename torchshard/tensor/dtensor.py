@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import current_mesh, lie_with_others, no_torch_function, reading_number, wrapper_constructor
 from torchshard.errors import ShardingError, UnsupportedOperatorError
-from torchshard.layout.layout import Layout, Sharding
+from torchshard.layout.layout import Sharding
 from torchshard.tensor.caching import digest, tie
 from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch, sized
 from torchshard.tensor.mesh import PICKLED, bind, restored
@@ -65,7 +65,7 @@ class DTensor(Tensor):
         Args:
             local_tensor: this rank's part (for a Partial axis: its term); used as it is, not copied.
             device_mesh: where; by default the mesh of the surrounding `with mesh:`.
-            placements: one an axis; everything replicated by default.
+            placements: one for each axis (dim of the mesh); everything replicated by default.
             run_check: ask the other ranks: for sizes and strides of their parts, and along replicated axes for the
                 values of the first rank, which all then have.
             shape: global shape. Without it and without `run_check` the parts are taken to be of equal size and memory
@@ -109,7 +109,7 @@ class DTensor(Tensor):
                 through backward, together; a rank that is in one of them only holds an empty local tensor on the
                 other's side. (Ranks outside of a tensor's mesh make it with the rest: by distribute_tensor, or by
                 from_local of an empty tensor with `shape` and `stride`.)
-            placements: one an axis.
+            placements: one for each axis (dim of the mesh).
             async_op: start the last communication and return; the result waits for it when it is first used, and so
                 does the gradient. This tensor must not be written to before that.
             forward_dtype: to convert to before anything is sent; the result has it.
@@ -124,7 +124,7 @@ class DTensor(Tensor):
         from torchshard.tensor import autograd
 
         if placements is None:
-            raise RuntimeError("redistribute needs placements, for example [Replicate()]")
+            raise RuntimeError("redistribute needs placements, for example redistribute(placements=[Replicate()])")
         layout = self._spec
         mesh = layout.mesh if device_mesh is None else bind(device_mesh)
         target = from_torch(placements, mesh, layout.shape)
@@ -168,7 +168,7 @@ class DTensor(Tensor):
 
     @property
     def placements(self) -> tuple[TorchPlacement, ...]:
-        """What each axis does, as torch's objects.
+        """One placement for each axis (dim of the mesh), as torch's objects.
 
         Raises:
             ShardingError: axes nest in an order that torch has no placement for; `layout_of(x)` has it.
@@ -371,11 +371,6 @@ def dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
             yield from dtensors_in(x)
         elif type(x) is DTensor:
             yield x
-
-
-def layout_of(x: DTensor) -> Layout:
-    """Mesh, placements, nesting order, global shape, stride and dtype of a DTensor in one object, with its boxes."""
-    return x._spec.plain
 
 
 def _no_memory(what: str, instead: str) -> UnsupportedOperatorError:

@@ -58,7 +58,7 @@ class FirstRun:
         call = self.call
         if self.mesh.coordinate is None:
             return outside.first_run(call, self.operands, results)
-        arguments, bound = self._arguments(shape_of, results)
+        arguments, bound = self._arguments(results)
         function = local_callable(call.func)
         if self.made.local is not None:
             function = partial(self.made.local, function)
@@ -93,9 +93,7 @@ class FirstRun:
     def _first(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return refusing(self.call, self.operands, self.made, self.targets, function)
 
-    def _arguments(
-        self, shape_of: Callable[[int, Tensor], tuple[int, ...]], results: Sequence[Sharding] | None
-    ) -> tuple[tuple[Argument, ...], dict[str, Any]]:
+    def _arguments(self, results: Sequence[Sharding] | None) -> tuple[tuple[Argument, ...], dict[str, Any]]:
         call, bound = self.call, dict[str, Any]()
         how: list[How] = ["given"] * len(call.names)
         lists: dict[int, dict[int, tuple[TensorLayout, TensorLayout]]] = {}
@@ -138,8 +136,7 @@ class FirstRun:
         made, call = self.made, self.call
         if made.local_size is None or results is None:
             return
-        size = list(call.values[made.local_size])
-        global_size = self._known_size(size)
+        global_size = self._known_size()
         part = layout_for(results[0], global_size, contiguous_stride(global_size), torch.float32).local_shape
         how[made.local_size] = "constant"
         bound[f"constant_{call.names[made.local_size]}"] = part
@@ -148,7 +145,7 @@ class FirstRun:
             stride = global_stride(part, call.values[made.local_stride])
             bound[f"constant_{call.names[made.local_stride]}"] = stride
 
-    def _known_size(self, size: Sequence[int]) -> tuple[int, ...]:
+    def _known_size(self) -> tuple[int, ...]:
         rule = bind_rule(parse(self.made.line), [o.layout.shape for o in self.operands], self.made.sizes)
         assert rule is not None, f"{self.call.name}: a rule that was bound before"
         return rule.known_shape(0)

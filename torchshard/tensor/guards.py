@@ -27,7 +27,7 @@ from torchshard._torch import (
 )
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.placements import Partial
-from torchshard.layout.reductions import reduction
+from torchshard.layout.reductions import masking
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TensorLayout, overlaps
 from torchshard.tensor.redistribute import redistribute_local
@@ -308,4 +308,4 @@ def refuse_overlapping(layout: TensorLayout) -> None:
 def _without_terms(layout: TensorLayout) -> Partial | None:
     """The Partial of a layout whose terms cannot be made of a value."""
     partials = [p for p in layout.placements if isinstance(p, Partial)]
-    return next((p for p in partials if reduction(p.op).mask is None), None)
+    return next((p for p in partials if masking(p.op) is None), None)

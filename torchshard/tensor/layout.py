@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.tensor as upstream
@@ -15,6 +15,9 @@ from torchshard.layout.pieces import Symbolic
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.layout.reductions import parse_norm
 from torchshard.layout.strided import factors_from_order, order_from_factors
+
+if TYPE_CHECKING:
+    from torchshard.tensor.dtensor import DTensor
 
 # Marks: what may be true of a tensor beside its layout, on this rank. Plans are made for each combination.
 SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
@@ -74,6 +77,22 @@ class TensorLayout(Layout):
         if self._torch_placements is None:
             self._torch_placements = to_torch(self)
         return self._torch_placements
+
+
+def layout_of(x: "DTensor") -> Layout:
+    """How a DTensor is laid out, as one object that can be printed and compared.
+
+    Returns:
+        A Layout: global `shape`, `stride` and `dtype`; `sharding` (mesh, placements, and which axis splits first);
+        `local_shape` and `box`, the shape, and the offsets and sizes, of this rank's part; `boxes()`, those of all.
+
+    Raises:
+        TypeError: `x` is no DTensor of this package.
+    """
+    found = getattr(x, "_spec", None)
+    if isinstance(found, TensorLayout):
+        return found.plain
+    raise TypeError(f"layout_of takes a torchshard.DTensor, not a {type(x).__module__}.{type(x).__qualname__}")
 
 
 def layout_for(sharding: Sharding, shape: Sequence[int], stride: Sequence[int], dtype: Any) -> TensorLayout:

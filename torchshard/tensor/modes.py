@@ -25,11 +25,15 @@ _NOT_USERS = ("torchshard", "torch")
 
 @contextmanager
 def fallback(mode: Fallback) -> Iterator[None]:
-    """What to do with an operator that has no rule, in this thread.
+    """A context in which operators without a rule are handled as `mode` says; for this thread only.
 
     Args:
-        mode: "replicate" gathers its operands on every rank and says so once an operator (the default), "silent" does
-            so without a word, "error" raises UnsupportedOperatorError.
+        mode: "replicate", the default outside of any context: operands are gathered, so that the operator runs on
+            whole tensors on every rank, with a warning once for each operator. "silent": the same without a warning.
+            "error": such an operator raises UnsupportedOperatorError.
+
+    Raises:
+        ShardingError: another mode.
     """
     if mode not in ("replicate", "error", "silent"):
         raise ShardingError("No such fallback.", expected="'replicate', 'error' or 'silent'", got=repr(mode))
@@ -42,7 +46,11 @@ def fallback(mode: Fallback) -> Iterator[None]:
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Take plain tensors beside DTensors to be the same on every rank, in this thread."""
+    """A context in which operators accept plain tensors beside DTensors, and treat them as replicated.
+
+    A plain tensor has to have the same values on every rank of the mesh, which is not checked. Outside of the context
+    an operator on both kinds raises UnsupportedOperatorError. For this thread only.
+    """
     before, _state.implicit_replication = _state.implicit_replication, True
     try:
         yield

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.tensor as upstream
@@ -21,6 +21,8 @@ from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.naming import name_on, named
 from torchshard.tensor.redistribute import redistribute_local
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 def local_parameters(module: nn.Module) -> nn.Module:
@@ -68,7 +70,7 @@ def placed_parameters(module: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def placed_states(module: nn.Module, optimizer: Any) -> Any:
+def placed_states(module: nn.Module, optimizer: AnyOptimizer) -> AnyOptimizer:
     """Have the state dict of an optimizer hold DTensors, as that of the module does after `local_parameters`.
 
     Without it a state dict holds each rank's parts as plain tensors, which checkpoints take for copies of one tensor.
@@ -76,7 +78,7 @@ def placed_states(module: nn.Module, optimizer: Any) -> Any:
 
     Args:
         module: `local_parameters`, or DistributedDataParallel(device_mesh=), has treated it.
-        optimizer: of its parameters; a torch.optim.Optimizer.
+        optimizer: of its parameters.
 
     Returns:
         The optimizer; its `state_dict` raises NotImplementedError where states do not have the parameters' shapes, and

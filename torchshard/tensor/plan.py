@@ -32,7 +32,7 @@ from torchshard.tensor.call import (
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.first_run import FirstRun, Plan
 from torchshard.tensor.handlers import random
-from torchshard.tensor.layout import SEVERED
+from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
 from torchshard.tensor.observing import tell
@@ -232,17 +232,14 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     """An operator that writes, where its operand cannot be written in place: on gathered copies, then written back."""
     written = call.written()
     whole = operands[0].layout.mesh.replicated()
-    pairs = [(o, o.layout.to(whole)) for o in operands]
+    pairs = [(o, o.layout.to(whole)) for o in operands if not o.fixed]  # a plain scalar is written to itself
     # What is returned: an argument that was written, or something new.
     returns = [r.alias_info is not None and r.alias_info.is_write for r in schema(call.func).returns]
 
     def plan(*values: Any) -> Any:
         copies: list[Any] = [list(v) if isinstance(v, (list, tuple)) else v for v in values]
         for o, target in pairs:
-            if o.fixed:
-                continue
-            x = values[o.at] if o.item is None else values[o.at][o.item]
-            copy: Any = redistribute_local(x._local_tensor, o.layout, target)
+            copy: Any = redistribute_local(_item(values, o)._local_tensor, o.layout, target)
             copy = copy.clone() if o.at in written else copy
             if o.item is None:
                 copies[o.at] = copy
@@ -251,20 +248,8 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
         args, kwargs = call.with_values(copies)
         made = call.func(*args, **kwargs)
         for o, target in pairs:
-            if o.at in written and not o.fixed:  # a plain scalar has been written to itself
-                x, local = values[o.at], copies[o.at]
-                if o.item is not None:
-                    x, local = x[o.item], local[o.item]
-                if tuple(local.shape) != tuple(o.layout.shape):
-                    raise UnsupportedOperatorError(
-                        f"{call.name} would change the shape of a DTensor in place.",
-                        expected=f"an output of shape {tuple(local.shape)}",
-                        got=f"one of shape {tuple(o.layout.shape)}",
-                        fix="use the operator's variant that returns its result",
-                    )
-                guards.write_back(x, local, target)
-                if call.names[o.at] == "out":
-                    guards.fill(x)
+            if o.at in written:
+                _write_back(call, o, _item(values, o), _item(copies, o), target)
         arguments = iter([values[at] for at in written])
         parts = made if isinstance(made, (list, tuple)) else [made]
         outs = [
@@ -274,3 +259,21 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
         return None if not returns else outs[0] if len(returns) == 1 else tuple(outs)
 
     return plan(*call.values), plan
+
+
+def _item(values: Sequence[Any], o: Operand) -> Any:
+    return values[o.at] if o.item is None else values[o.at][o.item]
+
+
+def _write_back(call: Call, o: Operand, x: Any, local: Tensor, target: TensorLayout) -> None:
+    """To the DTensor `x` from the gathered copy of it that the operator has written to."""
+    if tuple(local.shape) != tuple(o.layout.shape):
+        raise UnsupportedOperatorError(
+            f"{call.name} would change the shape of a DTensor in place.",
+            expected=f"an output of shape {tuple(local.shape)}",
+            got=f"one of shape {tuple(o.layout.shape)}",
+            fix="use the operator's variant that returns its result",
+        )
+    guards.write_back(x, local, target)
+    if call.names[o.at] == "out":
+        guards.fill(x)

@@ -71,14 +71,17 @@ def register_rule(
             is another operator, with a rule of its own.
         notation: a line such as "i k, k j -> i j": the operator's tensors left of the arrow, its results right of it,
             a name for each dim; upper case where a dim must be whole. Or a function of the arguments that returns it.
-        lin: operands in which the results are linear: "0,1" in each, "0+1" in both together.
-        red: what splitting a factor that no result has leaves: "k:sum", or {"k": "sum"}.
-        plus: operands that are added to that sum.
-        moves: it only moves elements of operand 0.
-        mono: it rises with operand 0.
-        like: it reads only shape, stride and dtype.
-        full: no rank may hold an empty piece.
-        reads: names of number arguments whose value decides a notation that is a function.
+        lin: numbers of operands in which the results are linear, so that these may stay Partial sums or averages while
+            the others are whole: "0,1" for each by itself (a product), "0+1" for both together (a sum).
+        red: for a dim that no result has, how the results of ranks that each have some of it combine: "k:sum" makes
+            them Partial("sum"); several as "k:sum,j:sum" or {"k": "sum"}. A dim that is left out is never split.
+        plus: numbers of operands that are added to such a sum, as the bias of addmm: they count once, not once a rank.
+        moves: the operator only rearranges elements of operand 0, so that a Partial of any kind may stay one (flip).
+        mono: it is elementwise and never falls where operand 0 rises, so that Partial max and min may stay so (exp).
+        like: it reads only shape, stride and dtype of its operands, so that nothing is moved (zeros_like).
+        full: no rank may hold an empty piece, as where the kernel fails on one.
+        reads: names of number arguments, with commas between, on whose values a notation that is a function depends;
+            by default a plan is kept for all values of one type.
         samples: as for validate_rule; the rule is proved on them before it counts.
         override: allow an operator that has a rule already.
 

@@ -1,6 +1,6 @@
 """What each step of a transition does on this rank: functions of the local tensor, with all lengths worked out.
 
-What a step means is in layout/play.py, which plays it on plain arrays.
+What a step means is in tests/layout/play.py, which plays it on plain arrays of all ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from torchshard.comm.group import Group
 from torchshard.layout.boxes import Box
 from torchshard.layout.pieces import nested_piece, nested_pieces, piece
 from torchshard.layout.placements import Partial
-from torchshard.layout.reductions import reduction
+from torchshard.layout.reductions import masking
 from torchshard.layout.transitions import Step, Transition
 from torchshard.tensor.mesh import BoundMesh
 
@@ -107,7 +107,7 @@ def _mask(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
     assert mesh.coordinate is not None
     placement = step.after.placements[step.axes[0]]
     assert isinstance(placement, Partial), f"{step} does not mask"
-    keeps = reduction(placement.op).mask == "keep" or mesh.coordinate[step.axes[0]] == 0
+    keeps = masking(placement.op) == "keep" or mesh.coordinate[step.axes[0]] == 0
     return torch.clone if keeps else torch.zeros_like
 
 

@@ -153,7 +153,7 @@ def _of_pieces(parts: Mapping[str, Index], folder: Path) -> dict[str, Entry]:
             )
     entries: dict[str, Entry] = {}
     for key, pieces in found.items():
-        entries[key] = _assembled(key, pieces, f"{folder}: {printable(key)}")
+        entries[key] = _assembled(pieces, f"{folder}: {printable(key)}")
     return entries
 
 
@@ -164,7 +164,7 @@ def _offset(fields: Any, entry: TensorEntry, where: str) -> tuple[int, ...]:
     return offset
 
 
-def _assembled(key: str, parts: list[tuple[tuple[int, ...], TensorEntry]], where: str) -> TensorEntry:
+def _assembled(parts: list[tuple[tuple[int, ...], TensorEntry]], where: str) -> TensorEntry:
     first = parts[0][1]
     if any(entry.dtype != first.dtype or len(entry.shape) != len(first.shape) for _, entry in parts):
         raise CheckpointError("The pieces of a tensor differ in type or number of dims.", where=where)

@@ -7,7 +7,7 @@ has gathered; everything else (optimizers, state dicts, checkpoints) sees torch'
 
 import math
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from torchshard.tensor.interop import to_torch
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.parts import Owner, Placed, replace_parameters
 
+Modules = TypeVar("Modules", bound=nn.Module | list[Any])
+
 _replaced: Any = WeakTensorKeyDictionary()
 """Parameters that somebody still holds, with those that have taken their places."""
 
@@ -39,7 +41,7 @@ def _before(parameter: Tensor) -> Tensor:
     return next((old for old, new in _replaced.items() if new is parameter), parameter)
 
 
-def fully_shard(module: Any, **options: Any) -> Any:
+def fully_shard(module: Modules, **options: Any) -> Modules:
     """torch.distributed.fsdp.fully_shard on a module that `parallelize_module` of this package has treated.
 
     Args:
@@ -65,7 +67,7 @@ def fully_shard(module: Any, **options: Any) -> Any:
         options["ignored_params"] = {_now(each) for each in ignored}
     if place := options.get("shard_placement_fn"):
         options["shard_placement_fn"] = lambda parameter: place(_before(parameter))
-    return torch_fully_shard(module, **options)
+    return cast(Modules, torch_fully_shard(module, **options))  # type: ignore[arg-type]  # a list, too
 
 
 def _require_torch_can_say(

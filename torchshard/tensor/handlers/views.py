@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchshard._torch import below_dispatch, is_view, operator_names
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor import guards
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.first_run import mover
-from torchshard.tensor.layout import SEVERED, dense_stride, layout_for
+from torchshard.tensor.layout import SEVERED, TensorLayout, dense_stride, layout_for
 
 aten = torch.ops.aten
 
@@ -18,9 +19,7 @@ aten = torch.ops.aten
 def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
     """squeeze_, unsqueeze_, t_, transpose_: `x` takes over part and layout of what the variant without _ returns."""
     name, overload = operator_names(func)
-    view = (
-        aten.transpose.int(x, *args) if name == "transpose_" else getattr(getattr(aten, name[:-1]), overload)(x, *args)
-    )
+    view = getattr(getattr(aten, name[:-1]), "int" if name == "transpose_" else overload)(x, *args)
     if view._spec.marks & SEVERED and not x._spec.marks & SEVERED:
         raise UnsupportedOperatorError(
             f"{name} would have to move a DTensor to change its shape in place.",
@@ -28,9 +27,14 @@ def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
             got=f"{x._spec} to {view._spec}",
             fix=f"use the variant without the underscore: {name.rstrip('_')}",
         )
+    return _turned_into(x, view._local_tensor, view._spec, func, *args)
+
+
+def _turned_into(x: DTensor, local: Tensor, layout: TensorLayout, func: Any, *args: Any) -> DTensor:
+    """`x` with this part and layout, whose shape and strides `func` gives to the wrapper."""
     with below_dispatch():
         func(x, *args)
-    x._local_tensor, x._spec = view._local_tensor, view._spec
+    x._local_tensor, x._spec = local, layout
     return x
 
 
@@ -42,13 +46,9 @@ def _as_strided_(func: Any, x: DTensor, size: Sequence[int], stride: Sequence[in
     if any(n > 1 and old != new for n, old, new in zip(layout.shape, layout.stride, stride, strict=True)):
         return NotImplemented
     like = zip(local.shape, local.stride(), dense_stride(local.shape, stride), strict=True)
-    with below_dispatch():
-        func(x, size, stride)
-    x._local_tensor = local.as_strided(local.shape, [new if n == 1 else old for n, old, new in like])
-    x._spec = layout_for(layout.sharding, layout.shape, tuple(stride), layout.dtype).marked(
-        layout.marks, layout.assumed
-    )
-    return x
+    turned = local.as_strided(local.shape, [new if n == 1 else old for n, old, new in like])
+    told = layout_for(layout.sharding, layout.shape, tuple(stride), layout.dtype).marked(layout.marks, layout.assumed)
+    return _turned_into(x, turned, told, func, size, stride)
 
 
 def _as_strided(

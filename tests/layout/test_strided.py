@@ -6,34 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchshard.errors import ShardingError
-from torchshard.layout import Box
-from torchshard.layout.flat import boxes_interval, interval_boxes
 from torchshard.layout.pieces import nested_piece
 from torchshard.layout.strided import factors_from_order, order_from_factors, split_factors, strided_intervals
-
-shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-
-
-@given(shapes, st.data())
-def test_an_interval_is_a_few_boxes_in_storage_order_and_back(shape, data):
-    numel = math.prod(shape)
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel))
-    boxes = interval_boxes(shape, start, stop)
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    flat = np.arange(numel).reshape(shape)
-    got = np.concatenate([flat[b.slices].ravel() for b in boxes]) if boxes else np.zeros(0)
-    assert (got == np.arange(start, stop)).all()
-    assert boxes_interval(shape, boxes) == ((start, stop) if boxes else (0, 0))
-
-
-def test_what_is_no_interval_is_refused():
-    with pytest.raises(ShardingError, match="no interval"):
-        boxes_interval((4, 4), [Box((0, 0), (2, 2))])
-    with pytest.raises(ShardingError, match="no interval"):
-        boxes_interval((4, 4), [Box((0, 0), (1, 4)), Box((2, 0), (1, 4))])
-    with pytest.raises(ShardingError, match="outside"):
-        interval_boxes((4, 4), 3, 17)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 40), st.data())

@@ -4,7 +4,7 @@
     parts = play(transition(...), parts)         what the ranks hold afterwards
     assert (assemble(parts, target, full.shape) == full).all()
 
-Arrays are numpy's. Nothing here is fast; the communicating twin is tensor/steps.py.
+Arrays are numpy's. Nothing here is fast; what ranks do is in torchshard/tensor/steps.py.
 """
 
 import itertools
@@ -18,11 +18,22 @@ from torchshard.layout.grid import Coordinate
 from torchshard.layout.layout import Mesh, Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Partial
-from torchshard.layout.reductions import parse_norm, reduction
+from torchshard.layout.reductions import masking, parse_norm
 from torchshard.layout.transitions import Step, Transition
 
 Array = np.ndarray[Any, Any]
 Parts = list[Array]
+
+_COMBINE: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "product": np.multiply,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
 
 
 def spread(full: Array, sharding: Sharding) -> Parts:
@@ -57,7 +68,7 @@ def reduce_terms(op: str, terms: Sequence[Array]) -> Array:
     order = parse_norm(op)
     if order is not None:
         return _norm(order, np.stack(terms))
-    total: Array = getattr(np, reduction(op).combine).reduce(np.stack(terms), axis=0, dtype=terms[0].dtype)
+    total: Array = _COMBINE[op].reduce(np.stack(terms), axis=0, dtype=terms[0].dtype)
     return (total / len(terms)).astype(terms[0].dtype) if op == "avg" else total
 
 
@@ -140,7 +151,7 @@ def _differ_on(one: Coordinate, other: Coordinate) -> set[int]:
 def _mask(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:
     placement = step.after.placements[step.axes[0]]
     assert isinstance(placement, Partial), f"{step} does not mask"
-    if reduction(placement.op).mask == "keep":
+    if masking(placement.op) == "keep":
         return parts
     return _in_groups(step, parts, lambda group: [a if k == 0 else np.zeros_like(a) for k, a in enumerate(group)])
 
