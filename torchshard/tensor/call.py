@@ -138,7 +138,7 @@ def operands_of(call: Call) -> list[Operand]:
 def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorError:
     """The error for an argument that is no DTensor."""
     kind = type(x)
-    plain = kind in (Tensor, torch.nn.Parameter)
+    plain = kind in (Tensor, torch.nn.Parameter) or is_traced(x)
     what = (
         "plain torch.Tensor among DTensors"
         if plain
@@ -149,7 +149,8 @@ def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorErr
         expected="DTensors only, or scalars",
         got=f"{kind.__name__} of shape {tuple(x.shape)}",
         fix="distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
-        " same on every rank, with torchshard.implicit_replication(): ...",
+        " same on every rank, as what torch and modules make of numbers alone is, with"
+        " torchshard.implicit_replication(): ...",
     )
 
 

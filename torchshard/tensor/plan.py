@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchshard._torch import decomposition, is_traced, schema
+from torchshard._torch import decomposition, is_traced, schema, takes_plain_for_replicated
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
@@ -31,7 +31,7 @@ from torchshard.tensor.call import (
 )
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.first_run import FirstRun, Plan
-from torchshard.tensor.handlers import random
+from torchshard.tensor.handlers import one_hot, random
 from torchshard.tensor.layout import SEVERED
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
@@ -43,6 +43,8 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
     """Run a call for the first time: the result, and what to do with further calls of its kind (None: ask again)."""
     if (wrapped := with_plain_wrapped(call)) is not None:
         args, kwargs = call.with_values(wrapped)
+        if takes_plain_for_replicated():
+            one_hot.require_classes(call.name, *args)
         return call.func(*args, **kwargs), None
     operands = operands_of(call)
     cut = sorted({o.at for o in operands if o.layout.marks & SEVERED})
