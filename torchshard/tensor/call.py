@@ -59,7 +59,6 @@ def _works_by_element(func: Any) -> bool:
         and torch.Tag.nondeterministic_seeded not in tags
         and len(returns) == 1
         and str(returns[0].type) == "Tensor"
-        and not any(a.is_out for a in schema(func).arguments)
     )
 
 
