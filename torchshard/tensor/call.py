@@ -82,6 +82,14 @@ class Call:
         """Positions of the arguments that the operator writes to."""
         return _written(self.func, self.names)
 
+    def item_by_item(self, values: Sequence[Any]) -> None:
+        """The operator, one that writes to its lists, called for each item of these alone."""
+        count = max([len(value) for value in values if isinstance(value, (list, tuple))])
+        for k in range(count):
+            item = [v[k : k + 1] if isinstance(v, (list, tuple)) and len(v) == count else v for v in values]
+            positional, named = self.with_values(item)
+            self.func(*positional, **named)
+
     def viewed(self) -> bool:
         """Whether results share memory with an argument without being it."""
         return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(self.func).returns)

@@ -57,8 +57,9 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
         made.append(plan)
         return result
 
-    result = guards.guarded(first, cut, call.written(), call.name)(*call.values)
-    return result, None if made[0] is None else guards.guarded(made[0], cut, call.written(), call.name)
+    result = guards.guarded(first, cut, call)(*call.values)
+    kept = made[0] if made else None  # none where an operator of lists has gone through them item by item
+    return result, None if kept is None else guards.guarded(kept, cut, call)
 
 
 def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
