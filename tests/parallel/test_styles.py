@@ -318,3 +318,35 @@ def test_meshes_that_differ_in_names_only_and_meshes_that_are_gone():
     alike, said = run_ranks(1, outlived)[0]
     assert alike == [("a",), ("b",), ("a",)]
     assert said == ["ShardingError"] * 2
+
+
+class NormedHeads(nn.Module):
+    """Attention that normalises the queries of each head, as Qwen3 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.norm, self.out = nn.Linear(6, 20), nn.RMSNorm(4), nn.Linear(20, 6)
+
+    def forward(self, x):
+        heads = self.norm(self.query(x).unflatten(-1, (-1, 4)))
+        return self.out((heads * heads.sum(1, keepdim=True)).flatten(2))
+
+
+def normed_heads(rank, world):
+    from torchshard import init_device_mesh
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    torch.manual_seed(0)
+    plain, model = NormedHeads(), NormedHeads()
+    model.load_state_dict(plain.state_dict())
+    norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+    plan = {"query": ColwiseParallel(), "norm": norm, "out": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+    x = torch.randn(2, 3, 6)
+    for module in (plain, model):
+        module(x).square().sum().backward()
+    return worst((p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_norms_of_heads_have_the_gradient_of_all_heads():
+    assert max(run_ranks(5, normed_heads)) < 1e-5

@@ -39,6 +39,25 @@ def case(name, run, *shapes, **more):
     return Case(name, run, shapes, **more)
 
 
+def _ends(integers, length):
+    """Where groups end, of which the last is whatever is left."""
+    ends = integers.sort().values.int()
+    return torch.cat([ends[:-1], ends[-1:] * 0 + length])
+
+
+def _attention(x, *rest):
+    attended, shares = torch._native_multi_head_attention(x, x, x, 8, 2, *rest)
+    attended = attended.nan_to_num(7)  # where all keys are masked
+    return attended if shares is None else attended + shares.nan_to_num(7).exp().sum()
+
+
+def _encoder_layer(x, qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, *mask):
+    weights = norm, norm_bias, norm, norm_bias, up, up_bias, down, norm_bias
+    return torch._transformer_encoder_layer_fwd(
+        x, 8, 2, qkv, qkv_bias, out, out_bias, False, False, 1e-5, *weights, *mask
+    ).nan_to_num(7)
+
+
 def _unary(names, **more):
     return [case(n, getattr(torch, n, None) or getattr(F, n), (5, 4), **more) for n in names.split()]
 
@@ -189,6 +208,8 @@ MATRICES = [
 ]
 
 REDUCTIONS = [
+    case("histc", lambda x: torch.histc(x, 4, -1.0, 1.0), (5, 4), grad=False),
+    case("histc of all", lambda x: torch.histc(x, 4), (5, 4), grad=False),
     case("sum", lambda a: a.sum(), (5, 4)),
     case("sum dim", lambda a: a.sum(0), (5, 4)),
     case("sum keep", lambda a: a.sum(1, True), (5, 4)),
@@ -314,6 +335,31 @@ NETWORKS = [
     case("attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
     case("attention causal", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (3, 2, 5, 8), (3, 2, 5, 8), (3, 2, 5, 8)),
     case("attention mask", lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m), (2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8), (5, 6), booleans=(3,)),
+    *[
+        case(f"inference of attention, {name}", run, (3, 5, 8), (24, 8), (24,), (8, 8), (8,), *mask, grad=False, booleans=(5,))
+        for name, run, mask in (
+            ("shares", lambda x, *w: _attention(x, *w), ()),
+            ("shares of heads", lambda x, *w: _attention(x, *w, None, True, False), ()),
+            ("no shares", lambda x, *w: _attention(x, *w, None, False), ()),
+            ("mask", lambda x, *w: _attention(x, *w, False, True, 0), ((5, 5),)),
+            ("padding", lambda x, *w: _attention(x, *w, True, True, 1), ((3, 5),)),
+            ("mask for each head", lambda x, *w: _attention(x, *w, False, True, 2), ((3, 2, 5, 5),)),
+        )
+    ],
+    *[
+        case(f"inference of a layer, {name}", run, (3, 5, 8), (24, 8), (24,), (8, 8), (8,), (8,), (8,), (6, 8), (6,), (8, 6), *mask, grad=False, booleans=(10,))
+        for name, run, mask in (
+            ("plain", lambda x, *w: _encoder_layer(x, *w), ()),
+            ("mask", lambda x, *w: _encoder_layer(x, *w, 0), ((5, 5),)),
+            ("padding", lambda x, *w: _encoder_layer(x, *w, 1), ((3, 5),)),
+            ("mask for each head", lambda x, *w: _encoder_layer(x, *w, 2), ((3, 2, 5, 5),)),
+        )
+    ],
+    case("grouped products, rows", lambda a, b, o: torch._grouped_mm(a, b, _ends(o, 7)), (7, 12), (3, 12, 20), (3,), integers={2: 7}, grad=False),
+    case("grouped products, columns", lambda a, b, o: torch._grouped_mm(a, b, _ends(o, 12)), (3, 5, 16), (16, 12), (3,), integers={2: 12}, grad=False),
+    case("grouped products, sums", lambda a, b, o: torch._grouped_mm(a, b, _ends(o, 12)), (5, 12), (12, 16), (3,), integers={2: 12}, grad=False),
+    case("grouped products, batches", lambda a, b: torch._grouped_mm(a, b), (3, 5, 12), (3, 12, 16), grad=False),
+    case("grouped products, trained", lambda a, b, o: torch._grouped_mm(a, b, _ends(o, 7)).sin(), (7, 12), (3, 12, 20), (3,), integers={2: 7}),
     case("mlp", lambda x, w, v: F.linear(F.gelu(F.linear(x, w)), v), (5, 7), (6, 7), (7, 6)),
     case("dropout off", lambda a: F.dropout(a, 0.0), (5, 4)),
 ]  # fmt: skip

@@ -155,7 +155,7 @@ class Sentences(expecttest.TestCase):
 [plain] UnsupportedOperatorError: add.Tensor: the argument 'other' is a plain torch.Tensor among DTensors.
   expected: DTensors only, or scalars
   got:      Tensor of shape (4, 3)
-  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, with torchshard.implicit_replication(): ...
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, as what torch and modules make of numbers alone is, with torchshard.implicit_replication(): ...
 [sparse] ShardingError: A DTensor holds dense tensors only.
   expected: a tensor with layout torch.strided that is not quantized
   got:      a tensor of layout torch.sparse_coo

@@ -147,7 +147,27 @@ def _vectors(put):
     return vector, [p.detach() for p in parameters]
 
 
+def _joined(made, **options):
+    """Parameters that forward joins: their gradients are views of one tensor, which split ones have to be moved for."""
+
+    def run(put):
+        weight, *joined = [nn.Parameter(put(t)) for t in (WEIGHT.repeat(1, 3), BIAS, BIAS * 2, BIAS * 3)]
+        optimizer = made([weight, *joined], lr=0.1, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (put(INPUT) @ weight + torch.cat(joined)).square().sum().backward()
+            norm = nn.utils.clip_grad_norm_([weight, *joined], 1.0, foreach=True)
+            nn.utils.clip_grad_value_([weight, *joined], 0.2, foreach=True)
+            optimizer.step()
+        return norm, weight, joined, [p.grad for p in joined]
+
+    return run
+
+
 CLIPPING = {
+    "joined, SGD": _joined(SGD, foreach=True, momentum=0.9),
+    "joined, AdamW": _joined(AdamW, fused=True),
+    "joined, Adam, maximized": _joined(Adam, foreach=True, maximize=True, weight_decay=0.1),
     **{f"norm {o} foreach={f}": _clips(o, f) for o in (2.0, 1.0, 3.0, 0.0, float("inf")) for f in (True, False)},
     "values": _clips_values,
     "error_if_nonfinite": _refuses,

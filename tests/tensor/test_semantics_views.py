@@ -239,32 +239,36 @@ def test_in_inference_mode():
     check(__name__, "INFERENCE")
 
 
+def _several(put):
+    x, y = put(VALUES) * 1, put(VALUES.t().contiguous()).t() * 1  # split otherwise
+    torch._foreach_mul_([x, x[1:3], x[:2]], 2.0)
+    torch._foreach_mul_([x[1:3], y[:, 1:], y * 1], 2.0)
+    torch._foreach_add_([x, y], [y, x])
+    torch._foreach_add_([y, x], [x, y])
+    torch._foreach_add_([x, y], [y, y])
+    torch._foreach_mul_([x, y, x], 0.25)
+    torch._foreach_addcmul_([x, x[2:]], [y, y[:3]], [y, y[1:4]], 0.1)
+    return x, y
+
+
+SEVERAL = {"lists": _several}
+
+
+def test_lists_of_several_views_of_one_tensor():
+    check(__name__, "SEVERAL")
+
+
 def several(rank, world):
     from torchshard import Partial, init_device_mesh
-    from torchshard.errors import UnsupportedOperatorError
 
     mesh = init_device_mesh("cpu", (world,))
-    x, y, p = (put(VALUES, mesh, text) * 1 for text in ("S0", "S1", "P"))
-    with pytest.raises(
-        UnsupportedOperatorError, match=r"_foreach_mul_.Scalar writes to several tensors of the same mem"
-    ):
-        torch._foreach_mul_([x, x[1:3], x[:2]], 2.0)
-    moved = x[1:3], y[:, 1:], y * 1
-    torch._foreach_mul_(moved, 2.0)
-    for t, rows, columns in ((x, slice(1, 3), slice(None)), (y, slice(None), slice(1, None))):
-        t[rows, columns] = t[rows, columns] / 2
+    x, p = (put(VALUES, mesh, text) * 1 for text in ("S0", "P"))
     p = p.redistribute(placements=[Partial("max")])
-    for wrong in (
-        lambda: torch._foreach_mul_([p, x, p], 0.5),
-        lambda: torch._foreach_add_([x, p], [y, x]),
-        lambda: torch._foreach_add_([p, x], [y, p]),
-    ):
-        with pytest.raises(UnsupportedOperatorError, match="would write to a tensor by item 0 of its lists, and use"):
-            wrong()
-    torch._foreach_add_([x, y], [y, y])  # what comes first is not touched by what follows
-    torch._foreach_mul_([x, x], 2.0)
-    torch.testing.assert_close(x.full_tensor(), VALUES * 8)
+    torch._foreach_mul_([p, x, p], 0.5)
+    torch._foreach_add_([x, p], [p, x])
+    torch.testing.assert_close(x.full_tensor(), VALUES * 0.75)
+    torch.testing.assert_close(p.full_tensor(), VALUES)
 
 
-def test_several_views_are_not_written_at_once():
+def test_lists_with_terms():
     run_ranks(2, several)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchshard._torch.finding import has_fast_paths
+from torchshard._torch.finding import find, has_fast_paths
 
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
@@ -212,6 +212,16 @@ def current_mesh() -> Any:
             "No mesh is given, and there is no surrounding `with mesh:`; give device_mesh=, for example "
             'init_device_mesh("cpu", (world_size,))'
         ) from error
+
+
+def takes_plain_for_replicated() -> bool:
+    """Whether torch has its own DTensors take plain tensors for replicated ones at this moment.
+
+    So in its `implicit_replication()`, and in operators that make plain tensors of numbers alone, as one_hot does
+    (torch._C._get_dtensor_allow_implicit_replication, 2.12-2.15; without it, these are refused).
+    """
+    asked = find("_C._get_dtensor_allow_implicit_replication")
+    return asked is not None and bool(asked())
 
 
 def introduce(cls: type[Tensor]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchshard.layout.layout import Layout, contiguous_stride
-from torchshard.rules.rule import Made, Rule, named, options, table
+from torchshard.rules.rule import Made, Rule, named, options, reduces, table
 
 _LINES = table("""
     mm       | i k, k j -> i j                 | lin=0,1 red=k:sum
@@ -105,6 +105,35 @@ def _cross(a: Layout, b: Layout, *, dim: int = -1) -> str:
 # The bias counts once, not once for every shard of k.
 _ADDED = "lin=0+1,0+2 plus=0 red=k:sum"
 
+
+def _grouped_mm(a: Layout, b: Layout, offs: Layout | None = None, bias: Any = None, *_: Any, **__: Any) -> Made | None:
+    """Products of matrices of which one dim is cut in groups, as experts have them: groups are whole."""
+    if bias is not None:
+        return None
+    lines = {
+        (2, 3): "T k, E k n, E -> T n",
+        (3, 2): "E m k, k T, E -> m T",
+        (2, 2): "m T, T n, E -> E m n",
+        (3, 3): "e m k, e k n -> e m n",
+    }
+    gone = reduces({} if a.ndim == b.ndim == 2 else {"k": "sum"})
+    return Made(lines[a.ndim, b.ndim], options={"reduces": gone}, local=_on_aligned, contiguous=True)
+
+
+def _on_aligned(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The kernel refuses rows that do not start at multiples of 16 bytes, as those of pieces may."""
+    a, b, *rest = args
+    return op(_aligned(a), _aligned(b), *rest, **kwargs).contiguous()
+
+
+def _aligned(x: Any) -> Any:
+    step = max(16 // x.element_size(), 1)
+    if any(x.stride(one) == 1 and x.stride(other) % step == 0 for one, other in ((-1, -2), (-2, -1))):
+        return x
+    length = -(-x.shape[-1] // step) * step
+    return x.new_empty(*x.shape[:-1], length)[..., : x.shape[-1]].copy_(x)
+
+
 RULES = {
     **_LINES,
     **named("addmm", Rule(_added("i k, k j -> i j"), options(_ADDED))),
@@ -112,6 +141,7 @@ RULES = {
     **named("addr", Rule(_added("i, j -> i j"), options("lin=0+1,0+2"))),
     **named("baddbmm", Rule(_added("b i k, b k j -> b i j"), options(_ADDED))),
     **named("addbmm", Rule(_added("b i k, b k j -> i j"), options(f"{_ADDED},b:sum"))),
+    **named("_grouped_mm", Rule(_grouped_mm, options("lin=0,1 full"))),
     **named("_linalg_det", Rule(_det)),
     **named("_linalg_slogdet", Rule(_slogdet)),
     **named("_linalg_solve_ex", Rule(_solve, options("red=k:same"))),

@@ -215,6 +215,30 @@ def _mask(mask: Layout | None, heads: str) -> str:
     return f", {' '.join(['b', heads, 'S', 'T'][4 - mask.ndim :])}"
 
 
+def _whole_attention(
+    q: Layout, k: Layout, v: Layout, width: int, heads: int, qkv: Layout, qkv_bias: Layout, out: Layout,
+    out_bias: Layout, mask: Layout | None = None, weights: bool = True, averaged: bool = True, kind: int | None = None,
+) -> str:  # fmt: skip
+    """What nn.MultiheadAttention is at inference: weights are whole, a batch may be split."""
+    shares = "b S T" if averaged else "b H S T"
+    return f"b S E, b T E, b T E, X E, X, Y Z, Y{_whole_mask(mask, kind)} -> b S E, {shares}"
+
+
+def _encoder_layer(src: Layout, *args: Any) -> str:
+    """What nn.TransformerEncoderLayer is at inference."""
+    weights, mask = args[2:6] + args[9:17], args[17:]
+    names = [" ".join([f"W{at}{d}" for d in range(w.ndim)]) for at, w in enumerate(weights)]
+    return f"b S E, {', '.join(names)}{_whole_mask(*mask)} -> b S E"
+
+
+def _whole_mask(mask: Layout | None = None, kind: int | None = None) -> str:
+    """A mask of queries by keys (0), of a batch's keys (1), or of a batch's queries by keys, for each head."""
+    if mask is None:
+        return ""
+    batch = kind == 1 or mask.ndim == 4
+    return f", {' '.join([*(['b'] if batch else []), *[f'M{d}' for d in range(mask.ndim - batch)]])}"
+
+
 RULES = {
     **_LINES,
     **named("_softmax _log_softmax _safe_softmax", Rule(_softmax)),
@@ -236,6 +260,8 @@ RULES = {
     **named("_weight_norm_interface_backward", Rule(_weight_norm_backward, options("lin=0 full"))),
     **named("nll_loss_forward nll_loss2d_forward", Rule(_nll_loss)),
     **named("nll_loss_backward nll_loss2d_backward", Rule(_nll_loss_backward, options("lin=0"))),
+    **named("_native_multi_head_attention", Rule(_whole_attention, options("full"))),
+    **named("_transformer_encoder_layer_fwd", Rule(_encoder_layer, options("full"))),
     **named("_scaled_dot_product_flash_attention_for_cpu", Rule(_attention, options("full"))),
     **named("_scaled_dot_product_flash_attention_for_cpu_backward", Rule(_attention_backward, options("full"))),
 }

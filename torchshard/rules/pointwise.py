@@ -1,5 +1,7 @@
 """Operators that work element by element, with broadcasting."""
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torchshard.layout.layout import Layout
@@ -47,10 +49,19 @@ _LINES = table("""
 """)
 
 
-def _by_element(*args: Any, **kwargs: Any) -> str:
-    """As many operands as there are tensors, broadcast against one another."""
-    operands = ["..." for a in (*args, *kwargs.values()) if isinstance(a, Layout)]
+def _by_element(*args: Any, out: Layout | None = None, **kwargs: Any) -> str | None:
+    """As many operands as there are tensors, broadcast against one another; `out` has the shape that they give."""
+    read = [a for a in (*args, *kwargs.values()) if isinstance(a, Layout)]
+    if out is not None and tuple(out.shape) != _broadcast([a.shape for a in read]):
+        return None
+    operands = ["..."] * (len(read) + (out is not None))
     return f"{', '.join(operands)} -> ..."
+
+
+def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that tensors of these shapes have together, if they have one."""
+    dims = zip_longest(*[reversed(shape) for shape in shapes], fillvalue=1)
+    return tuple(next((n for n in lengths if n != 1), 1) for lengths in dims)[::-1]
 
 
 # For all operators that torch itself tags as pointwise; those above have more to say, or no tag.

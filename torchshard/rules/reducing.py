@@ -107,6 +107,14 @@ def _triangle(x: Layout, diagonal: int = 0) -> str:
     return f"{names} -> {names}"
 
 
+def _histogram(x: Layout, bins: int = 100, min: float = 0, max: float = 0) -> Made | None:
+    """Counts of pieces, added up; where no range is told, it is that of all elements."""
+    if min == max:
+        return None
+    names = letters(x.ndim)
+    return Made(f"{' '.join(names)} -> B", {"B": bins}, {"reduces": reduces(dict.fromkeys(names, "sum"))})
+
+
 RULES = {
     **named("sum sum.dim_IntList", Rule(_reduction("sum"), options("lin=0"))),
     **named("nansum count_nonzero.dim_IntList count_nonzero", Rule(_reduction("sum"))),
@@ -134,6 +142,7 @@ RULES = {
     **named("sort.stable", Rule(along(2, position=2), options("exact"))),
     **named("topk", Rule(along(2, position=2), options("exact"))),
     **named("renorm", Rule(_renorm)),
+    **named("histc", Rule(_histogram, options("reads=min,max"))),
     **named("tril triu", Rule(_triangle, options("lin=0"))),
     **named("_fft_c2c _fft_r2c _fft_c2r", Rule(along(), options("lin=0 full"))),
 }

@@ -63,6 +63,7 @@ class Made:
         local_size: position of an argument that is the size of the result, to be replaced by its local size.
         local_stride: position of an argument that is the stride of the result, likewise.
         local: what to call on local tensors instead of the operator, which it gets before its arguments.
+        contiguous: whether that gives contiguous tensors, so that nothing has to be asked for their strides.
     """
 
     line: str
@@ -71,6 +72,7 @@ class Made:
     local_size: int | None = None
     local_stride: int | None = None
     local: Callable[..., Any] | None = None
+    contiguous: bool = False
 
 
 Builder = Callable[..., "str | Made | None"]

@@ -59,7 +59,6 @@ def _works_by_element(func: Any) -> bool:
         and torch.Tag.nondeterministic_seeded not in tags
         and len(returns) == 1
         and str(returns[0].type) == "Tensor"
-        and not any(a.is_out for a in schema(func).arguments)
     )
 
 
@@ -82,6 +81,14 @@ class Call:
     def written(self) -> tuple[int, ...]:
         """Positions of the arguments that the operator writes to."""
         return _written(self.func, self.names)
+
+    def item_by_item(self, values: Sequence[Any]) -> None:
+        """The operator, one that writes to its lists, called for each item of these alone."""
+        count = max([len(value) for value in values if isinstance(value, (list, tuple))])
+        for k in range(count):
+            item = [v[k : k + 1] if isinstance(v, (list, tuple)) and len(v) == count else v for v in values]
+            positional, named = self.with_values(item)
+            self.func(*positional, **named)
 
     def viewed(self) -> bool:
         """Whether results share memory with an argument without being it."""
@@ -138,7 +145,7 @@ def operands_of(call: Call) -> list[Operand]:
 def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorError:
     """The error for an argument that is no DTensor."""
     kind = type(x)
-    plain = kind in (Tensor, torch.nn.Parameter)
+    plain = kind in (Tensor, torch.nn.Parameter) or is_traced(x)
     what = (
         "plain torch.Tensor among DTensors"
         if plain
@@ -149,7 +156,8 @@ def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorErr
         expected="DTensors only, or scalars",
         got=f"{kind.__name__} of shape {tuple(x.shape)}",
         fix="distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
-        " same on every rank, with torchshard.implicit_replication(): ...",
+        " same on every rank, as what torch and modules make of numbers alone is, with"
+        " torchshard.implicit_replication(): ...",
     )
 
 

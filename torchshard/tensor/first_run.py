@@ -64,7 +64,7 @@ class FirstRun:
             function = partial(self.made.local, function)
         written = call.written()
         if written:
-            if written == (0,) and len(self.operands) > 1:
+            if (written == (0,) or "out" in call.names) and len(self.operands) > 1:
                 function = reading_first(function)
             returns = len(schema(call.func).returns)
             plan = plan_maker(arguments, call.positional, f"argument:{written[0]}" if returns else "none")
@@ -171,7 +171,9 @@ class FirstRun:
         last = sharding.part(shape, [n - 1 for n in self.mesh.shape])
         hidden = any(n <= 1 and n < whole for n, whole in zip(last, shape, strict=True))
         hidden = hidden or self.call.keeps_strides() or lies_as_device_likes(self.call.func)
-        if hidden:
+        if self.made.contiguous:
+            stride = contiguous_stride(shape)
+        elif hidden:
             stride = self._meta_stride(k, shape)
         elif results is None and torch.Tag.dynamic_output_shape in self.call.func.tags:  # of the whole, as it came
             stride = tuple(local.stride())

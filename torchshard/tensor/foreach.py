@@ -8,7 +8,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from torchshard._torch import memory_of
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
 from torchshard.rules.terms import narrowed
@@ -144,10 +143,10 @@ def _giving_back(plan: Plan, back: Mapping[int, _Pairs]) -> Plan:
 
 
 def _in_turn(plan: Plan, call: Call, moved: Mapping[int, _Pairs]) -> Plan:
-    """A plan that writes, on lists some of whose tensors are moved first: none may need what was written before it.
-
-    torch works on one item after the other; a moved copy does not see what was written to its original meanwhile.
+    """A plan that writes, on lists some of whose tensors are moved first; item by item where one needs what was written
+    before it, as a moved copy does not see what was written to its original meanwhile.
     """
+    bare = replace(call, values=())
     lists = [at for at, value in enumerate(call.values) if isinstance(value, (list, tuple))]
 
     def run(*values: Any) -> None:
@@ -158,18 +157,12 @@ def _in_turn(plan: Plan, call: Call, moved: Mapping[int, _Pairs]) -> Plan:
         for at in call.written():
             for k, m in enumerate(memory.get(at, ())):
                 writes.setdefault(m, (k, k in moved.get(at, ())))
-        for at in lists:
-            for k, m in enumerate(memory[at]):
-                before, copied = writes.get(m, (k, False))
-                if m is not None and before < k and (copied or k in moved.get(at, ())):
-                    raise UnsupportedOperatorError(
-                        f"{call.name} would write to a tensor by item {before} of its lists, and use it in item {k}, "
-                        f"on copies that had to be moved.",
-                        expected="tensors that share no memory, or whose placements fit",
-                        got=f"argument {call.names[at]!r}, whose item {k} is {values[at][k]._spec}",
-                        fix="call the operator for each item alone",
-                    )
-        plan(*values)
+        used = [(m, k, k in moved.get(at, ())) for at in lists for k, m in enumerate(memory[at]) if m is not None]
+        after = [(*writes.get(m, (k, False)), k, by_copy) for m, k, by_copy in used]
+        if any(before < k and (copied or by_copy) for before, copied, k, by_copy in after):
+            bare.item_by_item(values)
+        else:
+            plan(*values)
 
     return run
 

@@ -9,8 +9,8 @@ Inference tensors have none, and `x.data` counts by itself, so there the copy is
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,6 +31,9 @@ from torchshard.layout.reductions import masking
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TensorLayout, overlaps
 from torchshard.tensor.redistribute import redistribute_local
+
+if TYPE_CHECKING:
+    from torchshard.tensor.call import Call
 
 Move = Callable[[Tensor], Tensor]
 
@@ -191,23 +194,26 @@ def severing(plan: Callable[..., Any], base: int, moves: tuple[Move, Move] | Non
     return run
 
 
-def guarded(plan: Callable[..., Any], cut: Sequence[int], written: Sequence[int], name: str) -> Callable[..., Any]:
+def guarded(plan: Callable[..., Any], cut: Sequence[int], call: "Call") -> Callable[..., Any]:
     """A plan some of whose arguments are severed: they are brought up to date before, and given back after a write.
 
     Args:
         plan: what to run.
         cut: places of the arguments that are, or hold, severed views.
-        written: places of the arguments that the operator writes to.
-        name: of the operator.
+        call: a call of the operator.
 
     Raises:
-        UnsupportedOperatorError: when called to write to several tensors of one memory, of which one is a severed view.
+        UnsupportedOperatorError: when called to write to several tensors of one memory, of which one is a severed view;
+            but operators on lists go through them item by item then.
     """
+    written, call = call.written(), replace(call, values=())
     given_back = [at for at in cut if at in written]
 
     def run(*args: Any) -> Any:
-        if given_back and len(changed := [x for at in written for x in dtensors_in([args[at]])]) > 1:
-            _refuse_common(changed, name)
+        if given_back and _have_common([x for at in written for x in dtensors_in([args[at]])]):
+            if max([len(a) for a in args if isinstance(a, (list, tuple))], default=0) < 2:
+                raise _common(call.name)
+            return call.item_by_item(args)  # gradients of parameters that were joined are views of one tensor
         for at in given_back:
             for x in dtensors_in([args[at]]):
                 if x._spec.marks & SEVERED and (window := x._window):
@@ -224,18 +230,21 @@ def guarded(plan: Callable[..., Any], cut: Sequence[int], written: Sequence[int]
     return run
 
 
-def _refuse_common(written: Sequence[DTensor], name: str) -> None:
-    """Raise where a severed view and another tensor are written to at once, and their values lie in one memory.
+def _common(name: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{name} writes to several tensors of the same memory, and one of them is a view that had to be moved.",
+        expected="views that share memory with their base, or one tensor at a time",
+        fix="call the operator on copies",
+    )
+
+
+def _have_common(written: Sequence[DTensor]) -> bool:
+    """Whether a severed view and another tensor are written to at once, and their values lie in one memory.
 
     Each copy would be given back whole, and undo what was written to another view of the same base.
     """
     bases = [memory_of(_held(x)) for x in written]
-    if any(bases.count(base) > 1 for x, base in zip(written, bases, strict=True) if x._spec.marks & SEVERED):
-        raise UnsupportedOperatorError(
-            f"{name} writes to several tensors of the same memory, and one of them is a view that had to be moved.",
-            expected="views that share memory with their base, or one tensor at a time",
-            fix="call the operator for each tensor alone",
-        )
+    return any(bases.count(base) > 1 for x, base in zip(written, bases, strict=True) if x._spec.marks & SEVERED)
 
 
 def _held(x: DTensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from torchshard._torch import takes_plain_for_replicated
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 
 Fallback = Literal["replicate", "error", "silent"]
@@ -59,8 +60,8 @@ def implicit_replication() -> Iterator[None]:
 
 
 def replicates_plain_tensors() -> bool:
-    """Whether implicit_replication is on."""
-    return _state.implicit_replication
+    """Whether implicit_replication is on, here or where torch itself makes plain tensors of numbers."""
+    return _state.implicit_replication or takes_plain_for_replicated()
 
 
 def say_replicated(name: str, why: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchshard._torch import decomposition, is_traced, schema
+from torchshard._torch import decomposition, is_traced, schema, takes_plain_for_replicated
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
@@ -31,7 +31,7 @@ from torchshard.tensor.call import (
 )
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.first_run import FirstRun, Plan
-from torchshard.tensor.handlers import random
+from torchshard.tensor.handlers import one_hot, random
 from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
@@ -43,6 +43,8 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
     """Run a call for the first time: the result, and what to do with further calls of its kind (None: ask again)."""
     if (wrapped := with_plain_wrapped(call)) is not None:
         args, kwargs = call.with_values(wrapped)
+        if takes_plain_for_replicated():
+            one_hot.require_classes(call.name, *args)
         return call.func(*args, **kwargs), None
     operands = operands_of(call)
     cut = sorted({o.at for o in operands if o.layout.marks & SEVERED})
@@ -55,8 +57,9 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
         made.append(plan)
         return result
 
-    result = guards.guarded(first, cut, call.written(), call.name)(*call.values)
-    return result, None if made[0] is None else guards.guarded(made[0], cut, call.written(), call.name)
+    result = guards.guarded(first, cut, call)(*call.values)
+    kept = made[0] if made else None  # none where an operator of lists has gone through them item by item
+    return result, None if kept is None else guards.guarded(kept, cut, call)
 
 
 def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:

@@ -55,15 +55,19 @@ def refusing(
 
 
 def reading_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that writes to its first argument; on copies of the others, where it refuses that they overlap it."""
+    """An operator that writes to its `out`, or else to its first argument; on copies of the others, where it refuses
+    that they overlap it.
+    """
 
-    def run(written: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(written, *args, **kwargs)
+            return function(*args, **kwargs)
         except RuntimeError as error:
             if not refuses_overlap(error):
                 raise
-        return function(written, *map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
+        read = 0 if "out" in kwargs else 1
+        named = {name: value if name == "out" else _copied(value) for name, value in kwargs.items()}
+        return function(*args[:read], *map(_copied, args[read:]), **named)
 
     return run
 

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from torchshard.tensor.call import Call
 
 # Read one value or compare: gathering is what they are for, and nobody need be told.
-QUIET = frozenset({"_local_scalar_dense.default", "equal.default", "_linalg_check_errors.default"})
+QUIET = frozenset({
+    "_local_scalar_dense.default", "equal.default", "_linalg_check_errors.default",
+    "_assert_async.default", "_assert_async.msg",
+})  # fmt: skip
 
 # Their meaning lies in the memory of one tensor, which a sharded one does not have.
 _OF_MEMORY = frozenset({"as_strided_.default", "as_strided_scatter.default", "set_.source_Tensor", "resize_.default"})

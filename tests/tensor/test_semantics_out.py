@@ -1,0 +1,50 @@
+"""Operators that work element by element write to an `out` in its pieces, as to their first argument."""
+
+import torch
+
+from tests.tensor.programs import check, program
+
+PROGRAMS = {
+    code: program(code)
+    for code in (
+        "y = put(V * 2); torch.maximum(x, y, out=y)",
+        "y = put(V * 0); torch.add(x, put(V[0]), alpha=2, out=y)",
+        "y = put(V * 0); torch.mul(x[:1], put(V), out=y); y += 1",
+        "y = put(V * 0); z = y[1:4]; torch.div(x[:3], 2, out=z)",
+        "y = put(V * 0); torch.pow(x.abs(), 0.5, out=y[:, :3])",
+        "y = put(V * 0); torch.sin(x, out=y.t().contiguous().t())",
+        "y = put(V > 0); torch.lt(x, 3, out=y)",
+        "y = put(V.double() * 0); torch.exp(x / 10, out=y)",
+        "y = put(V.int()); torch.exp(x, out=y)",  # refused
+        "y = put(V[:, :1] * 0); torch.add(x, 1, out=y.expand(5, 3))",  # refused
+        "torch.clamp(x, put(V[:, :1]), put(V[:, 2:]), out=x)",
+        "torch.addcmul(x, x, put(V), value=0.1, out=x)",
+    )
+}
+
+
+def test_they_do_as_with_plain_tensors():
+    check(__name__, "PROGRAMS", raises=2)
+
+
+def split(put):
+    from torchshard import fallback
+
+    with fallback("error"):
+        x, y = put(torch.linspace(-1, 1, 15).view(5, 3)), put(torch.linspace(1, -1, 15).view(5, 3))
+        torch.maximum(x, y, out=y)
+        weight = torch.nn.Parameter(put(torch.linspace(-1, 1, 15).view(5, 3)))
+        for made in (torch.optim.Adam, torch.optim.Adamax):
+            optimizer = made([weight], lr=0.1, foreach=False, **({"amsgrad": True} if made is torch.optim.Adam else {}))
+            for _ in range(2):
+                optimizer.zero_grad()
+                weight.square().sum().backward()
+                optimizer.step()
+        return y, weight
+
+
+SPLIT = {"nothing is gathered": split}
+
+
+def test_optimizers_gather_nothing():
+    check(__name__, "SPLIT", texts=("R", "S0", "S1"), mesh_shapes=((2,), (4,)))
