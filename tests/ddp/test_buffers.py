@@ -124,7 +124,15 @@ def test_hooks_run_before_or_after_forward():
         assert used == 51.0
 
 
-STRANGE = torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex128, torch.bool
+STRANGE = (
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+    torch.complex128,
+    torch.bool,
+)
 
 
 def _odd(rank, world):

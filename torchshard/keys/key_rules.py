@@ -157,7 +157,7 @@ class KeyRules:
         if self.strict and (idle or left):
             raise ShardingError(
                 "Keys and rules do not cover one another.",
-                expected="a key that each rule changes" if only_rules else "a rule for each key and a key for each rule",
+                expected=f"{'' if only_rules else 'a rule for each key, and '}a key for each rule to change",
                 got="\n".join([f"no rule: {key}" for key in left] + [f"no key: {self.rules[k]}" for k in sorted(idle)]),
                 fix="compare with the keys that are there: torchshard inspect FILE, or state_dict.keys()",
             )
