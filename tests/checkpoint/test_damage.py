@@ -184,8 +184,8 @@ EDITS = {
         "holds something else than the metadata says",
     ),
     "unread type": (
-        lambda m: setattr(m.state_dict_metadata["model.rows"].properties, "dtype", torch.complex32),
-        r"torch\.complex32",
+        lambda m: setattr(m.state_dict_metadata["model.rows"].properties, "dtype", torch.bits8),
+        r"torch\.bits8",
     ),
     "sparse": (
         lambda m: setattr(m.state_dict_metadata["model.rows"].properties, "layout", torch.sparse_coo),

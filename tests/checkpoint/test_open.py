@@ -165,6 +165,12 @@ def test_what_is_no_checkpoint(tmp_path):
         with pytest.raises(CheckpointError, match=message) as caught:
             checkpoint.open(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
+    for call in (
+        checkpoint.open, checkpoint.inspect, lambda path: checkpoint.load_into(path, {}),
+        lambda path: checkpoint.convert(path, "a", to="torch"), lambda path: checkpoint.convert("a", path, to="torch"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match="cannot hold a NUL character"):
+            call("a\0b")
     with pytest.raises(CheckpointError, match="does not exist"):
         checkpoint.open(tmp_path / "missing")
 

@@ -239,6 +239,7 @@ def test_what_is_refused_is_named(tmp_path):
     assert "_rebuild_meta_tensor" in refused(tmp_path, {"a": torch.ones(2, device="meta")})
     assert "conjugated or negated" in refused(tmp_path, {"a": torch.ones(2, dtype=torch.complex64).conj()})
     assert "_rebuild_qtensor" in refused(tmp_path, {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)})
+    assert "tensor.view(torch.uint8)" in refused(tmp_path, {"a": torch.ones(2, dtype=torch.uint8).view(torch.bits8)})
     assert "holds no state dict" in refused(tmp_path, torch.ones(2))
     assert "same dotted name" in refused(tmp_path, {"a.b": 1, "a": {"b": 2}})
 
@@ -248,6 +249,35 @@ def test_torchscript_and_other_zips_are_told_apart(tmp_path):
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "script.pt")
     with pytest.raises(CheckpointError, match=r"not one that torch\.save made"):
         checkpoint.open(tmp_path / "script.pt")
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_complex_numbers_of_half_precision(tmp_path):
+    values = torch.tensor([[3 + 4j, 0], [0, -1]], dtype=torch.complex64).to(torch.complex32)
+    torch.save({"x": values}, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp", mesh=(2,), placements={"x": "S(1)"})
+    checkpoint.convert(tmp_path / "dcp", tmp_path / "b.pt", to="torch")
+    back = torch.load(tmp_path / "b.pt", weights_only=True)["x"]
+    assert back.dtype == values.dtype
+    assert torch.equal(back.view(torch.float16), values.view(torch.float16))
+    (found,) = checkpoint.inspect(tmp_path / "b.pt", stats=True).as_dict()["entries"]
+    assert (found["stats"]["max"], found["stats"]["mean"]) == (5.0, 1.5)
+
+
+def test_an_integer_that_torch_does_not_load_is_refused(tmp_path):
+    for bits in (2039, 2040):
+        for value in (2**bits - 1, -(2**bits)):
+            state = {"seed": value, "w": torch.ones(2)}
+            torch.save(state, tmp_path / "a.pt")
+            checkpoint.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp", overwrite=True)
+            assert not checkpoint.diff(tmp_path / "a.pt", tmp_path / "dcp")
+            if bits == 2039:
+                checkpoint.convert(tmp_path / "dcp", tmp_path / "b.pt", to="torch", overwrite=True)
+                assert torch.load(tmp_path / "b.pt", weights_only=True)["seed"] == value
+                continue
+            with pytest.raises(CheckpointError, match="weights_only=True") as caught:
+                checkpoint.convert(tmp_path / "dcp", tmp_path / "c.pt", to="torch")
+            assert "below the key seed" in str(caught.value)
 
 
 def test_pickle_protocols(tmp_path):

@@ -124,8 +124,19 @@ def test_hooks_run_before_or_after_forward():
         assert used == 51.0
 
 
+STRANGE = (
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+    torch.complex128,
+    torch.bool,
+)
+
+
 def _odd(rank, world):
-    """Half-precision buffers under autocast to the other kind; kinds that are not sent at all."""
+    """Half-precision buffers under autocast to the other kind; dtypes that gloo lacks; layouts that are not sent."""
     module = nn.Linear(2, 2)
     for name in ("a", "b"):
         module.register_buffer(name, torch.full((2,), rank + 1.0, dtype=torch.float16))
@@ -134,9 +145,13 @@ def _odd(rank, world):
     module.register_buffer("c", torch.eye(2).to_sparse())
     with pytest.raises(RuntimeError, match=r"shape \[2, 2\] has the layout torch.sparse_coo, which is not broadcast"):
         _wrap(module)
-    module.c = torch.zeros(2, dtype=torch.uint16)
-    with pytest.raises(RuntimeError, match="every rank answers; the transport says: Invalid scalar type"):
-        _wrap(module)
+    del module.c
+    for i, dtype in enumerate(STRANGE):  # those of one dtype travel together, a single one alone
+        module.register_buffer(f"d{i}", torch.full((2, 3), rank + 1.0).to(dtype))
+        module.register_buffer(f"e{i}", torch.full((3, 2), rank + 1.0).to(dtype).t())
+    module.register_buffer("alone", torch.tensor(rank + 1, dtype=torch.uint64))
+    _wrap(module)(torch.ones(1, 2))
+    assert all((b.to(torch.complex64) == 1).all() for b in module.buffers())
     return module.a.tolist() + module.b.tolist()
 
 

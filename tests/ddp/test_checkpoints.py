@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -89,9 +90,9 @@ def _inside(rank, world):
 
 def _no_reduction(rank, world):
     """A backward that reaches no parameter, or ends in an exception, on one rank or on all, is no reduction."""
-    for settings in SETTINGS:
+    for settings, one_bucket in itertools.product(SETTINGS, (False, True)):  # of quiet parameters all but one
         module = Inside(reentrant=True)
-        model = _wrap(module, **settings)
+        model = _wrap(module, bucket_cap_mb=25 if one_bucket else 0.0005, **settings)
         reference = copy.deepcopy(model.module)
         for step in range(3):
             x = torch.randn(4, 8, requires_grad=True)
@@ -110,6 +111,29 @@ def _no_reduction(rank, world):
             reference(every).square().mean().backward()
             _same(model, reference, f"{settings} {step=}")
             assert model.reducer.counters.backwards == step + 1
+
+
+class SomeUnused(Inside):
+    """The last parameters get no gradient: none but quiet hooks are called."""
+
+    def __init__(self):
+        super().__init__(reentrant=True)
+        self.unused = nn.Linear(8, 8)
+
+
+def _unused(rank, world):
+    """With find_unused_parameters the gradients of each backward are reduced at its end."""
+    module = SomeUnused()
+    model, reference = _wrap(module, bucket_cap_mb=25, find_unused_parameters=True), copy.deepcopy(module)
+    for step in range(4):
+        model.zero_grad()
+        reference.zero_grad()
+        own, every = _inputs(rank, world, step)
+        model(own).square().mean().backward()
+        reference(every).square().mean().backward()
+        assert model.reducer.counters.backwards == step + 1
+        assert model.module.unused.weight.grad is None
+        _same(model, reference, f"{step=}")
 
 
 class Holder:
@@ -204,6 +228,6 @@ def _inference(rank, world):
             p.grad.zero_()
 
 
-@pytest.mark.parametrize("body", [_inside, _no_reduction, _hidden, _lowered, _around, _inference])
+@pytest.mark.parametrize("body", [_inside, _no_reduction, _unused, _hidden, _lowered, _around, _inference])
 def test_two_ranks(body):
     run_ranks(2, body, timeout=60)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import func, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import GPT, GPTConfig, mlp
@@ -207,6 +208,46 @@ def _several_forwards(rank, world):
 
 def test_several_forwards_before_a_backward():
     run_ranks(2, _several_forwards)
+
+
+def _transformed(rank, world):
+    """Transforms of torch.func give each rank its own derivatives, and the next backward is reduced."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), torch.randn(4, 5) + rank
+    reference = copy.deepcopy(module)
+    transforms = (
+        lambda m: func.grad(lambda p: func.functional_call(m, p, (x,)).sum())(_values(m)),
+        lambda m: func.vmap(func.grad(lambda p, y: func.functional_call(m, p, (y,)).sum()), (None, 0))(_values(m), x),
+        lambda m: func.grad(lambda y: m(y).sum())(x),
+        lambda m: func.vjp(m, x)[1](torch.ones(4, 3)),
+        lambda m: func.jvp(m, (x,), (x,)),
+        lambda m: func.jacrev(m)(x),
+        lambda m: func.jacfwd(m)(x),
+        lambda m: func.hessian(lambda y: m(y).sum())(x),
+    )
+    for settings in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        model = DistributedDataParallel(copy.deepcopy(module), **settings)
+        for number, transform in enumerate(transforms):
+            found, expected = (tree_leaves(transform(m)) for m in (model, reference))
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, msg=lambda m, n=number: f"{n}: {m}")
+            model.zero_grad()
+            model(torch.full((1, 5), float(rank))).sum().backward()
+            assert model.reducer.counters.backwards == number + 1
+            torch.testing.assert_close(model.module[2].bias.grad, torch.ones(3))
+    every = [torch.empty_like(module[0].weight) for _ in range(world)]
+    torch.distributed.all_gather(every, model.module[0].weight.grad)
+    assert all(torch.equal(every[0], other) for other in every)
+
+
+def _values(model):
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_transforms_of_torch_func():
+    run_ranks(2, _transformed)
 
 
 def _subgroup(rank, world):

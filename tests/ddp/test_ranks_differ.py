@@ -1,5 +1,6 @@
 """Ranks that would train different models, or come to different buckets, say so, all of them and soon."""
 
+import contextlib
 import copy
 import pickle
 import time
@@ -106,6 +107,35 @@ def test_buckets_are_those_of_rank_0_if_sizes_were_never_compared():
     plans = run_ranks(3, _unchecked, "caps")
     assert plans[0] == plans[1] == plans[2]
     assert plans[0].count("float32") == 1
+
+
+def _apart(rank, world, what):
+    """One rank runs a forward more than the others, or alone is prepared for uneven inputs."""
+    from torchshard.ddp import DistributedDataParallel
+
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = DistributedDataParallel(nn.Sequential(mlp(8), nn.BatchNorm1d(8)), process_group=group)
+    x = torch.ones(4, 8)
+    model(x).sum().backward()
+    if rank == 0 and what == "a forward more":
+        model(x)
+
+    def steps():
+        with model.join() if rank == 0 and what == "join" else contextlib.nullcontext():
+            for _ in range(3):
+                model(x).sum().backward()
+
+    return _message(steps)
+
+
+@pytest.mark.parametrize("what", ["a forward more", "join"])
+def test_ranks_that_wait_for_different_things_say_for_which(what):
+    said = run_ranks(2, _apart, what, timeout=60)
+    waited_for = [message.splitlines()[0].partition(" waited in vain for ")[2] for message in said]
+    assert all(waited_for)
+    for rank, message in enumerate(said):
+        assert f"rank {1 - rank} waits for {waited_for[1 - rank]}\n" in message
+        assert "have all ranks run the same steps, in the same order" in message
 
 
 def _goes_on(rank, world, layer):

@@ -105,6 +105,14 @@ def will_run(node: Any) -> bool:
         return False
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs, in which parameters show no end (torch._C._functorch, 2.11-2.15).
+
+    Its own backward ends in what it was asked for, never in a parameter, and a backward() inside of it is refused.
+    """
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def may_nest() -> bool:
     """Whether re-entrant checkpoints may run backwards of their own inside of the one that runs now.
 

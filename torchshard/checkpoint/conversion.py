@@ -14,6 +14,7 @@ from torchshard.checkpoint import opening
 from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.editing import Edits, Rename, edited, merged
 from torchshard.checkpoint.entries import Index
+from torchshard.checkpoint.files import given
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
 from torchshard.checkpoint.formats.out import Options, Output
 from torchshard.checkpoint.moving import destination
@@ -190,7 +191,7 @@ def _paths(src: Source | Sequence[Source]) -> tuple[Path, ...]:
 
 
 def _target(dst: Source) -> Path:
-    path = Path(dst)
+    path = given(dst)
     if path.name in ("", ".."):
         raise CheckpointError("The destination has no name of its own.", expected="a file or folder", got=str(path))
     try:

@@ -11,8 +11,8 @@ class DType(NamedTuple):
     Args:
         name: torch's name without the prefix, such as "bfloat16".
         itemsize: bytes an element.
-        numpy: the numpy type of the same bits. Types that numpy lacks (bfloat16, the float8 family) are seen as
-            unsigned integers of the same size.
+        numpy: the numpy type of the same bits. Types that numpy lacks (bfloat16, the float8 family, complex32) are
+            seen as unsigned integers of the same size.
         safetensors: the code in a safetensors header; None where that format has none.
         storage: the class that a torch.save pickle names; None for types that are saved as untyped bytes.
     """
@@ -40,6 +40,7 @@ DTYPES: Mapping[str, DType] = MappingProxyType(
             ("bool", 1, "bool", "BOOL", "BoolStorage"),
             ("complex64", 8, "complex64", "C64", "ComplexFloatStorage"),
             ("complex128", 16, "complex128", None, "ComplexDoubleStorage"),
+            ("complex32", 4, "uint32", None, None),
             ("uint16", 2, "uint16", "U16", None),
             ("uint32", 4, "uint32", "U32", None),
             ("uint64", 8, "uint64", "U64", None),

@@ -14,6 +14,13 @@ _AT_ONCE = 2**30  # bytes: descriptions that are read in one go; a file of holes
 _VECTOR = 1024  # buffers of one read, at most: IOV_MAX
 
 
+def given(path: str | os.PathLike[str]) -> Path:
+    """A path that the user gave; CheckpointError where no file can have such a name."""
+    if "\0" in os.fspath(path):
+        raise CheckpointError("A path cannot hold a NUL character.", got=printable(os.fspath(path)))
+    return Path(path)
+
+
 class Handle:
     """An open file; closed when the last user lets go of it, so that a thread may finish a read during eviction."""
 

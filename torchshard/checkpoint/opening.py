@@ -7,7 +7,7 @@ from types import MappingProxyType, TracebackType
 from typing import NamedTuple
 
 from torchshard.checkpoint.entries import Entry, Index, TensorEntry
-from torchshard.checkpoint.files import Files, unreadable
+from torchshard.checkpoint.files import Files, given, unreadable
 from torchshard.checkpoint.formats import dcp, hugging_face, rank_files, safetensors, torch_file
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
@@ -115,7 +115,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         >>> with open("step_1000") as ck:  # doctest: +SKIP
         ...     ck["model.embed.weight"][:2]
     """
-    place = Path(path)
+    place = given(path)
     try:
         return Checkpoint(place, _read(place))
     except OSError as error:

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 import torch
@@ -28,6 +28,7 @@ NO_LOSS = RankMismatchError, NotImplementedError, torch.OutOfMemoryError
 """Kinds of RuntimeError that tell of something else than a lost rank."""
 
 _LONGEST_LINE = 200
+_NO_STORE = "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
 _TO_ANSWER = 3.0
 """Seconds in which every rank that waits for a collective sees that it is asked whether it lives."""
 
@@ -150,7 +151,9 @@ class Agreement:
         """
         if (store := self._common_store()) is None:
             raise error or RuntimeError(f"{what} failed")
-        self.fail(_lost(what, self.rank, self.world, self._who_is_silent(store), error), error)
+        store.set("lost", "")  # the others look for it while they wait, and answer
+        silent, waits = _answers(store, self.rank, self.world, what)
+        self.fail(_lost(what, self.rank, self.world, silent, error, waits), error)
 
     def fail(self, failure: RankMismatchError, cause: Exception | None = None) -> NoReturn:
         """Raise this, now and by `raise_failure` later."""
@@ -161,10 +164,6 @@ class Agreement:
         """Raise again what was raised before: ranks that have come apart do not come together again."""
         if self._failure is not None:
             raise self._failure
-
-    def _who_is_silent(self, store: Store) -> str | None:
-        store.set("lost", "")  # the others look for it while they wait, and answer
-        return _who_is_silent(store, self.rank, self.world)
 
     def _look(self, store: Store, what: str, error: Exception | None = None) -> None:
         """Raise what another rank has found."""
@@ -244,38 +243,60 @@ def raise_lost(group: dist.ProcessGroup, what: str, error: Exception) -> NoRetur
     if group.size() == 1 or dist.get_backend(group) == "fake":
         raise error
     store = PrefixStore(f"torchshard/{group.group_name}/failed", _torch.group_store(group))
-    silent = _who_is_silent(store, group.rank(), group.size(), again=True)
+    silent, _ = _answers(store, group.rank(), group.size(), what, again=True)
     if silent is None:
         raise error
     ranks = dist.get_process_group_ranks(group)
     place = "" if ranks == [*range(len(ranks))] else f" of a group; its ranks 0, 1, ... are {ranks} of the world"
-    raise _lost(what + place, group.rank(), group.size(), f"{silent}: lost, or still waiting", error) from error
+    raise _lost(what + place, group.rank(), group.size(), f"{silent}: lost, or still waiting", error, {}) from error
 
 
-def _who_is_silent(store: Store, rank: int, world: int, again: bool = False) -> str | None:
-    """Which ranks do not leave a sign in a store within some seconds, as this one does; None if all do.
+def _answers(store: Store, rank: int, world: int, what: str, again: bool = False) -> tuple[str | None, dict[int, str]]:
+    """Which ranks do not leave a sign in a store within some seconds, as this one does; None and what each waits for.
 
-    With `again` ranks may ask more than once: what they left the first time is no sign the second time.
+    Args:
+        store: which the ranks have in common.
+        rank: this one.
+        world: how many there are.
+        what: this one waits for.
+        again: ranks may ask more than once: what they left the first time is no sign the second time.
     """
+    silent, waits = set(range(world)), dict[int, str]()
     try:
         if again:
             store = PrefixStore(str(store.add(f"turns/{rank}", 1)), store)
-        store.set(f"alive/{rank}", "")
-        silent, deadline = set(range(world)), time.monotonic() + _TO_ANSWER
+        store.set(f"alive/{rank}", what)
+        deadline = time.monotonic() + _TO_ANSWER
         while silent and time.monotonic() < deadline:
             time.sleep(0.02)
             silent = {other for other in silent if not store.check([f"alive/{other}"])}
-    except RuntimeError:
-        return "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
-    return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}" if silent else None
+        if not silent:
+            waits |= {other: store.get(f"alive/{other}").decode() for other in range(world)}
+    except RuntimeError:  # after all have answered, the store may go with a rank
+        if silent:
+            return (
+                "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)",
+                {},
+            )
+    if not silent:
+        return None, waits
+    return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}", {}
 
 
-def _lost(what: str, rank: int, world: int, silent: str | None, error: Exception | None) -> RankMismatchError:
-    do = "read the last words of that rank" if silent else "mend what the transport does not take"
+def _lost(
+    what: str, rank: int, world: int, silent: str | None, error: Exception | None, waits: Mapping[int, str]
+) -> RankMismatchError:
+    others = [f"rank {other} waits for {_short(theirs)}" for other, theirs in waits.items() if theirs != what]
+    if silent:
+        do = "read the last words of that rank"
+    elif others:
+        do = "have all ranks run the same steps, in the same order"
+    else:
+        do = "mend what the transport does not take"
     return RankMismatchError(
         f"rank {rank} waited in vain for {what}",
         expected=f"{world} ranks that take part",
-        got=silent or f"every rank answers; {_said(error)}",
+        got=silent or "\n".join(others[:5]) or f"every rank answers; {_said(error)}",
         fix=f"{do}; then start all ranks again, from a checkpoint",
     )
 

@@ -39,7 +39,7 @@ class Leaves:
 
     def _has_moved(self, index: int) -> bool:
         param = self._params[index]
-        if not param.requires_grad:
+        if not param.requires_grad or _torch.in_transform():  # a transform ends in its own inputs
             return False
         old, self._nodes[index] = self._nodes[index], torch.autograd.graph.get_gradient_edge(param).node
         return self._nodes[index] is not old

@@ -114,9 +114,12 @@ class FlatBucket:
         while self.heard:
             self.pending.remove(self._number[id(self.heard.popleft())])
 
-    def numbers_heard(self) -> list[int]:
-        """The quiet members that have been heard of."""
-        return [self._number[id(p)] for p in self.heard]
+    def forget_since(self, before: Collection[torch.Tensor]) -> list[int]:
+        """Have heard only of what was heard of before; the quiet members that were heard of since then."""
+        since = [self._number[id(p)] for p in self.heard]
+        self.heard.clear()
+        self.heard.extend(before)
+        return since
 
     def take_large(self) -> None:
         """Move in the large gradients that have come, after a backward in which none was taken on arrival."""

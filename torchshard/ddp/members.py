@@ -64,7 +64,9 @@ class Members:
         now = {id(p): (n, p) for n, p in self._present(module)} if module else {}
         gone = [n for n, p in self._averaged if id(p) not in now]
         known = {*self._names, *[id(p) for _, p in self._averaged]}
-        new = [n for key, (n, p) in now.items() if p.requires_grad and key not in known]
+        # Plain tensors stand in for parameters during torch.func.functional_call only.
+        trained = [(n, p) for n, p in now.values() if p.requires_grad and isinstance(p, torch.nn.Parameter)]
+        new = [n for n, p in trained if id(p) not in known]
         if gone and new:
             raise RuntimeError(messages.replaced_text(gone, new))
 

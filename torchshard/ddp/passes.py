@@ -18,8 +18,14 @@ class Mode(enum.Enum):
     """What a reducer's hooks do now."""
 
     IDLE = enum.auto()  # no backward of ours runs
+    AROUND = enum.auto()  # one runs that reaches no parameter of ours, but may run others inside that do
     LOCAL = enum.auto()  # a backward that belongs to no_sync runs
     SYNC = enum.auto()  # a backward runs whose gradients are reduced
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients that come now decide what it is to be."""
+        return self in (Mode.IDLE, Mode.AROUND)
 
 
 class ForwardPass:

@@ -134,14 +134,15 @@ class Reducer(ReducerCompatibility):
         """A backward has reached an output of this forward."""
         self._forget_failed()
         if not forward.sync:
-            if self.mode is Mode.IDLE:
+            if self.mode.is_open:
                 self._enter(Mode.LOCAL)
             return
         if self.mode is not Mode.SYNC and self.leaves.some_will_run():
             self._enter(Mode.SYNC)
-        elif self.mode is Mode.IDLE and _torch.may_nest():
+        elif self.mode is Mode.IDLE and _torch.may_nest():  # as re-entrant checkpoints have it
+            self.mode = Mode.AROUND
             active.show(self)
-            self.ending.ask()  # gradients may come in backwards inside of this one, as re-entrant checkpoints run them
+            self.ending.ask()
         elif self.mode is not Mode.SYNC:
             return
         self._reached.add(forward)
@@ -237,13 +238,13 @@ class Reducer(ReducerCompatibility):
     @_torch.untraced
     def _end(self) -> None:
         """The engine calls this when a backward is over."""
+        if self.mode is Mode.AROUND and any(b.heard for b in self.buckets):
+            self._enter(Mode.SYNC)  # none but quiet hooks have noticed the backwards inside
         if self.mode is Mode.SYNC:
             self._end_of_sync()
         elif self.mode is Mode.LOCAL:
             for bucket, before in zip(self.buckets, self._heard_before, strict=True):
-                self._touched.update(bucket.numbers_heard())
-                bucket.heard.clear()
-                bucket.heard.extend(before)
+                self._touched.update(bucket.forget_since(before))
         self.mode = Mode.IDLE
         active.show_running()
         self.ending.come()
@@ -353,7 +354,7 @@ class Reducer(ReducerCompatibility):
         """
         if not self._hooks or torch.is_grad_enabled() or len(self._forwards) > 1:
             return None
-        if self.mode is Mode.IDLE and (self._armed or self._forwards) and self.leaves.some_will_run():
+        if self.mode.is_open and (self._armed or self._forwards) and self.leaves.some_will_run():
             self._enter(Mode.SYNC)
         return self.lending.lend(slots, dtype) if self.mode is Mode.SYNC else None
 

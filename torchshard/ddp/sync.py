@@ -105,6 +105,7 @@ def broadcast_coalesced(
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
-    work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+    data = tensor.view(-1).view(torch.uint8)  # transports take few dtypes
+    work: dist.Work | None = dist.broadcast(data, group=group, group_src=source, async_op=True)
     assert work is not None, "asynchronous collectives return their work"
     return work

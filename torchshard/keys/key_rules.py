@@ -79,7 +79,7 @@ class KeyRules:
 
     Args:
         rules: made by rename, strip_prefix, add_prefix, fuse, split and transpose.
-        strict: whether each rule must fit a key, and each key a rule; "rules" asks for the first only.
+        strict: whether each rule must fit a key, and each key a rule; "rules" asks that each rule changes a key.
     """
 
     arrays: Arrays = _Numpy()
@@ -131,15 +131,16 @@ class KeyRules:
                 keys = list(rule.apply({key: Value(key) for key in keys})[0])
         return type(self)(reversed(undone), strict=False)
 
-    def _work_out(self, keys: Sequence[str]) -> tuple[Values, list[tuple[set[str], set[str]]]]:
-        """New keys with what they are made of; and for each rule the old and the original keys that it fits."""
+    def _work_out(self, keys: Sequence[str]) -> tuple[Values, list[tuple[bool, set[str]]]]:
+        """New keys with what they are made of; and of each rule whether it is of use, and the original keys it fits."""
         values = {key: Value(key) for key in keys}
         fits = []
         for number, rule in enumerate(self.rules):
             before = values
             values, fit = rule.apply(values)
             self._met.setdefault(number, set()).update(key in fit for key in before)
-            fits.append((fit, {source for key in fit for source in _sources(before[key])}))
+            used = values != before if self.strict == "rules" else bool(fit)
+            fits.append((used, {source for key in fit for source in _sources(before[key])}))
         return values, fits
 
     def _check(self, levels: Sequence[Mapping[Any, Any]]) -> None:
@@ -148,15 +149,15 @@ class KeyRules:
         for level in levels:
             keys = [key for key in level if isinstance(key, str)]
             _, fits = self._work_out(keys)
-            idle -= {k for k, (fit, _) in enumerate(fits) if fit}
+            idle -= {k for k, (used, _) in enumerate(fits) if used}
             left += [key for key in keys if not any(key in sources for _, sources in fits)]
             self._check_numbers([key for key in level if not isinstance(key, str)])
-        if self.strict == "rules":
+        if only_rules := self.strict == "rules":
             left = []
         if self.strict and (idle or left):
             raise ShardingError(
                 "Keys and rules do not cover one another.",
-                expected=f"{'' if self.strict == 'rules' else 'a rule for each key, and '}a key for each rule",
+                expected=f"{'' if only_rules else 'a rule for each key, and '}a key for each rule to change",
                 got="\n".join([f"no rule: {key}" for key in left] + [f"no key: {self.rules[k]}" for k in sorted(idle)]),
                 fix="compare with the keys that are there: torchshard inspect FILE, or state_dict.keys()",
             )

@@ -1,9 +1,12 @@
 """Reading sets of torch.save files, one of each rank (`model_rank0.pt`, ...), as one checkpoint.
 
-Distributed tensors are put together from the parts that the ranks hold. What is the same on all ranks is taken once.
-What differs without saying how (a generator's state, a local buffer) is kept once a rank, as `key.rank0`, ...
+Distributed tensors are put together from the parts that the ranks hold. What is the same on all ranks that have it, be
+it one (of a pipeline's stage, of experts), is taken once. What differs without saying how (a generator's state, a local
+buffer) is kept once a rank, as `key.rank0`, ...
 """
 
+import copy
+import functools
 import math
 import re
 import warnings
@@ -15,6 +18,7 @@ from typing import Any
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_pieces
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import torch_file
+from torchshard.checkpoint.pickles.inert import OrderedDict
 from torchshard.checkpoint.regrouping import DROPPED, Regrouped
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import same
@@ -86,7 +90,7 @@ def read(paths: Sequence[Path]) -> Index:
     alike: dict[str, Entry] = {}
     different: dict[str, dict[int, Entry]] = {}
     for key, entries in merged.items():
-        one = _merged(key, list(entries.values()), len(parts), files.root)
+        one = _merged(key, list(entries.values()), files.root)
         if one is None:
             different[key] = entries
         else:
@@ -109,8 +113,8 @@ def _index(
             entries[entry.key] = apart[entry.key] = entry
 
     def tree() -> object:
-        # The nesting of rank 0; keys that only others have come at the top.
-        made = Regrouped(parts[0].tree(), lambda key, leaf: alike.get(key, DROPPED), files.root)
+        nested = functools.reduce(_united, [part.tree() for part in parts])
+        made = Regrouped(nested, lambda key, leaf: alike.get(key, DROPPED), files.root)
         for key, entry in entries.items():
             if key not in made.paths or key in apart:
                 made.add(key, entry)
@@ -120,12 +124,23 @@ def _index(
     return Index("torch, one file a rank", entries, tree, sized, {"ranks": str(len(parts))}, (files,))
 
 
-def _merged(key: str, entries: Sequence[Entry], ranks: int, where: Path) -> Entry | None:
-    """One entry from those of the ranks; None where they differ without saying how."""
+def _united(a: Any, b: Any) -> Any:
+    """The nesting of two ranks: what the first has, and what it lacks of the second."""
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return a
+    made = copy.copy(a)
+    made.update({key: _united(a[key], value) if key in a else value for key, value in b.items()})
+    if isinstance(made, OrderedDict) and isinstance(b, OrderedDict):
+        made.attributes = _united(made.attributes or {}, b.attributes or {}) or None  # as _metadata
+    return made
+
+
+def _merged(key: str, entries: Sequence[Entry], where: Path) -> Entry | None:
+    """One entry from those of the ranks that have it; None where they differ without saying how."""
     first = entries[0]
     if isinstance(first, ObjectEntry):
         objects = [entry for entry in entries if isinstance(entry, ObjectEntry)]
-        alike = len(objects) == ranks and all(same(first.value(), other.value()) for other in objects[1:])
+        alike = len(objects) == len(entries) and all(same(first.value(), other.value()) for other in objects[1:])
         return first if alike else None
     tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
     if len(tensors) != len(entries):
@@ -134,7 +149,7 @@ def _merged(key: str, entries: Sequence[Entry], ranks: int, where: Path) -> Entr
         math.prod(e.shape) != sum(b.numel for b in e.boxes) for e in tensors
     )
     if not distributed and all(_holds_all(entry) for entry in tensors):
-        return first if len(entries) == ranks and all(_same_values(first, other) for other in tensors[1:]) else None
+        return first if all(_same_values(first, other) for other in tensors[1:]) else None
     if len({(entry.shape, entry.dtype) for entry in tensors}) > 1:
         got = ", ".join(f"{entry.dtype} {entry.shape}" for entry in tensors[:4])
         raise CheckpointError("Ranks hold parts of different tensors under one key.", got=got, where=f"{where}: {key}")

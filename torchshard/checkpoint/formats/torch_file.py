@@ -97,25 +97,26 @@ def write(index: Index, options: Options) -> Output:
 
 
 def _file(name: str, tree: object) -> OutFile:
-    archive = lay_out(tree, 0)
+    archive = lay_out(tree, 0, weights_only=True)
     return OutFile(name, archive.slots, archive.end, archive.finish)
 
 
-def lay_out(tree: object, start: int, box: Box | None = None) -> ArchivePlan:
+def lay_out(tree: object, start: int, box: Box | None = None, *, weights_only: bool = False) -> ArchivePlan:
     """The archive that torch.load reads as `tree`.
 
     Args:
         tree: plain data, with entries anywhere inside.
         start: its first byte in the file.
         box: of the tensor that `tree` is, where only this part of it is stored.
+        weights_only: whether torch.load(weights_only=True) is to read it.
 
     Raises:
         CheckpointError: something that is not plain data.
     """
     numbered = _Numbered(box)
-    data = dump(tree, numbered.view, grads=box is None)
+    data = dump(tree, numbered.view, grads=box is None, weights_only=weights_only)
     if box is None and numbered.join():
-        data = dump(tree, numbered.view)
+        data = dump(tree, numbered.view, weights_only=weights_only)
     small = [("data.pkl", data), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
     slots = [whole_slot(entry, 0) if box is None else Slot(entry, 0, box) for entry in numbered.records]
     sizes = [(name, len(body)) for name, body in small]

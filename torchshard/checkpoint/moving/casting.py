@@ -59,11 +59,14 @@ def cast(raw: "NDArray[Any]", source: str, target: str) -> "NDArray[Any]":
 
 
 def decoded(raw: "NDArray[Any]", dtype: str) -> "NDArray[Any]":
-    """Elements as numbers: types that numpy lacks as float32, others as they are."""
+    """Elements as numbers: types that numpy lacks as float32 or complex64, others as they are."""
     import numpy as np
 
     if dtype == "bfloat16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "complex32":
+        parts: NDArray[Any] = np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+        return parts.view(np.complex64)
     if dtype.startswith("float8"):
         values: NDArray[Any] = _table(dtype)[raw]
         return values

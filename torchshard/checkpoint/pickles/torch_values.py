@@ -3,6 +3,7 @@
 The table ALLOWED is the whole of what is read. It is a little less than torch.load(weights_only=True) accepts.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -227,6 +228,7 @@ def _table() -> dict[str, Global]:
 
 
 ALLOWED: Mapping[str, Global] = MappingProxyType(_table())
+_BITS = re.compile(r"torch\.(bits\d+(x\d)?|float4_\w+)")  # types of elements that are less than a byte, or not numbers
 
 
 def attribute(readable: Mapping[str, Sequence[str]]) -> Global:
@@ -248,6 +250,8 @@ def attribute(readable: Mapping[str, Sequence[str]]) -> Global:
 
 def advice(name: str) -> str | None:
     """What to do about a name that is not read."""
+    if _BITS.fullmatch(name):
+        return "Save such a tensor as bytes: tensor.view(torch.uint8)."
     if name.startswith(("torch.", "torchshard.")):
         return None
     return "Save plain data beside the tensors: numbers, text, bytes, lists, tuples, dicts and sets."

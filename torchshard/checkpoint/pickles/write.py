@@ -34,7 +34,9 @@ class View(NamedTuple):
 Viewing = Callable[[TensorEntry], View]
 
 
-def dump(tree: object, view: Viewing, records: Collection[str] = (), *, grads: bool = True) -> bytes:
+def dump(
+    tree: object, view: Viewing, records: Collection[str] = (), *, grads: bool = True, weights_only: bool = False
+) -> bytes:
     """The pickle of a state dict.
 
     Args:
@@ -42,11 +44,12 @@ def dump(tree: object, view: Viewing, records: Collection[str] = (), *, grads: b
         view: says in which record a tensor will lie, and how.
         records: names of classes whose Records are written too.
         grads: whether parameters, and tensors that ask for gradients, stay so.
+        weights_only: whether torch.load(weights_only=True) is to read it.
 
     Raises:
-        CheckpointError: something that is not plain data, or containers nested too deep.
+        CheckpointError: something that is not plain data, or that torch would not read, or containers nested too deep.
     """
-    writer = _Writer(view, records, grads)
+    writer = _Writer(view, records, grads, weights_only)
     writer.put(tree)
     return b"\x80\x02" + bytes(writer.out) + b"."
 
@@ -59,9 +62,9 @@ class Call(NamedTuple):
 
 
 class _Writer:
-    def __init__(self, view: Viewing, records: Collection[str], grads: bool) -> None:
+    def __init__(self, view: Viewing, records: Collection[str], grads: bool, weights_only: bool) -> None:
         self.out = bytearray()
-        self.view, self.records, self.grads = view, records, grads
+        self.view, self.records, self.grads, self.weights_only = view, records, grads, weights_only
         self.texts: dict[str, int] = {}
         self.globals: dict[tuple[str, str], int] = {}
         self.objects: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that the id stays its own
@@ -117,8 +120,17 @@ class _Writer:
         elif -(2**31) <= value < 2**31:
             self.out += b"J" + struct.pack("<i", value)
         else:
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            bits = (value if value >= 0 else ~value).bit_length()  # besides that of the sign
+            data = value.to_bytes(bits // 8 + 1, "little", signed=True)
             short = len(data) < 256
+            if not short and self.weights_only:
+                raise CheckpointError(
+                    "torch.load(weights_only=True) does not read an integer of this size.",
+                    expected="2039 bits at most",
+                    got=printable(value),
+                    where=self.at,
+                    fix="Leave it out (exclude), or save it as text.",
+                )
             self.out += (b"\x8a" + bytes([len(data)]) if short else b"\x8b" + struct.pack("<I", len(data))) + data
 
     def _text(self, value: str) -> None:
