@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from torchshard._torch import guard_attribute, untraced
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 
 Fallback = Literal["replicate", "error", "silent"]
@@ -27,22 +28,33 @@ _NOT_USERS = ("torchshard", "torch")
 def fallback(mode: Fallback) -> Iterator[None]:
     """What to do with an operator that has no rule, in this thread.
 
+    Under torch.compile(fullgraph=True) it stands around the calls of what is compiled.
+
     Args:
         mode: "replicate" gathers its operands on every rank and says so once an operator (the default), "silent" does
             so without a word, "error" raises UnsupportedOperatorError.
     """
     if mode not in ("replicate", "error", "silent"):
         raise ShardingError("No such fallback.", expected="'replicate', 'error' or 'silent'", got=repr(mode))
-    before, _state.fallback = _state.fallback, mode
+    before = _fall_back(mode)
     try:
         yield
     finally:
-        _state.fallback = before
+        _fall_back(before)
+
+
+@untraced  # a graph is made before what it would set is set
+def _fall_back(mode: Fallback) -> Fallback:
+    before, _state.fallback = _state.fallback, mode
+    return before
 
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Take plain tensors beside DTensors to be the same on every rank, in this thread."""
+    """Take plain tensors beside DTensors to be the same on every rank, in this thread.
+
+    Under torch.compile(fullgraph=True) it stands around the calls of what is compiled.
+    """
     before, _state.implicit_replication = _state.implicit_replication, True
     try:
         yield
@@ -51,12 +63,17 @@ def implicit_replication() -> Iterator[None]:
 
 
 def replicates_plain_tensors() -> bool:
-    """Whether implicit_replication is on."""
+    """Whether implicit_replication is on; a graph that is being made is for this answer only."""
+    guard_attribute(__name__, "_state.implicit_replication")
     return _state.implicit_replication
 
 
 def say_replicated(name: str, why: str) -> None:
-    """An operator is about to gather its operands: warn once, raise, or keep silent, as the user wants."""
+    """An operator is about to gather its operands: warn once, raise, or keep silent, as the user wants.
+
+    A graph that is being made is for this wish only.
+    """
+    guard_attribute(__name__, "_state.fallback")
     if _state.fallback == "error":
         raise UnsupportedOperatorError(
             f"{name} has no sharded way to run: {why}.",
