@@ -282,6 +282,15 @@ def test_dtensors_made_in_a_module_are_exported(function, strict):
         assert described(program.module()(PIECE)) == described(function(PIECE))
 
 
+@pytest.mark.parametrize(("rows", "alike", "other"), [(7, 10, 8), (8, 12, 7)])
+def test_a_dynamic_dim_that_an_exported_program_cuts(rows, alike, other):
+    module = Around(lambda x: distribute_tensor(x, MESH, [Shard(0)]).full_tensor() * 2)
+    exported = torch.export.export(module, (torch.ones(rows, 4),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert exported.module()(torch.ones(alike, 4)).shape == (alike, 4)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        exported.module()(torch.ones(other, 4))
+
+
 def test_exported_programs_are_compiled_after_run_decompositions():
     program = torch.export.export(Around(lambda x: from_local(x, MESH).to_local() + 1), (PIECE,))
     with pytest.raises(torch._dynamo.exc.Unsupported) as refused:

@@ -178,16 +178,19 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     return cast(torch.nn.Module, getattr(module, "_orig_mod", module))
 
 
-def guard_attribute(module: str, attribute: str) -> bool:
-    """Have Dynamo compile anew where an attribute of a module is not equal to what it is now; for use in a backend.
+def guard_attribute(module: str, path: str) -> bool:
+    """Have Dynamo compile anew where an attribute of a module is not equal to what it is when this graph is there.
 
-    What torch does for modules that traced code imports (torch._dynamo: InstructionTranslator.import_source,
-    install_guard, 2.11-2.15). Returns whether there is a frame being compiled, which could be told.
+    For use while a frame is compiled: in a backend, or in what Dynamo runs to trace. What torch does for modules that
+    traced code imports (torch._dynamo: InstructionTranslator.import_source, install_guard, 2.11-2.15). `path` may be
+    dotted. Returns whether there is a frame being compiled, which could be told.
     """
+    if "torch._dynamo.symbolic_convert" not in sys.modules:
+        return False
     translators, guards = find("_dynamo.symbolic_convert.InstructionTranslator"), find("_dynamo.guards")
     try:
         frame = translators.current_tx()
-        source = find("_dynamo.source.AttrSource")(frame.import_source(module), attribute)
+        source = functools.reduce(find("_dynamo.source.AttrSource"), path.split("."), frame.import_source(module))
         guards.install_guard(source.make_guard(guards.GuardBuilder.EQUALS_MATCH))
     except AttributeError:
         return False

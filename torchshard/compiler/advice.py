@@ -5,6 +5,11 @@ from collections.abc import Mapping
 _LOCAL = "take x.local_tensor() in the region: parts that require gradients have them by themselves"
 _PLAIN = "run them on `to_local()`, or outside of the region"
 _NESTED = "give functions under torch.compiler.nested_compile_region `to_local()`, or leave that decorator out"
+_REPLICATED = (
+    "make it a DTensor, or put torchshard.implicit_replication() around the calls of the region, not in it;"
+    " if a function under torch.compiler.nested_compile_region has made it,"
+    " give that `to_local()`, or leave the decorator out"
+)
 _SUPPORT = "call torchshard.compiler.support_groups() first"
 
 # What Dynamo says (a part of it) -> what to do instead.
@@ -13,7 +18,8 @@ WAYS_AROUND: Mapping[str, str] = {
         "set torch._dynamo.config.compiled_autograd = True and compile the call of backward() too"
     ),
     "There was no rule registered for HOP invoke_subgraph": _NESTED,
-    "fake_tensor.FakeTensor, which is another class": _NESTED,
+    "is a plain torch.Tensor among DTensors": _REPLICATED,
+    "function _fall_back": "put torchshard.fallback around the calls of the region",
     "`to_local` is not defined on FakeTensor": _NESTED,
     "There was no rule registered for HOP": _PLAIN,
     "Higher Order Operator: torch.ops.higher_order.flex_attention": _PLAIN,

@@ -51,7 +51,8 @@ def _piece(n: int, parts: int, k: int) -> Interval:
     start = k * step
     if start >= n:  # of a symbolic length, too, nothing is the number 0
         return n, 0
-    return start, min(step, n - start)
+    # Not min(), of which torch.export makes a formula that torch 2.12 can neither simplify (Min(s, 3 s)) nor record.
+    return start, step if step <= n - start else n - start
 
 
 piece = _unrecorded(_piece)

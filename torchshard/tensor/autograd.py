@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import exported_whole, is_traced
+from torchshard._torch import exported_whole, is_traced, skip_alone
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
@@ -44,6 +44,7 @@ from torchshard.tensor.redistribute import (
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
+    @skip_alone
     def forward(
         ctx: Any,
         x: DTensor,
@@ -67,6 +68,7 @@ class _Redistribute(torch.autograd.Function):
         return wrap(move(local, source, layout), moved(source, layout))
 
     @staticmethod
+    @skip_alone
     def backward(ctx: Any, grad: DTensor) -> Any:
         # By way of redistribute alone, so that it can be differentiated again, and so that a rank outside of the mesh
         # takes part, too.
@@ -98,12 +100,14 @@ def _kind(dtype: torch.dtype) -> int:
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
+    @skip_alone
     def forward(ctx: Any, x: DTensor, placements: Sequence[TorchPlacement] | None) -> Tensor:
         ctx.layout, ctx.placements = x._spec, placements
         local = x._local_tensor
         return local.view_as(local)  # its own tensor: history must not land on the part itself
 
     @staticmethod
+    @skip_alone
     def backward(ctx: Any, grad: Tensor) -> Any:
         layout: TensorLayout = ctx.layout
         sharding = layout.sharding.without_partial()
@@ -121,6 +125,7 @@ class _ToLocal(torch.autograd.Function):
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
+    @skip_alone
     def forward(
         ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None, of_first: bool = False
     ) -> DTensor:
@@ -129,6 +134,7 @@ class _FromLocal(torch.autograd.Function):
         return wrap(_first_replica(local, layout) if of_first else local, layout)
 
     @staticmethod
+    @skip_alone
     def backward(ctx: Any, grad: DTensor) -> Any:
         sharding: Sharding = ctx.layout.sharding
         target = ctx.grad_sharding or sharding.without_partial()

@@ -144,8 +144,8 @@ def operands_of(call: Call) -> list[Operand]:
 
 def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorError:
     """The error for an argument that is no DTensor."""
-    kind = type(x)
-    plain = kind in (Tensor, torch.nn.Parameter) or is_traced(x)
+    kind = Tensor if is_traced(x) and not isinstance(x, upstream.DTensor) else type(x)
+    plain = kind in (Tensor, torch.nn.Parameter)
     what = (
         "plain torch.Tensor among DTensors"
         if plain

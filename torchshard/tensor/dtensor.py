@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, lie_with_others, no_torch_function, reading_number, wrapper_constructor
+from torchshard import _torch
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.caching import digest, tie
@@ -25,14 +25,14 @@ class DTensor(Tensor):
     """
 
     __slots__ = ("_filled", "_local_tensor", "_spec", "_window")
-    __torch_function__ = no_torch_function()
-
+    __torch_function__ = _torch.no_torch_function()
     _local_tensor: Tensor
     _spec: TensorLayout
     _window: Any  # of severed views only, see guards.py
     _filled: int | None  # of views that were an `out=`, see guards.py
 
     @staticmethod
+    @_torch.skip_alone  # what runs eagerly behind a graph break is not compiled
     def __torch_dispatch__(  # type: ignore[override]
         func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -80,7 +80,7 @@ class DTensor(Tensor):
         """
         from torchshard.tensor import autograd
 
-        told = placements, run_check, shape, stride, grad_placements, tie(mesh := device_mesh or current_mesh())
+        told = placements, run_check, shape, stride, grad_placements, tie(mesh := device_mesh or _torch.current_mesh())
         return autograd.from_local(local_tensor, mesh, *told)
 
     def to_local(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
@@ -225,8 +225,8 @@ class DTensor(Tensor):
 
         return outside.whole(self, "tolist()").tolist()
 
-    __bool__, __int__, __float__ = map(reading_number, ("__bool__", "__int__", "__float__"))
-    __complex__, __index__ = map(reading_number, ("__complex__", "__index__"))
+    __bool__, __int__, __float__ = map(_torch.reading_number, ("__bool__", "__int__", "__float__"))
+    __complex__, __index__ = map(_torch.reading_number, ("__complex__", "__index__"))
 
     def numpy(self, *, force: bool = False) -> Any:
         """With force=True a copy of the whole tensor as an array, which every rank must ask for.
@@ -315,7 +315,7 @@ class DTensor(Tensor):
         if local.__class__ is Tensor:  # not while tracing: lengths are numbers
             return wrap(local, sharding.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
         layout = sharding.layout(sized(tuple(outer_size), local.shape, sharding), tuple(outer_stride), local.dtype)
-        return lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
+        return _torch.lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """The layout that AOTAutograd expects of the gradient of a traced result: gradients are not Partial there."""
@@ -356,7 +356,7 @@ class DTensor(Tensor):
         return checkpointing.shard(self, index)
 
 
-new = wrapper_constructor()
+new = _torch.wrapper_constructor()
 
 
 def wrap(local: Tensor, layout: TensorLayout) -> DTensor:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from torchshard._torch import takes_plain_for_replicated
+import torch
+
+from torchshard._torch import guard_attribute, takes_plain_for_replicated, untraced
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 
 Fallback = Literal["replicate", "error", "silent"]
@@ -28,6 +30,8 @@ _NOT_USERS = ("torchshard", "torch")
 def fallback(mode: Fallback) -> Iterator[None]:
     """A context in which operators without a rule are handled as `mode` says; for this thread only.
 
+    Under torch.compile(fullgraph=True) it stands around the calls of what is compiled.
+
     Args:
         mode: "replicate", the default outside of any context: operands are gathered, so that the operator runs on
             whole tensors on every rank, with a warning once for each operator. "silent": the same without a warning.
@@ -38,11 +42,17 @@ def fallback(mode: Fallback) -> Iterator[None]:
     """
     if mode not in ("replicate", "error", "silent"):
         raise ShardingError("No such fallback.", expected="'replicate', 'error' or 'silent'", got=repr(mode))
-    before, _state.fallback = _state.fallback, mode
+    before = _fall_back(mode)
     try:
         yield
     finally:
-        _state.fallback = before
+        _fall_back(before)
+
+
+@untraced  # a graph is made before what it would set is set
+def _fall_back(mode: Fallback) -> Fallback:
+    before, _state.fallback = _state.fallback, mode
+    return before
 
 
 @contextmanager
@@ -50,7 +60,8 @@ def implicit_replication() -> Iterator[None]:
     """A context in which operators accept plain tensors beside DTensors, and treat them as replicated.
 
     A plain tensor has to have the same values on every rank of the mesh, which is not checked. Outside of the context
-    an operator on both kinds raises UnsupportedOperatorError. For this thread only.
+    an operator on both kinds raises UnsupportedOperatorError. For this thread only. Under torch.compile(fullgraph=True)
+    it stands around the calls of what is compiled.
     """
     before, _state.implicit_replication = _state.implicit_replication, True
     try:
@@ -60,12 +71,20 @@ def implicit_replication() -> Iterator[None]:
 
 
 def replicates_plain_tensors() -> bool:
-    """Whether implicit_replication is on, here or where torch itself makes plain tensors of numbers."""
-    return _state.implicit_replication or takes_plain_for_replicated()
+    """Whether implicit_replication is on, here or where torch itself makes plain tensors of numbers.
+
+    A graph that is being made is for this answer only; it does not ask torch, of whose state it has no guard.
+    """
+    guard_attribute(__name__, "_state.implicit_replication")
+    return _state.implicit_replication or (takes_plain_for_replicated() and not torch.compiler.is_compiling())
 
 
 def say_replicated(name: str, why: str) -> None:
-    """An operator is about to gather its operands: warn once, raise, or keep silent, as the user wants."""
+    """An operator is about to gather its operands: warn once, raise, or keep silent, as the user wants.
+
+    A graph that is being made is for this wish only.
+    """
+    guard_attribute(__name__, "_state.fallback")
     if _state.fallback == "error":
         raise UnsupportedOperatorError(
             f"{name} has no sharded way to run: {why}.",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import no_torch_function, stand_in
+from torchshard._torch import no_torch_function, skip_alone, stand_in
 
 _aten = torch.ops.aten
 
@@ -58,6 +58,7 @@ class Pending(Tensor):
         return self._value
 
     @classmethod
+    @skip_alone
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from torchshard._torch import operator_names, schema
+from torchshard._torch import operator_names, schema, skip_alone
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.rules import pointwise
 from torchshard.tensor.foreach import handles as on_lists
@@ -24,6 +24,7 @@ _ALSO |= {f"masked_fill{how}.{kind}" for how in ("", "_") for kind in ("Scalar",
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
+@skip_alone
 def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the operator gives, part by part.
 

@@ -1,0 +1,129 @@
+"""Compiled regions and what users allow for a while; what runs eagerly behind a graph break is not compiled."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import torchshard
+from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard.compiler.advice import way_around
+from torchshard.errors import UnsupportedOperatorError
+from torchshard.parallel import loss_parallel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def line():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    global ROWS, PLAIN
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    ROWS, PLAIN = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)]), torch.randn(4)
+    yield
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def whole(function, backend="aot_eager"):
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def cross_entropy(logits, target):
+    return torch.nn.functional.cross_entropy(logits, target)
+
+
+def test_a_graph_made_where_plain_tensors_are_replicas_is_for_such_calls_only():
+    counting = CompileCounter()
+    for backend in ("aot_eager", counting):
+        compiled = whole(lambda x, y: x + y, backend)
+        with torchshard.implicit_replication():
+            assert compiled(ROWS, PLAIN).placements == (Shard(0),)
+        with pytest.raises(Exception, match="is a plain torch") as refused:
+            compiled(ROWS, PLAIN)
+        assert "around the calls of the region" in way_around(str(refused.value))
+        with torchshard.implicit_replication():
+            assert compiled(ROWS, PLAIN).placements == (Shard(0),)
+    assert counting.frame_count == 1
+
+
+def test_a_loss_of_plain_targets():
+    compiled, target = whole(cross_entropy), torch.zeros(8, dtype=torch.long)
+    logits = ROWS.detach().redistribute(placements=[Shard(1)]).requires_grad_()
+    with loss_parallel():
+        compiled(logits, target).backward()
+    assert logits.grad.placements == (Shard(1),)
+    with pytest.raises(Exception, match="'target' is a plain torch"):
+        compiled(logits, target)
+
+
+def test_a_graph_is_not_used_for_calls_that_forbid_what_it_gathers():
+    compiled = whole(lambda x: torch.trace(x[:4]))
+    with torchshard.fallback("silent"):
+        assert compiled(ROWS).shape == ()
+    with torchshard.fallback("error"), pytest.raises(Exception, match="has no sharded way to run"):
+        compiled(ROWS)
+
+
+def allowed_inside(x, y):
+    with torchshard.implicit_replication():
+        return x + y
+
+
+def forbidden_inside(x, y):
+    with torchshard.fallback("error"):
+        return torch.trace(x[:4])
+
+
+def test_what_a_region_allows_or_forbids_itself():
+    for function, advice in ((allowed_inside, "implicit_replication() around"), (forbidden_inside, "fallback around")):
+        with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+            whole(function)(ROWS, PLAIN)
+        assert advice in way_around(str(refused.value))
+    assert torch.compile(allowed_inside, backend="aot_eager")(ROWS, PLAIN).placements == (Shard(0),)
+    with pytest.raises(UnsupportedOperatorError, match="has no sharded way to run"):
+        torch.compile(forbidden_inside, backend="aot_eager")(ROWS, PLAIN)
+
+
+@contextmanager
+def broken():
+    torch._dynamo.graph_break()
+    yield
+
+
+def operators(x):
+    with broken():
+        return torch.nn.functional.dropout(torch.relu(x + x).sum(0))
+
+
+def redistributed(x):
+    with broken():
+        return x.redistribute(placements=[Shard(1)]).redistribute(placements=[Replicate()])
+
+
+def with_backward(x):
+    with broken():
+        x = x.detach().requires_grad_()
+        (x * 2).relu().redistribute(placements=[Replicate()]).sum().to_local().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("function", [operators, redistributed, with_backward])
+def test_the_insides_of_eager_operators_are_left_alone(function):
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append([node for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph
+
+    assert isinstance(torch.compile(function, backend=backend)(ROWS), DTensor)
+    assert not any(graphs)
+    assert counters["frames"]["total"] < 40
