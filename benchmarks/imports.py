@@ -1,9 +1,8 @@
-"""What an import costs beyond torch's own: CPU time of fresh interpreters; their files were compiled and read before.
+"""What an import costs beyond torch's own: CPU time of fresh interpreters, whose files were compiled and read before.
 
     python -m benchmarks.imports
 
-The command line and the tools for checkpoints do without torch until they need it; what they take is beside an
-interpreter that imports nothing.
+The command line and the tools for checkpoints do without torch until they need it.
 """
 
 import os
@@ -13,36 +12,33 @@ import sys
 
 from tabulate import tabulate
 
-from benchmarks.harness import cpu_seconds, in_turns
-
 TORCH = "import torch, torch.distributed.tensor"
-CASES = {  # what is imported: (the whole program, the one that it is beside)
-    "DTensor, DistributedDataParallel": (f"{TORCH}; from torchshard import DTensor, DistributedDataParallel", TORCH),
-    "all public names": (f"{TORCH}; from torchshard import *", TORCH),
-    "torchshard.checkpoint": ("from torchshard.checkpoint import *", "pass"),
+CASES = {  # what is measured: (what is imported before, what then)
+    "torch, torch.distributed.tensor": ("", TORCH),
+    "DTensor, DistributedDataParallel, after these": (TORCH, "from torchshard import DTensor, DistributedDataParallel"),
+    "all public names, after these": (TORCH, "from torchshard import *"),
+    "torchshard.checkpoint alone": ("", "from torchshard.checkpoint import *"),
 }
-
+PROGRAM = "{}\nimport time\nstart = time.process_time()\n{}\nprint(time.process_time() - start)"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def _run(program: str) -> float:
-    """CPU seconds of an interpreter that runs a program."""
-    before = cpu_seconds()
-    subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=True)
-    return cpu_seconds() - before
+def _seconds(before: str, then: str) -> float:
+    """CPU time of what is imported `then`, in an interpreter that has imported what comes `before`."""
+    command = [sys.executable, "-c", PROGRAM.format(before, then)]
+    return float(subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
-def main(rounds: int = 15) -> str:
+def main(rounds: int = 11) -> str:
     """The table."""
-    rows = []
-    for what, programs in CASES.items():
-        for program in programs:
-            _run(program)
-        found = in_turns(*programs, rounds, _run)
-        beyond = statistics.median(ours - theirs for ours, theirs in found)
-        rows.append((what, statistics.median(theirs for _, theirs in found) * 1e3, beyond * 1e3))
-    headers = ["imported from torchshard", "without ms", "beyond ms"]
-    return str(tabulate(rows, headers, tablefmt="github", floatfmt=".0f"))
+    for programs in CASES.values():
+        _seconds(*programs)
+    times = [[_seconds(*programs) * 1e3 for programs in CASES.values()] for _ in range(rounds)]
+    rows = [
+        (what, statistics.median(found), min(found), max(found))
+        for what, found in zip(CASES, zip(*times, strict=True), strict=True)
+    ]
+    return str(tabulate(rows, ["CPU time, ms", "median", "least", "most"], tablefmt="github", floatfmt=".0f"))
 
 
 if __name__ == "__main__":
