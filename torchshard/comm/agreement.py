@@ -274,10 +274,7 @@ def _answers(store: Store, rank: int, world: int, what: str, again: bool = False
             waits |= {other: store.get(f"alive/{other}").decode() for other in range(world)}
     except RuntimeError:  # after all have answered, the store may go with a rank
         if silent:
-            return (
-                "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)",
-                {},
-            )
+            return _NO_STORE, {}
     if not silent:
         return None, waits
     return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}", {}

@@ -44,7 +44,7 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
     if (wrapped := with_plain_wrapped(call)) is not None:
         args, kwargs = call.with_values(wrapped)
         if takes_plain_for_replicated():
-            one_hot.require_classes(call.name, *args)
+            one_hot.require_classes(call.name, call.values)
         return call.func(*args, **kwargs), None
     operands = operands_of(call)
     cut = sorted({o.at for o in operands if o.layout.marks & SEVERED})
