@@ -28,8 +28,7 @@ def zeros(*size: Any, **options: Any) -> DTensor:
     Args:
         size: lengths of the dims, as numbers or as one sequence.
         options: `dtype`, `requires_grad`, `device_mesh` (by default that of the surrounding `with mesh:`) and
-            `placements` (one for each axis, that is dim of the mesh; everything
-            replicated by default; not Partial).
+            `placements` (one for each axis, that is dim of the mesh; everything replicated by default; not Partial).
 
     Raises:
         ShardingError: placements that do not fit.
