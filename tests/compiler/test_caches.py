@@ -8,12 +8,13 @@ import torch.distributed as dist
 
 from tests.compiler.models import batch, error, loss_of, make
 from tests.compiler.test_gradients import IN_GRAPH, check, train
+from tests.inductor_cache import own_cache
 from tests.ranks import run_ranks
 
 
 def _cold(rank, world, directory):
     """The string and inductor, nothing compiled yet; what was compiled, as torch saves it."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+    os.environ.update(own_cache(directory))
     answers = train(rank, world, "inductor", ["mlp", "both"])
     saved = torch.compiler.save_cache_artifacts()
     return answers, saved[0] if saved else b""
@@ -57,7 +58,7 @@ def _other_wrappers():
 
 def _warm(rank, world, directory, fresh, saved):
     """Rank 0 shares the directory of the cold run; rank 1 has one of its own, and loads what was saved."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = fresh if rank else directory
+    os.environ.update(own_cache(fresh if rank else directory))
     if rank:
         torch.compiler.load_cache_artifacts(saved)
     answers = train(rank, world, "inductor", ["mlp", "both"])

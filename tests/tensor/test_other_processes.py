@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.inductor_cache import own_cache
 from tests.older import require
 
 BEGIN = """
@@ -131,7 +132,7 @@ def test_what_is_loaded_is_on_the_mesh_of_this_process(script, order, tmp_path):
 def test_a_graph_of_another_process_gives_gradients_on_the_mesh_of_this_one(tmp_path):
     require("meshes in graphs")
     file, cache = str(tmp_path / "ran"), str(tmp_path / "cache")
-    hits = [run(GRAPH, seed, file, TORCHINDUCTOR_CACHE_DIR=cache).split() for seed in (1, 2)]
+    hits = [run(GRAPH, seed, file, **own_cache(cache)).split() for seed in (1, 2)]
     assert hits == [["0"], ["1"]]
 
 
@@ -139,17 +140,17 @@ def test_a_graph_of_another_process_is_not_used_with_other_rules(tmp_path):
     require("meshes in graphs")
     file, cache = str(tmp_path / "none"), str(tmp_path / "cache")
     lines = ["i j -> i j", "I j -> I j", "i j -> i j", "", ""]  # inductor has nothing to compile of them
-    hits = [run(RULES, 1, file, line, TORCHINDUCTOR_CACHE_DIR=cache).strip() for line in lines]
+    hits = [run(RULES, 1, file, line, **own_cache(cache)).strip() for line in lines]
     assert hits == ["0", "0", "1", "0", "0"]
 
 
 def test_a_graph_is_not_used_for_parts_that_lie_in_memory_otherwise(tmp_path):
-    run(STRIDES, 1, str(tmp_path / "none"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    run(STRIDES, 1, str(tmp_path / "none"), **own_cache(str(tmp_path / "cache")))
 
 
 def test_regions_that_make_dtensors_are_kept_for_other_processes_on_meshes_of_one_axis(tmp_path):
     require("meshes in graphs")
     file, cache = str(tmp_path / "none"), str(tmp_path / "cache")
     shapes = ["1", "1", "1x1", "1x1"]
-    seen = [run(MADE_INSIDE, 1 + at, file, shape, TORCHINDUCTOR_CACHE_DIR=cache) for at, shape in enumerate(shapes)]
+    seen = [run(MADE_INSIDE, 1 + at, file, shape, **own_cache(cache)) for at, shape in enumerate(shapes)]
     assert [counts.split() for counts in seen] == [["0", "0"], ["1", "0"], ["0", "0"], ["0", "0"]]
