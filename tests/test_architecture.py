@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.older import require
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torchshard"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -170,6 +172,7 @@ def test_no_public_name_imports_dynamo_or_inductor_as_long_as_nothing_is_compile
 
 
 def test_dynamo_imported_later_knows_which_calls_are_one_node():
+    require("meshes in graphs")
     code = """
 import sys, torchshard, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore

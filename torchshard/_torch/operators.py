@@ -195,20 +195,23 @@ def intercepting(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> 
 def reading_number(name: str) -> Any:
     """Tensor.__float__ or one of its kin, for a subclass: its operators see it also where torch has switched them off.
 
-    torch.tensor([x, 2.0]) asks its items while Python's dispatch key is excluded, and would read a wrapper's memory,
-    of which there is none (torch._C._dispatch_tls_set_dispatch_key_excluded, 2.11-2.15; without it, torch's error).
+    torch.tensor([x, 2.0]) asks its items while Python's dispatch keys are excluded (up to 2.12 both of them), and would
+    read a wrapper's memory, of which there is none (torch._C._dispatch_tls_set_dispatch_key_excluded, 2.11-2.15;
+    without it, torch's error).
     """
     read = getattr(Tensor, name)
 
     def number(x: Tensor) -> Any:
         is_excluded, exclude = find("_C._dispatch_tls_is_dispatch_key_excluded"), find(_SET_EXCLUDED)
-        if is_excluded is None or exclude is None or not is_excluded(python := torch._C.DispatchKey.Python):
-            return read(x)
-        exclude(python, False)
+        keys = torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot
+        excluded = [key for key in keys if is_excluded and exclude and is_excluded(key)]
+        for key in excluded:
+            exclude(key, False)
         try:
             return read(x)
         finally:
-            exclude(python, True)
+            for key in excluded:
+                exclude(key, True)
 
     return number
 

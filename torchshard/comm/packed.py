@@ -133,8 +133,8 @@ class PackedSums:
         """Start to sum a tensor in place."""
         self._count += 1
         future: torch.futures.Future[Any] = torch.futures.Future()
-        promise = Promise(future)
         _torch.profiled("gloo:all_reduce", future)  # as the group's own
+        promise = Promise(future)  # done behind the profiler
         job = _Sum(self._count, x, self._peers, future)
         for worker, step in zip(self._workers, _STEPS, strict=True):
             worker.do(partial(job.play, step))

@@ -102,8 +102,8 @@ class Neighbours:
         """Start to sum a tensor in place."""
         self._count += 1
         future: torch.futures.Future[Any] = torch.futures.Future()
-        promise = Promise(future)
         _torch.profiled("gloo:all_reduce", future)  # as the group's own
+        promise = Promise(future)  # done behind the profiler
         self._worker.do(partial(_play, self._meeting(self._count), x, future))
         return promise
 
