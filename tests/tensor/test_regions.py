@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
-from tests.older import require
+from tests.older import known, require
 from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
@@ -159,6 +159,19 @@ def test_traces_of_this_torch_need_mending(monkeypatch):
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     with pytest.raises(Exception, match="maximum recursion depth"):
         lengths_compared(function, compiled, Replicate(), (8,))
+
+
+def test_strides_of_results_are_mended_where_torch_needs_it():
+    from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
+
+    from torchshard._torch import mend_strides_of_results
+
+    of_torch = SubclassCreationMeta.compute_outer_size_and_stride
+    if mend_strides_of_results():
+        assert not known("strides of results")
+    else:
+        assert SubclassCreationMeta.compute_outer_size_and_stride is of_torch
+    assert not mend_strides_of_results()
 
 
 def test_graphs_of_all_lengths_and_the_cache_of_inductor():

@@ -1,7 +1,8 @@
 """Subclasses of tensors: made cheaply, recognised by torch, and torch's own DTensor and meshes."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -119,6 +120,27 @@ def mend_trace(n: Any) -> None:
     evaluate = getattr(shapes, "evaluate_guards_expression", None)
     if evaluate is not None and not isinstance(evaluate, _OfKnownInputs):
         shapes.evaluate_guards_expression = _OfKnownInputs(evaluate)
+    mend_strides_of_results()
+
+
+def mend_strides_of_results() -> bool:
+    """Have graphs give a wrapper the strides that they compute for it; whether this torch had to be mended (2.11).
+
+    Its SubclassCreationMeta takes numbers of sizes for those of strides too; either has None where a graph computes.
+    """
+    meta = find("_functorch._aot_autograd.schemas.SubclassCreationMeta.compute_outer_size_and_stride")
+    ask = SimpleNamespace(outer_size=(None,), outer_stride=(None,))
+    if meta is None or meta(ask, (2, 3), curr_start_idx=0) == ((2,), (3,)):
+        return False
+    from torch._functorch._aot_autograd import schemas
+
+    def sizes_and_strides(self: Any, given: Sequence[Any], *, curr_start_idx: int) -> tuple[Any, ...]:
+        numbers = iter(given[curr_start_idx:])
+        outer = self.outer_size, self.outer_stride
+        return tuple([tuple([next(numbers) if n is None else n for n in lengths]) for lengths in outer])
+
+    schemas.SubclassCreationMeta.compute_outer_size_and_stride = sizes_and_strides  # type: ignore
+    return True
 
 
 class _OfKnownInputs:
