@@ -87,6 +87,40 @@ def test_what_comes_back_for_an_input_that_was_written_to(write):
             assert y.grad.placements == (Shard(0),)
 
 
+class GivesPlain(torch.autograd.Function):
+    """Its gradient is a plain tensor in the shape of the whole."""
+
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.gradient = torch.full(x.shape, value)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.gradient, None
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled autograd", "plain zeros", "plain ones"])
+def test_results_without_a_gradient(how):
+    """Autograd makes plain zeros in the shape of the whole for them, which AOTAutograd refuses of other subclasses."""
+    torch._dynamo.reset()
+    x = ROWS.detach().requires_grad_()
+    loss, doubled, _ = torch.compile(
+        lambda x: (x.square().sum(), x * 2, x.sum(0)), backend="aot_eager", fullgraph=True
+    )(x)
+    if how == "compiled autograd":
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            loss.backward()
+    elif how == "plain ones":  # no zeros, which could stand for no gradient
+        with pytest.raises(RuntimeError, match="Expected a DTensor tangent but got a plain Tensor"):
+            (loss + GivesPlain.apply(doubled, 1.0)).backward()
+        return
+    else:
+        (loss + GivesPlain.apply(doubled, 0.0) if how == "plain zeros" else loss).backward()
+    assert layout_of(x.grad) == layout_of(x)
+    torch.testing.assert_close(x.grad.to_local(), 2 * x.detach().to_local())
+
+
 @pytest.mark.parametrize(
     "draw", [lambda x: torch.normal(x, 1.0), lambda x: torch.nn.functional.rrelu(x, training=True)]
 )

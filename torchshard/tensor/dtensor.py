@@ -15,9 +15,10 @@ from torchshard.layout.layout import Sharding
 from torchshard.tensor.caching import digest, tie
 from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch, sized
 from torchshard.tensor.mesh import PICKLED, bind, restored
+from torchshard.tensor.tangents import Tangent
 
 
-class DTensor(Tensor):
+class DTensor(Tangent, Tensor):
     """A tensor whose pieces live on the ranks of a mesh; made by `from_local`, `distribute_tensor` or a factory.
 
     Shape, stride and dtype are those of the global tensor. Operators take layouts to layouts by rules and move data
@@ -305,6 +306,8 @@ class DTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
         if self._spec.marks & SEVERED:
             self._window.take_apart()
+        if self._local_tensor.__class__ is not Tensor:  # while tracing
+            _torch.fill_unused_results()
         return ["_local_tensor"], self._spec.sharding
 
     @staticmethod
@@ -316,20 +319,6 @@ class DTensor(Tensor):
             return wrap(local, sharding.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
         layout = sharding.layout(sized(tuple(outer_size), local.shape, sharding), tuple(outer_stride), local.dtype)
         return _torch.lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
-
-    def __coerce_tangent_metadata__(self) -> "DTensor":
-        """The layout that AOTAutograd expects of the gradient of a traced result: gradients are not Partial there."""
-        from torchshard.tensor import autograd
-
-        return autograd.redistribute(self, self._spec.sharding.without_partial())
-
-    def __coerce_same_metadata_as_tangent__(
-        self, expected: Sharding, expected_type: type[Tensor] | None = None
-    ) -> "DTensor":
-        """This gradient in the layout that a compiled backward was made for: see autograd.py."""
-        from torchshard.tensor import autograd
-
-        return autograd.as_traced(self, expected, expected_type)
 
     def _stable_hash_for_caching(self) -> str:
         """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
