@@ -51,6 +51,7 @@ class DTensor(Tangent, Tensor):
         return entry(*args, **kwargs)
 
     @staticmethod
+    @_torch.skip_alone
     def from_local(
         local_tensor: Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -84,6 +85,7 @@ class DTensor(Tangent, Tensor):
         told = placements, run_check, shape, stride, grad_placements, tie(mesh := device_mesh or _torch.current_mesh())
         return autograd.from_local(local_tensor, mesh, *told)
 
+    @_torch.skip_alone
     def to_local(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """This rank's part, sharing memory with the DTensor; differentiable.
 
@@ -94,6 +96,7 @@ class DTensor(Tangent, Tensor):
 
         return autograd.to_local(self, grad_placements)
 
+    @_torch.skip_alone
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -131,6 +134,7 @@ class DTensor(Tangent, Tensor):
         target = from_torch(placements, mesh, layout.shape)
         return autograd.redistribute(self, target, forward_dtype, backward_dtype, async_op)
 
+    @_torch.skip_alone
     def full_tensor(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """The whole tensor on every rank of the mesh; differentiable.
 
@@ -163,11 +167,13 @@ class DTensor(Tangent, Tensor):
         return interop.to_torch(self)
 
     @property
+    @_torch.skip_alone
     def device_mesh(self) -> DeviceMesh:
         """The mesh that the tensor lives on."""
         return self._spec.mesh.device_mesh  # type: ignore[attr-defined, no-any-return]
 
     @property
+    @_torch.skip_alone
     def placements(self) -> tuple[TorchPlacement, ...]:
         """One placement for each axis (dim of the mesh), as torch's objects.
 
