@@ -51,7 +51,7 @@ def test_names_and_signatures():
     assert_expected_inline(
         text,
         """\
-class DTensor(Tensor)
+class DTensor(Tangent, Tensor)
     apply_(self, function)
     backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None)
     data: property

@@ -81,7 +81,13 @@ def moved_and_made(x, rows, mesh):
         torch.dropout(rows, 0.5, True),
         rows.redistribute(placements=[Shard(1)]).sin(),
         rows.redistribute(placements=[Replicate()]).cos(),
+        torch.nonzero(rows > 3),
+        torch.masked_select(rows, rows > 3),
     ]
+
+
+def chosen(x):
+    return x.full_tensor()[(x > 3).full_tensor()].sum()
 
 
 def compare_values(rank, world):
@@ -94,8 +100,13 @@ def compare_values(rank, world):
     results = []
     for function in (moved_and_made, torch.compile(moved_and_made, backend="aot_eager", fullgraph=True)):
         torch.manual_seed(5 + rank)  # random numbers are those of the first rank
-        made = function(x, rows, mesh)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            made = function(x, rows, mesh)
         results.append([(torchshard.layout_of(y), y.to_local(), y.full_tensor()) for y in made])
+    leaf = rows.detach().requires_grad_()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(chosen, backend="aot_eager", fullgraph=True)(leaf).backward()
+    torch.testing.assert_close(leaf.grad.full_tensor(), (rows > 3).full_tensor().float())
     return [
         eager[0] is compiled[0] and all(torch.equal(a, b) for a, b in zip(eager[1:], compiled[1:], strict=True))
         for eager, compiled in zip(*results, strict=True)
@@ -105,7 +116,7 @@ def compare_values(rank, world):
 def test_values_of_a_region_are_those_of_eager():
     require("meshes in graphs")
     (same, first), (also_same, second) = run_ranks(2, compare_values, timeout=120)
-    assert same == also_same == [True] * 8
+    assert same == also_same == [True] * 10
     assert first == second
 
 
@@ -126,11 +137,12 @@ def compare_uneven(rank, world):
     backend = recording(graphs, partition_fn=min_cut_rematerialization_partition)
     found = []
     for function in (spread, torch.compile(spread, backend=backend, fullgraph=True)):
-        x = distribute_tensor(values, mesh, [Shard(0)]).requires_grad_()
-        made = function(x)
-        sum(y.square().sum() for y in made).full_tensor().backward()
-        found.append([y.full_tensor() for y in (*made, x.grad)])
-    torch.testing.assert_close(found[1], found[0])
+        for used in (range(6), [4], [0, 5]):  # other results get no gradient
+            x = distribute_tensor(values, mesh, [Shard(0)]).requires_grad_()
+            made = function(x)
+            sum(made[k].square().sum() for k in used).full_tensor().backward()
+            found.append([y.full_tensor() for y in (*made, x.grad)])
+    torch.testing.assert_close(found[3:], found[:3])
     return [collectives(graph) for graph in graphs]
 
 

@@ -87,6 +87,40 @@ def test_what_comes_back_for_an_input_that_was_written_to(write):
             assert y.grad.placements == (Shard(0),)
 
 
+class GivesPlain(torch.autograd.Function):
+    """Its gradient is a plain tensor in the shape of the whole."""
+
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.gradient = torch.full(x.shape, value)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.gradient, None
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled autograd", "plain zeros", "plain ones"])
+def test_results_without_a_gradient(how):
+    """Autograd makes plain zeros in the shape of the whole for them, which AOTAutograd refuses of other subclasses."""
+    torch._dynamo.reset()
+    x = ROWS.detach().requires_grad_()
+    loss, doubled, _ = torch.compile(
+        lambda x: (x.square().sum(), x * 2, x.sum(0)), backend="aot_eager", fullgraph=True
+    )(x)
+    if how == "compiled autograd":
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            loss.backward()
+    elif how == "plain ones":  # no zeros, which could stand for no gradient
+        with pytest.raises(RuntimeError, match="Expected a DTensor tangent but got a plain Tensor"):
+            (loss + GivesPlain.apply(doubled, 1.0)).backward()
+        return
+    else:
+        (loss + GivesPlain.apply(doubled, 0.0) if how == "plain zeros" else loss).backward()
+    assert layout_of(x.grad) == layout_of(x)
+    torch.testing.assert_close(x.grad.to_local(), 2 * x.detach().to_local())
+
+
 @pytest.mark.parametrize(
     "draw", [lambda x: torch.normal(x, 1.0), lambda x: torch.nn.functional.rrelu(x, training=True)]
 )
@@ -115,6 +149,7 @@ BREAKS = {
     "isinstance(p, Shard)": lambda x: type(x.placements[0]) == Shard,  # noqa: E721
     "outside of the region whether": lambda x: hasattr(MESH, "absent"),
     "give the mesh": in_mesh,
+    "of a DTensor take full_tensor() first": lambda x: x[x > 0] * 2,
     "storage_offset()": lambda x: x.storage_offset(),
     "ask the tensor": lambda x: layout_of(x * 1).shape,
 }
@@ -127,7 +162,8 @@ def test_what_a_region_does_not_take_is_named_with_a_way_around(advice):
     torch._dynamo.reset()
     function = BREAKS[advice]
     try:
-        taken = torch.compile(function, backend="aot_eager", fullgraph=True)(ROWS)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            taken = torch.compile(function, backend="aot_eager", fullgraph=True)(ROWS)
         reason = ""
     except Exception as refused:
         taken, reason = None, str(refused)

@@ -132,7 +132,7 @@ from torchshard._torch.operators import (
     refuses_overlap,
     schema,
 )
-from torchshard._torch.partitioning import run_collectives_once
+from torchshard._torch.partitioning import fill_unused_results, run_collectives_once
 from torchshard._torch.regions import (
     crosses,
     example_of,
@@ -190,6 +190,7 @@ __all__ = [
     "expect_strides",
     "expected",
     "exported_whole",
+    "fill_unused_results",
     "flatten",
     "fsdp_extension_base",
     "fsdp_names",

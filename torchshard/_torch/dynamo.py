@@ -27,8 +27,8 @@ def skip_frame(function: _Function) -> _Function:
 def skip_alone(function: _Function) -> _Function:
     """Have Dynamo trace this function where it is called in a frame that is traced, and leave it alone otherwise.
 
-    For hooks of modules: eager code calls them with nothing to compile in them (the same, 2.11-2.15). Without it, they
-    are graphs of their own.
+    For hooks of modules and methods of DTensors: eager code calls them with nothing to compile in them, nor in what
+    they call (the same, 2.11-2.15). Without it, they are graphs of their own.
     """
     frames = find("_C._dynamo.eval_frame")
     if hasattr(frames, "_FrameExecStrategy"):

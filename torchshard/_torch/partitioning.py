@@ -1,4 +1,4 @@
-"""AOTAutograd's partitioner: what of a graph runs forward, and what backward."""
+"""AOTAutograd: what of a graph runs forward, and what backward; results that get no gradient."""
 
 import functools
 from typing import Any
@@ -54,3 +54,35 @@ def _drop_repeated(graph: torch.fx.Graph) -> None:
         if _is_collective(node) and not node.users:
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+@functools.cache
+def fill_unused_results() -> bool:
+    """Have a compiled backward take zeros for results of the graph that got no gradient; whether torch could be told.
+
+    Autograd makes plain zeros for them in the shape of the whole tensor, and AOTAutograd refuses these where the result
+    was a wrapper subclass ("we guessed its metadata incorrectly"), or under compiled autograd takes them for the part:
+    no loss could be returned beside what it is made of. Where such a class has a static method `__zeros_as_tangent__`
+    (of these zeros, and of what its `__tensor_flatten__` has said), that makes zeros of the class. Gradients that are
+    no zeros are refused as before.
+    (torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent, 2.11-2.15)
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    wrappers: Any = getattr(runtime_wrappers, "AOTDispatchAutograd", None)
+    process = getattr(wrappers, "process_runtime_tangent", None)
+    if process is None:
+        return False
+
+    def is_zero(x: Any) -> bool:
+        return isinstance(x, (FakeTensor, FunctionalTensor)) or (type(x) is torch.Tensor and not x.any())
+
+    @functools.wraps(process)
+    def processed(x: Any, meta: Any, *more: Any, **also: Any) -> Any:
+        zeros = getattr(getattr(meta, "original_subclass_type", None), "__zeros_as_tangent__", None)
+        return process(x if zeros is None or not is_zero(x) else zeros(x, meta.meta), meta, *more, **also)
+
+    wrappers.process_runtime_tangent = staticmethod(processed)
+    return True

@@ -10,6 +10,7 @@ _REPLICATED = (
     " if a function under torch.compiler.nested_compile_region has made it,"
     " give that `to_local()`, or leave the decorator out"
 )
+_VALUES = "of a DTensor take full_tensor() first: x.full_tensor()[mask.full_tensor()] is traced, forward and backward"
 _SUPPORT = "call torchshard.compiler.support_groups() first"
 
 # What Dynamo says (a part of it) -> what to do instead.
@@ -61,6 +62,7 @@ WAYS_AROUND: Mapping[str, str] = {
     "how to enter a `FakeScriptObject` context manager": "give the mesh to what is called in the region",
     "op: call_method; target: storage_offset": "call storage_offset() outside of the region",
     "how to wrap <class 'torchshard.tensor.layout.TensorLayout'>": "ask the tensor: device_mesh, placements, shape",
+    "(Size-like symbols: u": _VALUES,  # a length that follows from values
 }
 
 

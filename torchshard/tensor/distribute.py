@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, exported_whole, is_traced
+from torchshard._torch import current_mesh, exported_whole, is_traced, skip_alone
 from torchshard.comm import collectives
 from torchshard.comm.comparing import differing
 from torchshard.comm.group import Group
@@ -28,6 +28,7 @@ from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local, refuse_others
 
 
+@skip_alone
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | None = None,

@@ -15,9 +15,10 @@ from torchshard.layout.layout import Sharding
 from torchshard.tensor.caching import digest, tie
 from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch, sized
 from torchshard.tensor.mesh import PICKLED, bind, restored
+from torchshard.tensor.tangents import Tangent
 
 
-class DTensor(Tensor):
+class DTensor(Tangent, Tensor):
     """A tensor whose pieces live on the ranks of a mesh; made by `from_local`, `distribute_tensor` or a factory.
 
     Shape, stride and dtype are those of the global tensor. Operators take layouts to layouts by rules and move data
@@ -50,6 +51,7 @@ class DTensor(Tensor):
         return entry(*args, **kwargs)
 
     @staticmethod
+    @_torch.skip_alone
     def from_local(
         local_tensor: Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -83,6 +85,7 @@ class DTensor(Tensor):
         told = placements, run_check, shape, stride, grad_placements, tie(mesh := device_mesh or _torch.current_mesh())
         return autograd.from_local(local_tensor, mesh, *told)
 
+    @_torch.skip_alone
     def to_local(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """This rank's part, sharing memory with the DTensor; differentiable.
 
@@ -93,6 +96,7 @@ class DTensor(Tensor):
 
         return autograd.to_local(self, grad_placements)
 
+    @_torch.skip_alone
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -130,6 +134,7 @@ class DTensor(Tensor):
         target = from_torch(placements, mesh, layout.shape)
         return autograd.redistribute(self, target, forward_dtype, backward_dtype, async_op)
 
+    @_torch.skip_alone
     def full_tensor(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """The whole tensor on every rank of the mesh; differentiable.
 
@@ -162,11 +167,13 @@ class DTensor(Tensor):
         return interop.to_torch(self)
 
     @property
+    @_torch.skip_alone
     def device_mesh(self) -> DeviceMesh:
         """The mesh that the tensor lives on."""
         return self._spec.mesh.device_mesh  # type: ignore[attr-defined, no-any-return]
 
     @property
+    @_torch.skip_alone
     def placements(self) -> tuple[TorchPlacement, ...]:
         """One placement for each axis (dim of the mesh), as torch's objects.
 
@@ -305,6 +312,8 @@ class DTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
         if self._spec.marks & SEVERED:
             self._window.take_apart()
+        if self._local_tensor.__class__ is not Tensor:  # while tracing
+            _torch.fill_unused_results()
         return ["_local_tensor"], self._spec.sharding
 
     @staticmethod
@@ -316,20 +325,6 @@ class DTensor(Tensor):
             return wrap(local, sharding.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
         layout = sharding.layout(sized(tuple(outer_size), local.shape, sharding), tuple(outer_stride), local.dtype)
         return _torch.lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
-
-    def __coerce_tangent_metadata__(self) -> "DTensor":
-        """The layout that AOTAutograd expects of the gradient of a traced result: gradients are not Partial there."""
-        from torchshard.tensor import autograd
-
-        return autograd.redistribute(self, self._spec.sharding.without_partial())
-
-    def __coerce_same_metadata_as_tangent__(
-        self, expected: Sharding, expected_type: type[Tensor] | None = None
-    ) -> "DTensor":
-        """This gradient in the layout that a compiled backward was made for: see autograd.py."""
-        from torchshard.tensor import autograd
-
-        return autograd.as_traced(self, expected, expected_type)
 
     def _stable_hash_for_caching(self) -> str:
         """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, exported_whole
+from torchshard._torch import current_mesh, exported_whole, skip_alone
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.autograd import as_leaf
@@ -74,6 +74,7 @@ def logspace(start: float, end: float, steps: int, base: float = 10.0, **options
     return _made(_cut, "logspace", (steps,), (start, end, steps, base), **options)
 
 
+@skip_alone
 def _made(
     maker: Callable[..., DTensor],
     kind: str,

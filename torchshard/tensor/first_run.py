@@ -169,7 +169,7 @@ class FirstRun:
         sharding = self.mesh.replicated() if results is None else results[k]
         shape = shape_of(k, local)
         last = sharding.part(shape, [n - 1 for n in self.mesh.shape])
-        hidden = any(n <= 1 and n < whole for n, whole in zip(last, shape, strict=True))
+        hidden = any(n is not whole and n <= 1 and n < whole for n, whole in zip(last, shape, strict=True))
         hidden = hidden or self.call.keeps_strides() or lies_as_device_likes(self.call.func)
         if self.made.contiguous:
             stride = contiguous_stride(shape)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import group_named
+from torchshard._torch import fill_unused_results, group_named
 from torchshard.errors import ShardingError
 from torchshard.tensor.caching import digest
 from torchshard.tensor.sharded import specs
@@ -97,7 +97,10 @@ class TracedByParts:
             cut = self._cut = Cut(self._metadata, self._sharding_spec, own, self._group)
             if not own and "_nothing" not in self.__dict__:
                 self._nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        return [_part(k) for k in range(len(self._local_shards))] or ["_nothing"], cut
+        names = [_part(k) for k in range(len(self._local_shards))] or ["_nothing"]
+        if getattr(self, names[0]).__class__ is not Tensor:  # while tracing
+            fill_unused_results()
+        return names, cut
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], cut: Cut, size: Any, stride: Any) -> Any:
@@ -129,6 +132,14 @@ class TracedByParts:
                 fix="gradient.reshard(x.sharding_spec())",
             )
         return self
+
+    @staticmethod
+    def __zeros_as_tangent__(whole: Tensor, cut: Cut) -> Any:
+        """Zeros for a result of a graph that got no gradient, of zeros in the shape of the whole tensor."""
+        boxes = [zip(own.shard_offsets, own.shard_sizes, strict=True) for own in cut.own]
+        parts = [whole[tuple([slice(o, o + n) for o, n in box])] for box in boxes]
+        inner = {_part(k): part for k, part in enumerate(parts)} or {"_nothing": whole.new_empty(0)}
+        return TracedByParts.__tensor_unflatten__(inner, cut, whole.shape, whole.stride())
 
     def _stable_hash_for_caching(self) -> str:
         """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
