@@ -88,7 +88,7 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename) -> tuple[dict[str, En
     if isinstance(rename, KeyRules):
         rules = KeyRules(rename.rules, strict=rename.strict)
         rules.arrays = _Entries()
-        renamed: dict[str, Entry] = dict(rules(entries))
+        renamed: dict[str, Entry] = dict(rules.of_flat(entries))
     else:
         renamed = {}
         for new, (old, *more) in _names(entries, rename).items():
