@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
-from torchshard.checkpoint.pickles.inert import LAYOUT, Global, OrderedDict, Record, Size
+from torchshard.checkpoint.pickles.inert import LAYOUT, Counter, Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
@@ -258,6 +258,7 @@ _STEPS: Mapping[type, Callable[[_Writer, Any], None]] = MappingProxyType(
         set: lambda writer, value: writer._call("__builtin__", "set", (list(value),)),
         list: _Writer._list,
         dict: _Writer._dict,
+        Counter: lambda writer, value: writer._call("collections", "Counter", (dict(value),)),
         OrderedDict: _Writer._ordered,
         Global: lambda writer, value: writer._global(*value.name.rsplit(".", 1)),
         Record: _Writer._record,
