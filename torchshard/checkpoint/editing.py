@@ -58,6 +58,8 @@ def edited(index: Index, edits: Edits) -> Index:
         return index
     for pattern in (*edits.select, *edits.exclude):
         check_matches(pattern, index.entries)
+    for target in edits.dtypes.values():
+        casting.check_target(target)
     dtypes = said_of(index.entries, edits.dtypes)
     chosen: dict[str, Entry] = {}
     for key, entry in index.entries.items():
