@@ -401,9 +401,10 @@ def test_casts_are_torchs(source, target):
 
 
 def test_casts_that_are_refused(tmp_path):
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="not cast to this type"):
-        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", dtype="int8")
+    for dtype in (torch.float32, torch.int64):  # also where there is nothing to cast
+        torch.save({"w": torch.ones(2, dtype=dtype)}, tmp_path / "a.pt")
+        with pytest.raises(CheckpointError, match="not cast to this type"):
+            checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", dtype="int8")
 
 
 @pytest.mark.parametrize(

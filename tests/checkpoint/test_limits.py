@@ -145,8 +145,8 @@ def test_memory_of_many_small_tensors(many, tmp_path):
 
 
 def test_memory_of_many_small_tensors_in_a_folder(many, tmp_path):
-    """An archive each, and metadata with a few records of each: 10 KiB a tensor."""
-    assert peak_of(many, tmp_path / "out", "dcp") < 192
+    """An archive each, and metadata with a few records of each: 5 KiB a tensor."""
+    assert peak_of(many, tmp_path / "out", "dcp") < 128
 
 
 def test_what_was_pickled_is_let_go_of():

@@ -3,6 +3,7 @@
 import collections
 import io
 import pickle
+import struct
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from tests.checkpoint import sources
 from tests.checkpoint.sources import assert_same_tree, bytes_of, flat
 from torchshard import checkpoint
 from torchshard.errors import CheckpointError
+from torchshard.keys import KeyRules, rename
 
 
 def again(tmp_path, state, **kwargs):
@@ -232,7 +234,7 @@ class Custom:
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
 def test_what_is_refused_is_named(tmp_path):
     assert "tests.checkpoint.test_torch_file.Custom" in refused(tmp_path, {"a": Custom()})
-    assert "collections.Counter" in refused(tmp_path, {"a": collections.Counter("ab")})
+    assert "collections.defaultdict" in refused(tmp_path, {"a": collections.defaultdict(list)})
     assert "builtins.frozenset" in refused(tmp_path, {"a": frozenset([1])})
     assert "numpy" in refused(tmp_path, {"a": torch.ones(2).numpy()})
     assert "_rebuild_sparse_tensor" in refused(tmp_path, {"a": torch.eye(3).to_sparse()})
@@ -262,6 +264,49 @@ def test_complex_numbers_of_half_precision(tmp_path):
     assert torch.equal(back.view(torch.float16), values.view(torch.float16))
     (found,) = checkpoint.inspect(tmp_path / "b.pt", stats=True).as_dict()["entries"]
     assert (found["stats"]["max"], found["stats"]["mean"]) == (5.0, 1.5)
+
+
+def test_the_milestones_of_a_schedule_stay_a_counter(tmp_path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 5])
+    state = {"schedule": schedule.state_dict(), "pair": (collections.Counter("aab"), 1)}
+    torch.save(state, tmp_path / "a.pt")
+    rules = KeyRules([rename("schedule.(.*)", r"plan.\1")])
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", rename=rules)
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert_same_tree(back, {"pair": state["pair"], "plan": state["schedule"]})  # although none of it is a tensor
+    schedule.load_state_dict(back["plan"])
+    checkpoint.convert(tmp_path / "b.pt", tmp_path / "dcp", to="dcp")
+    loaded = {"plan": schedule.state_dict() | {"gamma": 0, "milestones": collections.Counter({2: 0, 5: 0})}}
+    checkpoint.load_into(tmp_path / "dcp", loaded)
+    assert loaded["plan"]["milestones"] == state["schedule"]["milestones"]
+    loaded = {"pair": ()}
+    checkpoint.load_into(tmp_path / "a.pt", loaded)
+    assert_same_tree(loaded["pair"], state["pair"])
+
+
+def test_what_python_2_and_torch_before_0_4_wrote(tmp_path):
+    def tensor(name):
+        storage = b"(U\x07storagectorch\nFloatStorage\nU\x01" + name + b"U\x03cpuK\x06NtQ"
+        return b"ctorch._utils\n_rebuild_tensor\n(" + storage + b"K\x00K\x02K\x03\x86K\x03K\x01\x86tR"
+
+    parameter = b"ctorch.nn.parameter\nParameter\n"
+    values = {
+        b"a": tensor(b"0"),
+        b"b": parameter + b")\x81q\x01(" + tensor(b"1") + b"NN\x89\x89tb",
+        b"c": parameter + tensor(b"0") + b"\x85R(\x88\x89Ntb",
+        b"d": b"h\x01",
+    }
+    pairs = b"".join([b"](U\x01" + name + value + b"e" for name, value in values.items()])
+    head = [b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", b"M\xe9\x03", b"}U\rlittle_endian\x88s"]
+    pickles = [*head, b"ccollections\nOrderedDict\n](" + pairs + b"e\x85R", b"](U\x010U\x011e"]
+    storages = [struct.pack("<q6f", 6, *range(i, i + 6)) for i in range(2)]
+    (tmp_path / "a.pth").write_bytes(b"".join([*[b"\x80\x02" + p + b"." for p in pickles], *storages]))
+    checkpoint.convert(tmp_path / "a.pth", tmp_path / "b.pt", to="torch")
+    back, wanted = (torch.load(tmp_path / name, weights_only=True) for name in ("b.pt", "a.pth"))
+    assert_same_tree(back, wanted)
+    assert [(type(x), x.requires_grad) for x in back.values()] == [(type(x), x.requires_grad) for x in wanted.values()]
+    assert [x.requires_grad for x in back.values()] == [False, False, True, False]
 
 
 def test_an_integer_that_torch_does_not_load_is_refused(tmp_path):
@@ -303,6 +348,7 @@ plain = st.recursive(
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(words | st.integers() | st.tuples(st.integers(), words), inner, max_size=4),
         st.dictionaries(words, inner, max_size=3).map(collections.OrderedDict),
+        st.dictionaries(words, st.integers(), max_size=3).map(collections.Counter),
     ),
     max_leaves=12,
 )  # fmt: skip

@@ -58,6 +58,8 @@ def edited(index: Index, edits: Edits) -> Index:
         return index
     for pattern in (*edits.select, *edits.exclude):
         check_matches(pattern, index.entries)
+    for target in edits.dtypes.values():
+        casting.check_target(target)
     dtypes = said_of(index.entries, edits.dtypes)
     chosen: dict[str, Entry] = {}
     for key, entry in index.entries.items():
@@ -88,7 +90,7 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename) -> tuple[dict[str, En
     if isinstance(rename, KeyRules):
         rules = KeyRules(rename.rules, strict=rename.strict)
         rules.arrays = _Entries()
-        renamed: dict[str, Entry] = dict(rules(entries))
+        renamed: dict[str, Entry] = dict(rules.of_flat(entries))
     else:
         renamed = {}
         for new, (old, *more) in _names(entries, rename).items():

@@ -1,6 +1,8 @@
 """What is pickled in a checkpoint as torch's own objects: sizes, types, devices, and tensors that are read whole."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torchshard.checkpoint.dtypes import DTYPES
@@ -13,6 +15,9 @@ from torchshard.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
+
+_DICTS: Mapping[type, type[dict[Any, Any]]] = MappingProxyType({inert.OrderedDict: OrderedDict, inert.Counter: Counter})
 
 
 def live(value: object, where: str) -> Any:
@@ -49,8 +54,8 @@ class _Live:
             made = self.known[id(value)] = []
             made += [self.made(item, depth + 1) for item in value]
         elif isinstance(value, dict):
-            made = self.known[id(value)] = OrderedDict() if isinstance(value, inert.OrderedDict) else {}
-            made |= {self.made(key, depth + 1): self.made(item, depth + 1) for key, item in value.items()}
+            made = self.known[id(value)] = _DICTS.get(type(value), dict)()
+            made.update({self.made(key, depth + 1): self.made(item, depth + 1) for key, item in value.items()})
         elif isinstance(value, Global) and value.name.removeprefix("torch.") in DTYPES:
             made = getattr(torch, value.name.removeprefix("torch."))
         elif isinstance(value, Record) and value.name == "torch.device":

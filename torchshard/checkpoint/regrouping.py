@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchshard.checkpoint.entries import Entry
-from torchshard.checkpoint.pickles.inert import OrderedDict
+from torchshard.checkpoint.pickles.inert import Counter, OrderedDict
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import Walk, as_step
 from torchshard.errors import CheckpointError
@@ -77,7 +77,7 @@ class _Group:
     def dict_of(self, items: Mapping[Any, Any], moved: Mapping[str, str]) -> dict[Any, Any]:
         """A dict as the old one, with its attributes; those of modules go by their new names."""
         if not isinstance(self.like, OrderedDict):
-            return dict(items)
+            return Counter(items) if isinstance(self.like, Counter) else dict(items)
         made = OrderedDict(items)
         made.attributes = self.like.attributes
         modules = (made.attributes or {}).get(_METADATA)

@@ -213,7 +213,7 @@ class Record:
         return self.payload + self.nbytes
 
 
-def lay_out(sizes: Sequence[tuple[str, int]]) -> list[Record]:
+def lay_out(sizes: Sequence[tuple[str, int]]) -> Sequence[Record]:
     """Records of these names and sizes one after another, each payload at a multiple of ALIGNMENT."""
     records = []
     at = 0

@@ -106,6 +106,15 @@ class KeyRules:
         self._check(levels)
         return self._changed(sd, self._of_names)
 
+    def of_flat(self, sd: Mapping[str, Any]) -> Any:
+        """As a call, for one dict whose keys are all names, whatever its values are.
+
+        Raises:
+            ShardingError: as a call does.
+        """
+        self._check([sd])
+        return self._of_names(sd)
+
     def renamed(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """New key -> the old keys that its value is made of."""
         values, _ = self._work_out(list(keys))

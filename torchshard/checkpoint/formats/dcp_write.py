@@ -182,7 +182,7 @@ def _metadata(
     def view(entry: TensorEntry) -> View:
         raise AssertionError("metadata holds no tensors")
 
-    return dump(_record(f"{_MODULE}.Metadata", fields), view, _NAMES)
+    return dump(_record(f"{_MODULE}.Metadata", fields), view, _NAMES, shared=False)
 
 
 def _described(value: object, boxes: Sequence[Box]) -> Record:

@@ -51,16 +51,18 @@ def read(files: Files, name: str) -> Index:
     if not isinstance(metadata, dict) or not all(map(_is_text, [*metadata, *metadata.values()])):
         raise CheckpointError("The safetensors metadata is not text.", where=f"{path}: {_METADATA}")
     entries: dict[str, Entry] = {}
+    extent = Extent(files, name, 8 + length, total - 8 - length)
+    about = f"{path}: "
     for key, fields in header.items():
-        entries[key] = _entry(files, name, key, fields, 8 + length)
+        entries[key] = _entry(extent, key, fields, about)
     _check_ranges(entries, path, 8 + length, total)
     tree: dict[str, Entry] = dict(entries)
     notes = {name: text for name, text in metadata.items() if name not in OF_PIECES}
     return Index("safetensors", entries, lambda: tree, {name: total}, metadata, (files,), notes)
 
 
-def _entry(files: Files, name: str, key: str, fields: Any, data_at: int) -> TensorEntry:
-    where = f"{files.root / name}: {printable(key)}"
+def _entry(data: Extent, key: str, fields: Any, about: str) -> TensorEntry:
+    where = about + printable(key)
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise CheckpointError("A tensor has no type, shape or byte range.", got=printable(fields), where=where)
     code = fields["dtype"]
@@ -77,7 +79,8 @@ def _entry(files: Files, name: str, key: str, fields: Any, data_at: int) -> Tens
             got=printable(span),
             where=where,
         )
-    place = Place(Extent(files, name, data_at + span[0], nbytes), data_at + span[0], contiguous_stride(shape))
+    start = data.offset + span[0]
+    place = Place(Extent(data.files, data.file, start, nbytes), start, contiguous_stride(shape))
     pieces = (Piece(whole(shape), lambda: place),) if nbytes else ()
     return TensorEntry(dtype, shape, pieces, key)
 

@@ -4,8 +4,9 @@ An archive: `data.pkl` is the pickled object with tensors described over numbere
 small records name the format's version, the byte order and the alignment. See zips.py for the frame.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchshard.checkpoint import zips
@@ -36,9 +37,10 @@ def read(files: Files, name: str) -> Index:
         CheckpointError: damaged, holding more than tensors and plain data, or only a part of a tensor; names what.
     """
     index = read_part(files, name)
+    about = f"{files.root / name}: "
     for key, entry in index.entries.items():
         if isinstance(entry, TensorEntry):
-            check_pieces(entry.shape, entry.pieces, f"{files.root / name}: {printable(key)}", fix=_ALL_RANKS)
+            check_pieces(entry.shape, entry.pieces, about + printable(key), fix=_ALL_RANKS)
     return index
 
 
@@ -64,12 +66,38 @@ def _read_archive(files: Files, name: str) -> object:
     return read_values(archive, ALLOWED)
 
 
-class ArchivePlan(NamedTuple):
-    """An archive that is to lie at [start, end) of a file: where its tensors go, and what gives all other bytes."""
+_FEW = 8  # records; a checkpoint folder holds one small archive a tensor, most of them alike
+_alike = functools.lru_cache(maxsize=256)(zips.lay_out)
 
-    slots: tuple[Slot, ...]
+
+_BESIDE = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"))
+_VERSION = b"3\n"
+
+
+class ArchivePlan(NamedTuple):
+    """An archive that is to lie in a file.
+
+    Args:
+        start: its first byte there.
+        end: the first byte after it.
+        slots: where its tensors go.
+        pickle: its record data.pkl.
+        records: all of it, that one first, places counted from `start`.
+    """
+
+    start: int
     end: int
-    finish: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]]
+    slots: tuple[Slot, ...]
+    pickle: bytes
+    records: Sequence[zips.Record]
+
+    def finish(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """All bytes that are no tensor's, with their places in the file; takes the crc32 of each slot."""
+        bodies = [self.pickle, *[body for _, body in _BESIDE]]
+        for record, body in zip([*self.records[: len(bodies)], self.records[-1]], [*bodies, _VERSION], strict=True):
+            yield self.start + record.payload, body
+        for at, body in zips.frame(self.records, [*map(crc32, bodies), *crcs, crc32(_VERSION)]):
+            yield self.start + at, body
 
 
 def write(index: Index, options: Options) -> Output:
@@ -114,26 +142,18 @@ def lay_out(tree: object, start: int, box: Box | None = None, *, weights_only: b
         CheckpointError: something that is not plain data.
     """
     numbered = _Numbered(box)
-    data = dump(tree, numbered.view, grads=box is None, weights_only=weights_only)
+    shared = not isinstance(tree, TensorEntry)
+    data = dump(tree, numbered.view, grads=box is None, weights_only=weights_only, shared=shared)
     if box is None and numbered.join():
         data = dump(tree, numbered.view, weights_only=weights_only)
-    small = [("data.pkl", data), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
     slots = [whole_slot(entry, 0) if box is None else Slot(entry, 0, box) for entry in numbered.records]
-    sizes = [(name, len(body)) for name, body in small]
+    sizes = [("data.pkl", len(data)), *[(name, len(body)) for name, body in _BESIDE]]
+    first = len(sizes)
     sizes += [(f"data/{i}", slot.nbytes) for i, slot in enumerate(slots)]
-    records = zips.lay_out([*sizes, ("version", 2)])
-    bodies = [body for _, body in small]
-
-    def finish(crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        ends = [*records[: len(bodies)], records[-1]]
-        for record, body in zip(ends, [*bodies, b"3\n"], strict=True):
-            yield start + record.payload, body
-        for at, body in zips.frame(records, [*map(crc32, bodies), *crcs, crc32(b"3\n")]):
-            yield start + at, body
-
-    payloads = [record.payload for record in records[len(bodies) : -1]]
-    placed = [Slot(slot.entry, start + at, slot.box) for slot, at in zip(slots, payloads, strict=True)]
-    return ArchivePlan(tuple(placed), start + records[-1].end + zips.frame_size(records), finish)
+    sizes.append(("version", len(_VERSION)))
+    records = zips.lay_out(sizes) if len(sizes) > _FEW else _alike(tuple(sizes))
+    placed = [Slot(entry, start + r.payload, box) for (entry, _, box), r in zip(slots, records[first:-1], strict=True)]
+    return ArchivePlan(start, start + records[-1].end + zips.frame_size(records), tuple(placed), data, records)
 
 
 class _Numbered:

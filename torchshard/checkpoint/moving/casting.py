@@ -7,6 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from torchshard.checkpoint.dtypes import DTYPES
+from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,10 +24,16 @@ _FLOAT8 = {
 }
 
 
+def check_target(target: str) -> None:
+    """Raise CheckpointError unless this is a type that values are cast to."""
+    if target not in TARGETS:
+        expected = " or ".join(TARGETS)
+        raise CheckpointError("Tensors are not cast to this type.", expected=expected, got=printable(target))
+
+
 def check(source: str, target: str, where: object) -> None:
     """Raise CheckpointError unless values of one type can be cast to the other."""
-    if target not in TARGETS:
-        raise CheckpointError("Tensors are not cast to this type.", expected=" or ".join(TARGETS), got=target)
+    check_target(target)
     if source.startswith("complex"):
         raise CheckpointError("Complex numbers are not cast.", got=f"{source} to {target}", where=where)
 

@@ -17,7 +17,7 @@ _ONE = 1 << 31  # the polynomial 1, reflected
 
 def combine(first: int, second: int, length: int) -> int:
     """crc32(a + b) from crc32(a), crc32(b) and len(b)."""
-    return _multiply(_power(length), first) ^ second
+    return _multiply(_power(length), first) ^ second if first else second
 
 
 def _multiply(a: int, b: int) -> int:

@@ -13,9 +13,11 @@ from torchshard.errors import CheckpointError
 from torchshard.layout import Box
 
 
-def whole_pieces(entry: TensorEntry, box: Box) -> set[int]:
+def whole_pieces(entry: TensorEntry, box: Box) -> frozenset[int]:
     """Numbers of the pieces that are read in their order and as a whole to fill a box, and have a stored checksum."""
-    return {i for i, piece in enumerate(entry.pieces) if piece.box.meet(box) == piece.box and _is_summed(entry, piece)}
+    return frozenset(
+        [i for i, piece in enumerate(entry.pieces) if piece.box.meet(box) == piece.box and _is_summed(entry, piece)]
+    )
 
 
 def _is_summed(entry: TensorEntry, piece: Piece) -> bool:

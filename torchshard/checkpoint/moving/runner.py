@@ -4,6 +4,7 @@ Blocks are independent of each other: each is read into a buffer, and written to
 of filled buffers between the threads, and memory is what the threads hold.
 """
 
+import functools
 import mmap
 import os
 import queue
@@ -31,7 +32,7 @@ _TELL_SECONDS = 0.02  # for which a thread collects what it has done: each time 
 _MODULES = 44 * 2**20  # what Python needs to have imported: 39 MiB measured, and some to spare
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Budget:
     """How much memory may be used, and how it is divided.
 
@@ -46,17 +47,17 @@ class Budget:
         if self.memory < LEAST_MEMORY:
             raise CheckpointError("max_memory is too little.", expected=f"{LEAST_MEMORY} bytes", got=self.memory)
 
-    @property
+    @functools.cached_property
     def buffers(self) -> int:
         """Bytes of all buffers together."""
         return max(self.memory // 4, self.memory - _MODULES)
 
-    @property
+    @functools.cached_property
     def threads(self) -> int:
         """How many threads share it."""
         return max(1, min(_THREADS, os.cpu_count() or 1, self.buffers // (2 * _BLOCK)))
 
-    @property
+    @functools.cached_property
     def buffer(self) -> int:
         """Bytes of a buffer; each thread has two."""
         return self.buffers // (2 * self.threads)
@@ -96,32 +97,13 @@ class Move(NamedTuple):
     compared: Collection[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    slot: int
+class _Job(NamedTuple):
     move: Move
     block: Block
-
-    @property
-    def entry(self) -> TensorEntry:
-        return self.move.slot.entry
-
-    @property
-    def offset(self) -> int:
-        return self.move.slot.offset + self.block.at * self.entry.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.block.box.numel * self.entry.itemsize
-
-    @property
-    def name(self) -> tuple[int, int, int]:
-        """What the journal calls it."""
-        return self.slot, self.offset, self.nbytes
+    name: tuple[int, int, int]  # what the journal calls it: number of the slot, first byte in its file, bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
+class _Done(NamedTuple):
     job: _Job
     crcs: Sequence[int]  # of the block, then of each of its copies as stored, where some are compared
 
@@ -164,7 +146,7 @@ def move(
                 name = done.job.name
                 if target is not None and name not in target.done:
                     target.note(name, done.crcs)
-                progress(done.job.nbytes)
+                progress(name[2])
     finally:
         run.stopped = True
         for thread in threads:
@@ -173,9 +155,9 @@ def move(
     return [total.crc for total in run.totals]
 
 
-def comparable(slot: Slot) -> set[int]:
+def comparable(slot: Slot) -> frozenset[int]:
     """Numbers of the pieces of a tensor that are compared as it fills a slot: of those that are cut none are."""
-    return whole_pieces(slot.entry, slot.box) if slot.box == whole(slot.entry.shape) else set()
+    return whole_pieces(slot.entry, slot.box) if slot.box == whole(slot.entry.shape) else frozenset()
 
 
 class _Run:
@@ -192,8 +174,10 @@ class _Run:
 
     def _plan(self, moves: Sequence[Move]) -> Iterator[_Job]:
         for i, one in enumerate(moves):
-            for block in plan(one.slot.box, one.slot.entry.boxes, self.budget.block(one.slot.entry)):
-                yield _Job(i, one, block)
+            entry, offset, box = one.slot
+            itemsize = entry.itemsize
+            for block in plan(box, entry.boxes, self.budget.block(entry)):
+                yield _Job(one, block, (i, offset + block.at * itemsize, block.box.numel * itemsize))
 
     def work(self) -> None:
         """A thread's life."""
@@ -221,12 +205,12 @@ class _Run:
         """Move one block; its checksums."""
         if (crcs := self._done(job, room)) is not None:
             return crcs
-        entry, compared = job.entry, job.move.compared
+        entry, compared = job.move.slot.entry, job.move.compared
         stored: list[int] = []
         data = fill(entry, job.block, room, stored if compared else None)
         if self.target is not None and job.move.file is not None:
             handle = self.target.fd(job.move.file)
-            write_all(handle, data, job.offset)
+            write_all(handle, data, job.name[1])
         alone = len(job.block.copies) == 1 and job.block.copies[0].source in compared
         return [stored[0] if alone and entry.stored_dtype == entry.dtype else crc32(data), *stored]
 
@@ -235,9 +219,10 @@ class _Run:
         crcs = None if self.target is None else self.target.done.get(job.name)
         if self.target is None or crcs is None or job.move.file is None:
             return crcs
-        data = room.out[: job.nbytes]
+        _, offset, nbytes = job.name
+        data = room.out[:nbytes]
         try:
-            got = os.preadv(self.target.fd(job.move.file).fd, [data], job.offset)
+            got = os.preadv(self.target.fd(job.move.file).fd, [data], offset)
         except OSError:
             return None
         return crcs if got == len(data) and crc32(data) == crcs[0] else None
@@ -248,14 +233,14 @@ class _Run:
         Raises:
             CheckpointError: a piece is not what its checksum says.
         """
-        job = done.job
-        self.totals[job.slot].add(job.offset, job.nbytes, done.crcs[0])
-        if not job.move.compared:
+        move, block, (number, offset, nbytes) = done.job
+        self.totals[number].add(offset, nbytes, done.crcs[0])
+        if not move.compared:
             return
-        comparison = self.comparisons.setdefault(job.slot, Comparison(job.entry, job.move.compared))
-        comparison.take(job.block.copies, done.crcs[1:])
+        comparison = self.comparisons.setdefault(number, Comparison(move.slot.entry, move.compared))
+        comparison.take(block.copies, done.crcs[1:])
         if not comparison.pending:
-            del self.comparisons[job.slot]
+            del self.comparisons[number]
 
 
 def write_all(file: Handle, data: bytes | memoryview, offset: int) -> None:

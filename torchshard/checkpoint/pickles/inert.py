@@ -7,6 +7,7 @@ from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
 LAYOUT = "torch.serialization._get_layout"  # what makes a torch.layout of its name
+PARAMETER = "torch.nn.parameter.Parameter"
 _ALIKE = 100  # keys of one hash
 
 
@@ -71,6 +72,12 @@ class OrderedDict(dict[Any, Any]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.attributes: dict[Any, Any] | None = None
+
+
+class Counter(dict[Any, Any]):
+    """collections.Counter in a pickle: the milestones of torch's MultiStepLR are one."""
+
+    __slots__ = ()
 
 
 class Size(tuple[int, ...]):

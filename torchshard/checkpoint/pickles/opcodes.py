@@ -4,6 +4,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchshard.checkpoint.entries import TensorEntry
 from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
 
@@ -228,8 +229,20 @@ def _build(m: "Machine") -> None:
         target.state = state
     elif type(target) is OrderedDict and target.attributes is None and type(state) is dict:
         target.attributes = state
+    elif type(target) is TensorEntry and target.parameter and type(state) is tuple:
+        _build_parameter(target, state)
     else:
         raise TypeError(f"state is set on {printable(target)}")
+
+
+def _build_parameter(target: TensorEntry, state: tuple[Any, ...]) -> None:
+    """As before torch 0.4: (asks for gradients, volatile, hooks), or (tensor, gradient, hooks, asks, volatile)."""
+    if len(state) == 5 and type(state[0]) is TensorEntry:
+        target.dtype, target.shape, target.pieces = state[0].dtype, state[0].shape, state[0].pieces
+        state = state[3], state[4], state[2]
+    if len(state) != 3 or type(state[0]) is not bool:
+        raise TypeError("the state of a parameter is not as torch writes it")
+    target.requires_grad = state[0]
 
 
 def _binpersid(m: "Machine") -> None:
@@ -247,6 +260,7 @@ def _steps() -> tuple[Step, ...]:
         b"\x8a": _sized(1, _long), b"\x8b": _sized(4, _long),
         b"\x8c": _sized(1, _text), b"X": _sized(4, _text), b"\x8d": _sized(8, _text),
         b"V": lambda m: m.stack.append(m.line().decode("raw-unicode-escape")),
+        b"U": _sized(1, _text), b"T": _sized(4, _text),  # text of Python 2
         b"C": _sized(1, bytes), b"B": _sized(4, bytes), b"\x8e": _sized(8, bytes), b"\x96": _sized(8, bytearray),
         b"(": _mark, b"t": _tuple, b"\x85": _tuple_of_one, b"\x86": _tuple_of(2), b"\x87": _tuple_of(3),
         b"]": lambda m: m.stack.append([]), b"l": _list, b"a": _append, b"e": lambda m: _extend(m, m.to_mark()),
@@ -257,7 +271,7 @@ def _steps() -> tuple[Step, ...]:
         b"c": _global, b"\x93": _stack_global, b"R": _call, b"\x81": _call, b"b": _build, b"Q": _binpersid,
     }  # fmt: skip
     refused = {
-        b"S": "STRING", b"T": "BINSTRING", b"U": "SHORT_BINSTRING", b"P": "PERSID", b"i": "INST", b"o": "OBJ",
+        b"S": "STRING", b"P": "PERSID", b"i": "INST", b"o": "OBJ",
         b"\x82": "EXT1", b"\x83": "EXT2", b"\x84": "EXT4", b"\x91": "FROZENSET", b"\x92": "NEWOBJ_EX",
         b"\x97": "NEXT_BUFFER", b"\x98": "READONLY_BUFFER",
     }  # fmt: skip

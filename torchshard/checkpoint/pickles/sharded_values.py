@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchshard.checkpoint.entries import Piece, TensorEntry, narrowed
-from torchshard.checkpoint.pickles.inert import Global, Record, record
+from torchshard.checkpoint.pickles.inert import PARAMETER, Global, Record, record
 from torchshard.checkpoint.pickles.torch_values import ALLOWED as PLAIN
 from torchshard.checkpoint.pickles.torch_values import attribute, attributes, sizes
 from torchshard.checkpoint.text import printable
@@ -26,7 +26,7 @@ _DTENSORS = frozenset(
 )
 _SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _OUR_SHARDED = "torchshard.tensor.sharded.sharded_tensor.restored"
-_SUBCLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
+_SUBCLASSES = ("torch.Tensor", "torch._tensor.Tensor")
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
 
@@ -46,7 +46,7 @@ def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> TensorEntry:
     """What torch calls for a tensor of a class of its own."""
     if not isinstance(function, Global) or not isinstance(kind, Global) or not isinstance(args, tuple):
         raise TypeError("a tensor whose class is not named")
-    if kind.name in _SUBCLASSES and function.make is not None and function.name != _WRAPPER:
+    if kind.name in (*_SUBCLASSES, PARAMETER) and function.make is not None and function.name != _WRAPPER:
         made = function.make(*args)
         if isinstance(made, TensorEntry):
             return replace(made, attributes=(*made.attributes, *map(printable, attributes(state))))

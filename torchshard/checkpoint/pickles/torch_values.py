@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES, FROM_STORAGE
 from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
-from torchshard.checkpoint.pickles.inert import LAYOUT, Global, Hashes, OrderedDict, Record, Size, record
+from torchshard.checkpoint.pickles.inert import (
+    LAYOUT,
+    PARAMETER,
+    Counter,
+    Global,
+    Hashes,
+    OrderedDict,
+    Record,
+    Size,
+    record,
+)
 from torchshard.checkpoint.pickles.unpickle import load
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.zips import Archive
@@ -146,6 +156,11 @@ def _rebuild_parameter(tensor: Any, grad: Any = False, _hooks: Any = None, state
     )
 
 
+def _parameter(tensor: Any = None, grad: Any = True) -> TensorEntry:
+    """What torch called before 0.4; without a tensor the state that follows has it."""
+    return _rebuild_parameter(TensorEntry("float32", (0,), ()) if tensor is None else tensor, grad)
+
+
 def attributes(state: object) -> dict[Any, Any]:
     """Instance attributes and slots, whichever way the class keeps them."""
     parts = state if isinstance(state, tuple) else (state,)
@@ -189,9 +204,16 @@ def _complex(real: Any, imaginary: Any) -> complex:
 
 
 def _ordered(items: Any = ()) -> OrderedDict:
-    if type(items) not in (tuple, list) or items:
-        raise TypeError("an OrderedDict with arguments")
-    return OrderedDict()
+    pairs = tuple([tuple(pair) if type(pair) is list else pair for pair in items])  # lists are those of Python 2
+    if any(type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not str for pair in pairs):
+        raise TypeError("an OrderedDict of what are no pairs of names and values")
+    return OrderedDict(pairs)
+
+
+def _counter(counts: Any = None) -> Counter:
+    if type(counts) not in (dict, type(None)):
+        raise TypeError("a Counter that is not made of a dict")
+    return Counter(counts or {})
 
 
 def _size(items: Any = ()) -> Size:
@@ -211,9 +233,11 @@ def _table() -> dict[str, Global]:
         "torch._utils._rebuild_tensor_v3": _rebuild_v3,
         "torch._utils._rebuild_parameter": _rebuild_parameter,
         "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+        PARAMETER: _parameter,
         LAYOUT: _layout,
         "torch.Size": _size,
         "collections.OrderedDict": _ordered,
+        "collections.Counter": _counter,
         "_codecs.encode": _encode,
         "builtins.bytes": _bytes,
         "builtins.bytearray": _bytearray,

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
-from torchshard.checkpoint.pickles.inert import LAYOUT, Global, OrderedDict, Record, Size
+from torchshard.checkpoint.pickles.inert import LAYOUT, Counter, Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
+
+_PUT1, _PUT4, _INT4 = [struct.Struct(code).pack for code in ("<cB", "<cI", "<ci")]  # an opcode and its argument
 
 
 class View(NamedTuple):
@@ -35,7 +37,13 @@ Viewing = Callable[[TensorEntry], View]
 
 
 def dump(
-    tree: object, view: Viewing, records: Collection[str] = (), *, grads: bool = True, weights_only: bool = False
+    tree: object,
+    view: Viewing,
+    records: Collection[str] = (),
+    *,
+    grads: bool = True,
+    weights_only: bool = False,
+    shared: bool = True,
 ) -> bytes:
     """The pickle of a state dict.
 
@@ -45,11 +53,13 @@ def dump(
         records: names of classes whose Records are written too.
         grads: whether parameters, and tensors that ask for gradients, stay so.
         weights_only: whether torch.load(weights_only=True) is to read it.
+        shared: whether what stands in several places is to be one object there; to know what does, all that is written
+            is remembered.
 
     Raises:
         CheckpointError: something that is not plain data, or that torch would not read, or containers nested too deep.
     """
-    writer = _Writer(view, records, grads, weights_only)
+    writer = _Writer(view, records, grads, weights_only, shared)
     writer.put(tree)
     return b"\x80\x02" + bytes(writer.out) + b"."
 
@@ -62,9 +72,10 @@ class Call(NamedTuple):
 
 
 class _Writer:
-    def __init__(self, view: Viewing, records: Collection[str], grads: bool, weights_only: bool) -> None:
+    def __init__(self, view: Viewing, records: Collection[str], grads: bool, weights_only: bool, shared: bool) -> None:
         self.out = bytearray()
         self.view, self.records, self.grads, self.weights_only = view, records, grads, weights_only
+        self.shared = shared
         self.texts: dict[str, int] = {}
         self.globals: dict[tuple[str, str], int] = {}
         self.objects: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that the id stays its own
@@ -74,14 +85,16 @@ class _Writer:
 
     def put(self, value: object) -> None:
         """Append the opcodes that make `value`, or that fetch it where it was made before."""
+        if (atom := _ATOMS.get(type(value))) is not None:
+            atom(self, value)
+            return
         if isinstance(value, ObjectEntry):
-            value = value.value()
-        kind = type(value)
-        step = _STEPS.get(kind)
+            self.put(value.value())
+            return
+        step = _STEPS.get(type(value))
         if step is None:
             raise CheckpointError("This is not plain data, and cannot be written.", got=printable(value), where=self.at)
-        small = kind in (type(None), bool, float, str) or (isinstance(value, int) and abs(value) < 2**63)
-        if not small and (found := self.objects.get(id(value))) is not None:
+        if (found := self.objects.get(id(value))) is not None:
             self._fetch(found[0])
             return
         self.depth += 1
@@ -91,8 +104,7 @@ class _Writer:
             )
         step(self, value)
         self.depth -= 1
-        if not small:
-            self._remember(value)
+        self._remember(value)
 
     @property
     def at(self) -> str:
@@ -103,22 +115,24 @@ class _Writer:
         self.out += data
 
     def _remember(self, value: object) -> None:
-        if id(value) not in self.objects:
+        if self.shared and id(value) not in self.objects:
             self.objects[id(value)] = (self.slots, value)
             self._store()
 
     def _store(self) -> None:
-        self.out += b"q" + bytes([self.slots]) if self.slots < 256 else b"r" + struct.pack("<I", self.slots)
+        self.out += _PUT1(b"q", self.slots) if self.slots < 256 else _PUT4(b"r", self.slots)
         self.slots += 1
 
     def _fetch(self, slot: int) -> None:
-        self.out += b"h" + bytes([slot]) if slot < 256 else b"j" + struct.pack("<I", slot)
+        self.out += _PUT1(b"h", slot) if slot < 256 else _PUT4(b"j", slot)
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
-            self.out += b"K" + bytes([value])
+            self.out += _PUT1(b"K", value)
         elif -(2**31) <= value < 2**31:
-            self.out += b"J" + struct.pack("<i", value)
+            self.out += _INT4(b"J", value)
+        elif (found := self.objects.get(id(value))) is not None:
+            self._fetch(found[0])
         else:
             bits = (value if value >= 0 else ~value).bit_length()  # besides that of the sign
             data = value.to_bytes(bits // 8 + 1, "little", signed=True)
@@ -132,6 +146,8 @@ class _Writer:
                     fix="Leave it out (exclude), or save it as text.",
                 )
             self.out += (b"\x8a" + bytes([len(data)]) if short else b"\x8b" + struct.pack("<I", len(data))) + data
+            if len(data) > 8:
+                self._remember(value)
 
     def _text(self, value: str) -> None:
         if value in self.texts:
@@ -242,14 +258,18 @@ class _Writer:
         self.out += b"tR"
 
 
-# A table for all writers: one of bound methods would keep each writer, and all that it has written, as garbage.
-_STEPS: Mapping[type, Callable[[_Writer, Any], None]] = MappingProxyType(
+# Tables for all writers: of bound methods they would keep each writer, and all that it has written, as garbage.
+_ATOMS: Mapping[type, Callable[[_Writer, Any], None]] = MappingProxyType(
     {
         type(None): lambda writer, value: writer._raw(b"N"),
         bool: lambda writer, value: writer._raw(b"\x88" if value else b"\x89"),
         int: _Writer._int,
         float: lambda writer, value: writer._raw(b"G" + struct.pack(">d", value)),
         str: _Writer._text,
+    }
+)
+_STEPS: Mapping[type, Callable[[_Writer, Any], None]] = MappingProxyType(
+    {
         bytes: _Writer._bytes,
         bytearray: lambda writer, value: writer._call("__builtin__", "bytearray", (value.decode("latin1"), "latin1")),
         complex: lambda writer, value: writer._call("__builtin__", "complex", (value.real, value.imag)),
@@ -258,6 +278,7 @@ _STEPS: Mapping[type, Callable[[_Writer, Any], None]] = MappingProxyType(
         set: lambda writer, value: writer._call("__builtin__", "set", (list(value),)),
         list: _Writer._list,
         dict: _Writer._dict,
+        Counter: lambda writer, value: writer._call("collections", "Counter", (dict(value),)),
         OrderedDict: _Writer._ordered,
         Global: lambda writer, value: writer._global(*value.name.rsplit(".", 1)),
         Record: _Writer._record,
