@@ -87,6 +87,21 @@ def test_what_comes_back_for_an_input_that_was_written_to(write):
             assert y.grad.placements == (Shard(0),)
 
 
+def test_a_result_that_no_backward_asks_for_leaves_the_region_without_history():
+    torch._dynamo.reset()
+    weight = distribute_tensor(torch.randn(4, 8), MESH, [Shard(1)]).requires_grad_()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def both(x, detached):
+        logits = x @ weight
+        return logits.exp().sum(), logits.detach() if detached else logits
+
+    with pytest.raises(RuntimeError, match="tensor subclass where we guessed its\nmetadata incorrectly"):
+        both(ROWS, False)[0].backward()
+    both(ROWS, True)[0].backward()
+    assert weight.grad.shape == weight.shape
+
+
 @pytest.mark.parametrize(
     "draw", [lambda x: torch.normal(x, 1.0), lambda x: torch.nn.functional.rrelu(x, training=True)]
 )
