@@ -25,7 +25,7 @@ def _two_axes(rank, world):
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     batches = torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(1))
-    for ours in (True, False):
+    for ours, late in ((True, False), (False, False), (True, True)):
         torch.manual_seed(0)
         reference = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8))
         module = _parallelized(copy.deepcopy(reference), mesh["tp"], ours)
@@ -35,7 +35,14 @@ def _two_axes(rank, world):
             DistributedDataParallel(module)
         with pytest.raises(ValueError, match="along the axis over which gradients are to be averaged"):
             DistributedDataParallel(module, device_mesh=mesh["tp"])
-        model = DistributedDataParallel(module, device_mesh=mesh["dp"], bucket_cap_mb=0)
+        delayed = dict(module.named_parameters())  # as they are before they become plain
+        model = DistributedDataParallel(
+            module,
+            device_mesh=mesh["dp"],
+            bucket_cap_mb=0,
+            delay_all_reduce_named_params=[(name, delayed[name]) for name in ("0.bias", "2.weight")] if late else None,
+            param_to_hook_all_reduce=delayed["0.weight"] if late else None,
+        )
         assert {n: type(p) for n, p in model.named_parameters()}.keys() == {
             f"module.{n}" for n, _ in reference.named_parameters()
         }

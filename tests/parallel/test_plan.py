@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_in_backward
 from torch.distributed.tensor import parallel as theirs
 
 from tests.ranks import run_ranks
-from torchshard import Replicate, Shard, init_device_mesh
+from torchshard import Replicate, Shard, distribute_module, init_device_mesh
 from torchshard.errors import ShardingError
 from torchshard.parallel import (
     ColwiseParallel,
@@ -17,8 +18,10 @@ from torchshard.parallel import (
     RowwiseParallel,
     SequenceParallel,
     context_parallel,
+    local_parameters,
     parallelize_module,
 )
+from torchshard.parallel.fsdp import torch_parameters
 
 
 @pytest.fixture
@@ -137,6 +140,44 @@ def test_shared_parameters_stay_shared(mesh):
     assert later.head.weight is later.embedding.weight
     with pytest.raises(ShardingError, match="does not move a DTensor"):
         parallelize_module(Tied(), mesh, {"embedding": ColwiseParallel(), "head": ColwiseParallel()})
+
+
+def test_what_parameters_carry(mesh):
+    """Attributes go over to DTensors and on to parts; hooks, which could not, are an error; optimizers are named."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": SequenceParallel()}
+    model[0].weight.no_decay = True
+    stepping, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.warns(UserWarning, match="parallelize_module has replaced 6 parameters of this SGD") as told:
+        parallelize_module(model, mesh, plan)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    del stepping
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody holds a parameter that is no more
+        assert model[0].weight.no_decay
+        assert local_parameters(model)[0].weight.no_decay
+    del other
+
+    hooked = {
+        "register_hook": lambda p: p.register_hook(print),
+        "post": lambda p: p.register_post_accumulate_grad_hook(print),
+        "in backward": lambda p: apply_in_backward(torch.optim.SGD, [p], {"lr": 0.1}),
+    }
+    for register in hooked.values():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
+        register(model[1].weight)
+        with pytest.raises(
+            ShardingError, match=r"(?s)with hooks is to be replaced.*weight of Linear.*local_parameters"
+        ):
+            parallelize_module(model, mesh, plan)
+        with pytest.raises(ShardingError, match="weight of Linear"):
+            distribute_module(nn.Sequential(model[1]), mesh)
+        model = parallelize_module(nn.Sequential(nn.Linear(4, 8)), mesh, {"0": ColwiseParallel()})
+        register(model[0].weight)
+        for replace in (local_parameters, torch_parameters):
+            with pytest.raises(ShardingError, match="weight of Linear"):
+                replace(model)
 
 
 def test_styles_as_text():

@@ -7,6 +7,7 @@ switches the optional ones off, so that the fallbacks are tested as they are.
 from torchshard._torch.autograd import (
     base_of,
     compiled_autograd_may_come,
+    has_hooks,
     has_other_hooks,
     hooks_after,
     hooks_of,
@@ -208,6 +209,7 @@ __all__ = [
     "guard_attribute",
     "guard_every_source",
     "guard_instances",
+    "has_hooks",
     "has_other_hooks",
     "hash_anew",
     "hooks_after",

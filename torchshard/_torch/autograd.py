@@ -160,6 +160,13 @@ def has_other_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks) or hooks_after(param) > 1
 
 
+def has_hooks(param: Tensor) -> bool:
+    """Whether anybody has put a hook on this leaf's gradient, or on the node that accumulates it."""
+    if param._backward_hooks or hooks_after(param):
+        return True
+    return param.requires_grad and any(hooks_of(torch.autograd.graph.get_gradient_edge(param).node))
+
+
 def hooks_after(param: Any) -> int:
     """How many hooks run when a parameter's gradient has been accumulated (._post_accumulate_grad_hooks, 2.11-2.15)."""
     hooks = param._post_accumulate_grad_hooks

@@ -25,6 +25,7 @@ from torchshard.ddp.members import Members
 from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.states import States
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
+from torchshard.tensor.replacing import now
 
 
 class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States, TorchDistributedDataParallel):
@@ -87,7 +88,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             self.device_mesh = device_mesh
         options.make_local(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
+        self._delay_all_reduce_params = [now(p) for _, p in delay_all_reduce_named_params or ()]
         delayed = {id(p) for p in self._delay_all_reduce_params}
         named = module.named_parameters(remove_duplicate=False)
         self.parameters_to_ignore.update(n for n, p in named if id(p) in delayed)

@@ -63,7 +63,7 @@ def local_map(
         in_placements: required of each positional argument; None for one that is no DTensor. What is required of a
             plain tensor is not looked at. None to require nothing.
         in_grad_placements: of the gradients that come back for the parts, as for `to_local`; None for those of the
-            arguments.
+            arguments, which is wrong for a replicated one of whose gradient each rank has a term: Partial().
         device_mesh: of the results; that of the first DTensor argument by default.
         redistribute_inputs: bring arguments of other placements to the required ones, instead of refusing them.
 

@@ -12,6 +12,7 @@ from torchshard.errors import ShardingError
 from torchshard.parallel.styles import ParallelStyle
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.mesh import bind
+from torchshard.tensor.replacing import replacing
 
 Plan = ParallelStyle | dict[str, ParallelStyle]
 Tied = Sequence[tuple[nn.Module, str]]
@@ -41,7 +42,7 @@ def parallelize_module(
         The module.
 
     Raises:
-        ShardingError: the mesh is none, or has several axes, or a shared parameter is to be cut in two ways.
+        ShardingError: the mesh is none, or has several axes; a shared parameter is to be cut in two ways, or has hooks.
         NotImplementedError: a style that does not know the module.
         TypeError: a plan that is neither.
     """
@@ -62,7 +63,8 @@ def parallelize_module(
             "parallelize_plan is a ParallelStyle of torchshard.parallel or a dict of names and styles, "
             f"not a {type(parallelize_plan).__module__}.{type(parallelize_plan).__qualname__}"
         )
-    _carry_out(uncompiled(module), mesh, parallelize_plan, src_data_rank, _tied(module))
+    with replacing(module, "parallelize_module"):
+        _carry_out(uncompiled(module), mesh, parallelize_plan, src_data_rank, _tied(module))
     return module
 
 

@@ -18,6 +18,7 @@ from torchshard.tensor.caching import one_node
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.naming import name_of_place, named
+from torchshard.tensor.replacing import successor
 
 Placements = tuple[Placement, ...]
 
@@ -181,11 +182,11 @@ def place_parameter(
     """Make a DTensor of a parameter, in place; one that is a DTensor of this placement already stays what it is.
 
     Raises:
-        ShardingError: it is a DTensor of another placement.
+        ShardingError: it is a DTensor of another placement, or has hooks.
     """
     placed: Tensor = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
     if placed is not parameter:
-        module.register_parameter(name, nn.Parameter(placed.detach(), requires_grad=parameter.requires_grad))
+        module.register_parameter(name, successor(parameter, placed.detach(), module, name))
 
 
 def taking(style: str, mesh: DeviceMesh, here: Placement, wanted: Placement, length: int | None = None) -> Any:

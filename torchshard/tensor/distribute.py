@@ -26,6 +26,7 @@ from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local, refuse_others
+from torchshard.tensor.replacing import replacing, successor
 
 
 @skip_alone
@@ -173,15 +174,17 @@ def distribute_module(
     Raises:
         RuntimeError: the module has been through this before.
         ValueError: input_fn or output_fn does not take three arguments.
+        ShardingError: a parameter has hooks.
     """
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module has already been called on this module; it can be called once")
     mesh = device_mesh or current_mesh()
     replicas: dict[int, nn.Parameter] = {}
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, submodule, mesh)
-        _replicate(submodule, mesh, replicas)
+    with replacing(module, "distribute_module"):
+        for name, submodule in module.named_modules():
+            if partition_fn is not None:
+                partition_fn(name, submodule, mesh)
+            _replicate(submodule, mesh, replicas)
     if input_fn is not None:
         before = _with_mesh(input_fn, "input_fn", mesh)
         module.register_forward_pre_hook(lambda m, inputs: before(m, inputs))
@@ -197,7 +200,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, replicas: dict[int, nn.Param
         if not _is_distributed(parameter):
             if id(parameter) not in replicas:
                 made = distribute_tensor(parameter.detach(), mesh)
-                replicas[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+                replicas[id(parameter)] = successor(parameter, made, module, key)
             module.register_parameter(key, replicas[id(parameter)])
     for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
         if not _is_distributed(buffer):

@@ -21,6 +21,7 @@ from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.naming import name_on, named
 from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.replacing import replacing, successor
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -37,13 +38,15 @@ def local_parameters(module: nn.Module) -> nn.Module:
 
     Raises:
         NotImplementedError: a buffer is a DTensor.
+        ShardingError: a parameter has hooks.
     """
     for name, submodule in module.named_modules():
         if any(isinstance(b, DTensor | upstream.DTensor) for b in submodule.buffers(recurse=False)):
             raise NotImplementedError(
                 f"local_parameters: {name or 'the module'} has a buffer that is a DTensor; leave it out of the plan"
             )
-    replace_parameters(module, _LocalOwner)
+    with replacing(module, "local_parameters"):
+        replace_parameters(module, _LocalOwner)
     return module
 
 
@@ -232,7 +235,7 @@ class Owner:
         self._lent: list[list[str]] = []
         for name, p in held.items():
             if id(p) not in made:
-                made[id(p)] = nn.Parameter(self.outside(p), requires_grad=p.requires_grad)
+                made[id(p)] = successor(p, self.outside(p), module, name)
             module.register_parameter(name, made[id(p)])
 
     def outside(self, x: Any) -> Tensor:

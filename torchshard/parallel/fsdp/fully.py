@@ -13,7 +13,6 @@ import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchshard._torch import exported_whole
 from torchshard.errors import ShardingError
@@ -23,22 +22,9 @@ from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.parts import Owner, Placed, replace_parameters
+from torchshard.tensor.replacing import before, now, replacing
 
 Modules = TypeVar("Modules", bound=nn.Module | list[Any])
-
-_replaced: Any = WeakTensorKeyDictionary()
-"""Parameters that somebody still holds, with those that have taken their places."""
-
-
-def _now(parameter: Tensor) -> Tensor:
-    """What has taken a parameter's place, if anything has."""
-    new: Tensor = _replaced.get(parameter, parameter)
-    return new
-
-
-def _before(parameter: Tensor) -> Tensor:
-    """The parameter in whose place this one is, if it is in any's that somebody holds."""
-    return next((old for old, new in _replaced.items() if new is parameter), parameter)
 
 
 def fully_shard(module: Modules, **options: Any) -> Modules:
@@ -64,9 +50,9 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
     for each in modules:
         torch_parameters(each)
     if ignored:
-        options["ignored_params"] = {_now(each) for each in ignored}
+        options["ignored_params"] = {now(each) for each in ignored}
     if place := options.get("shard_placement_fn"):
-        options["shard_placement_fn"] = lambda parameter: place(_before(parameter))
+        options["shard_placement_fn"] = lambda parameter: place(before(parameter))
     return cast(Modules, torch_fully_shard(module, **options))  # type: ignore[arg-type]  # a list, too
 
 
@@ -111,12 +97,12 @@ def torch_parameters(module: nn.Module) -> nn.Module:
 
     Returns:
         The module.
+
+    Raises:
+        ShardingError: a parameter has hooks.
     """
-    before = dict(module.named_parameters(remove_duplicate=False))
-    replace_parameters(module, _TorchOwner)
-    for name, new in module.named_parameters(remove_duplicate=False):
-        if new is not before[name]:
-            _replaced[before[name]] = new  # no weak reference: torch would not convert it
+    with replacing(module, "torch_parameters"):
+        replace_parameters(module, _TorchOwner)
     return module
 
 

@@ -1,0 +1,95 @@
+"""Parameters that take the places of others, as DTensors those of plain tensors: what must not be lost by that."""
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from torchshard._torch import has_hooks
+from torchshard.errors import ShardingError
+
+_new: Any = WeakTensorKeyDictionary()  # no weak references: torch would not convert such tensors
+"""Parameters that somebody still holds, with those that have taken their places."""
+
+_watched: ContextVar[bool] = ContextVar("watched", default=False)
+"""Whether a call around this one looks for optimizers."""
+
+
+def successor(old: nn.Parameter, value: Tensor, module: nn.Module, name: str) -> nn.Parameter:
+    """A parameter that takes the place of another, with the attributes that users have given that one.
+
+    Args:
+        old: the parameter.
+        value: without history.
+        module: whose parameter it is.
+        name: its name there.
+
+    Raises:
+        ShardingError: it has hooks, which would run no more.
+    """
+    if has_hooks(old):
+        raise ShardingError(
+            "A parameter with hooks is to be replaced by another, for which they would not run.",
+            expected="a parameter without hooks or optimizers that step in backward",
+            got="one with hooks",
+            where=f"{name} of {type(module).__name__}",
+            fix="register them afterwards, on the new parameter; for DistributedDataParallel(device_mesh=) after "
+            "torchshard.parallel.local_parameters(module)",
+        )
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})
+    _new[old] = new
+    return new
+
+
+def now(parameter: Any) -> Any:
+    """What has taken a parameter's place, if anything has."""
+    while (new := _new.get(parameter)) is not None:
+        parameter = new
+    return parameter
+
+
+def before(parameter: Tensor) -> Tensor:
+    """The parameter in whose place this one is, if it is in any's that somebody holds."""
+    return next((old for old, new in _new.items() if new is parameter), parameter)
+
+
+@contextmanager
+def replacing(module: nn.Module, what: str) -> Iterator[None]:
+    """Parameters of a module are replaced in here: warn of optimizers that hold those which it has no more.
+
+    Their steps would change nothing. Where nobody holds any, which is usual, nothing is looked for.
+
+    Args:
+        module: whose parameters.
+        what: the function that replaces them.
+    """
+    if _watched.get():
+        yield
+        return
+    token, held = _watched.set(True), [TensorWeakRef(p) for p in module.parameters()]
+    try:
+        yield
+    finally:
+        _watched.reset(token)
+    left = {id(p) for p in (ref() for ref in held) if p is not None} - {id(p) for p in module.parameters()}
+    if left:
+        for found in gc.get_objects():
+            if issubclass(type(found), torch.optim.Optimizer):
+                _warn(found, left, what)
+
+
+def _warn(optimizer: torch.optim.Optimizer, left: set[int], what: str) -> None:
+    count = sum(id(p) in left for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+    if count:
+        warnings.warn(
+            f"{what} has replaced {count} parameters of this {type(optimizer).__name__}, whose steps do not change the "
+            "module any more; make optimizers afterwards",
+            stacklevel=5,
+        )
