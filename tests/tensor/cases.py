@@ -238,6 +238,7 @@ REDUCTIONS = [
     case("norm 1", lambda a: torch.linalg.vector_norm(a, 1, 0), (5, 4)),
     case("norm inf", lambda a: torch.linalg.vector_norm(a, float("inf"), 1), (5, 4)),
     case("norm inf of one row", lambda a: torch.linalg.vector_norm(a, float("inf"), 0), (1, 4)),
+    case("norm -1 of one row", lambda a: torch.linalg.vector_norm(a, -1, 0), (1, 4)),
     case("norm 3", lambda a: torch.linalg.vector_norm(a, 3, (0, 1), True), (5, 4)),
     case("norm old", _aten("norm.ScalarOpt_dim", 2, [0]), (5, 4)),
     case("norm old inf", _aten("norm.ScalarOpt_dim", float("inf"), [1], True), (5, 4)),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torchshard.layout.layout import Layout, Mesh, Sharding
 from torchshard.layout.pieces import Symbolic, piece
 from torchshard.layout.placements import Partial, Placement, Placements, R, Shard
-from torchshard.layout.reductions import masking, may_mix
+from torchshard.layout.reductions import exists_of_nothing, masking, may_mix
 from torchshard.rules.bind import Bound
 from torchshard.rules.notation import Operand, is_whole
 from torchshard.rules.rule import Options
@@ -167,10 +167,10 @@ def _split(bound: Bound, options: Options, factor: str, runs: int) -> Way | None
                 return None
             else:
                 placements.append(lacking)
-    # Terms of an average count alike only where pieces are equal; max and min of nothing do not exist.
+    # Terms of an average count alike only where pieces are equal.
     lossy = partial if any(p is partial for p in results) else None
     even = even or (lossy is not None and lossy.op == "avg")
-    full = options.full or (lossy is not None and lossy.op in ("max", "min"))
+    full = options.full or (lossy is not None and not exists_of_nothing(lossy.op))
     return Way(tuple(operands), tuple(results), factor, runs, even, full)
 
 

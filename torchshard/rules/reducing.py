@@ -57,7 +57,7 @@ def _mean(x: Layout, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
 
 def _vector_norm(x: Layout, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Made:
     dims = dims_of(dim, x.ndim)
-    # Norms are not negative, so these orders have a plain reduction; max and min of nothing are taken care of there.
+    # Norms are not negative, so these orders have a plain reduction.
     op = {0.0: "sum", 1.0: "sum", math.inf: "max", -math.inf: "min"}.get(float(ord), f"norm({float(ord)})")
     gone = reduces({f: op for d, f in enumerate(letters(x.ndim)) if d in dims})
     return Made(_eliminated(x, dims, keepdim), options={"reduces": gone})
