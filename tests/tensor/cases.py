@@ -204,6 +204,13 @@ MATRICES = [
     case("linear no bias", F.linear, (5, 3, 7), (6, 7)),
     case("linear 2-D", F.linear, (5, 7), (6, 7), (6,)),
     case("linear vector", F.linear, (7,), (6, 7), (6,)),
+    case("cdist of no rows", torch.cdist, (5, 3), (1, 0, 3)),
+    case(
+        "lu_solve",
+        lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a @ a.mT + 1), b, left=False),
+        (3, 3),
+        (2, 3),
+    ),
     case("einsum", lambda a, b: torch.einsum("bik,bjk->bij", a, b), (2, 5, 4), (2, 3, 4)),
 ]
 
