@@ -51,6 +51,9 @@ _LINES = """
     y = torch._foreach_add([x[0], x[:1], s, x], [x, x, x, s]), torch._foreach_addcmul([x[0]], [x], [x[:, :1]])
     torch._foreach_mul_([x, x.t()], [x[:, :1].clone(), x[0].clone()[:, None]])
     torch._foreach_add_([x], [x.expand(2, 5, 3)])
+    torch.cat([s, s])
+    torch.stack([x, x[0]], -1)
+    F.embedding(x.long(), x[0])
     y = x.new(), type(x.new(3)) is type(x), x.new(2, 3).zero_(), tuple(x.new(x.shape).shape), x.new([1.0, 2.0]), x.new(x)
     x + put(torch.ones(4))
 """
@@ -60,8 +63,8 @@ PROGRAMS = {
 
 
 def test_as_in_eager_torch():
-    check(__name__, "PROGRAMS", raises=6)
-    check(__name__, "PROGRAMS", mesh_shapes=((2,),), texts=("A", "M"), raises=6)
+    check(__name__, "PROGRAMS", raises=9)
+    check(__name__, "PROGRAMS", mesh_shapes=((2,),), texts=("A", "M"), raises=9)
 
 
 _MISUSED = """
