@@ -51,6 +51,7 @@ _LINES = """
     y = torch._foreach_add([x[0], x[:1], s, x], [x, x, x, s]), torch._foreach_addcmul([x[0]], [x], [x[:, :1]])
     torch._foreach_mul_([x, x.t()], [x[:, :1].clone(), x[0].clone()[:, None]])
     torch._foreach_add_([x], [x.expand(2, 5, 3)])
+    y = F.linear(x.amax(0), x), x.amax(0) @ x.t(), x.amin(1) @ x
     torch.cat([s, s])
     torch.stack([x, x[0]], -1)
     F.embedding(x.long(), x[0])
