@@ -49,6 +49,12 @@ P(sum) x S(0): S(1), S(0) -> P(sum)
 P(sum) x S(1): R, S(1) -> S(1)""",
         )
 
+    def test_a_sum_is_scattered_along_a_dim_of_which_every_rank_gets_some(self):
+        decided = [decide("relu.default", Mesh((4,)), ((n, 16, 8), [SUM]))[1] for n in (1, 2, 4)]
+        self.assertExpectedInline(
+            str([str(d.results[0].placements[0]) for d in decided]), """['S(1)', 'S(1)', 'S(0)']"""
+        )
+
     def test_the_bias_of_a_sum_counts_once(self):
         mesh = Mesh((2,))
         _, lifted = decide("addmm.default", mesh, ((8,), [R]), ((4, 6), [Shard(1)]), ((6, 8), [Shard(0)]))

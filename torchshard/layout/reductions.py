@@ -48,3 +48,8 @@ def masking(op: str) -> Masking:
 def may_mix(one: str, other: str) -> bool:
     """Whether two axes of one tensor may hold Partials of these two kinds: equal ones, and sum with avg."""
     return one == other or {one, other} <= {"sum", "avg"}
+
+
+def exists_of_nothing(op: str) -> bool:
+    """Whether a rank without elements has a term: of a sum zero; none of a maximum, nor of a norm of negative order."""
+    return op not in ("max", "min") and (parse_norm(op) or 0.0) >= 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torchshard.layout.layout import Layout, Mesh, Sharding
 from torchshard.layout.pieces import Symbolic, piece
 from torchshard.layout.placements import Partial, Placement, Placements, R, Shard
-from torchshard.layout.reductions import masking, may_mix
+from torchshard.layout.reductions import exists_of_nothing, masking, may_mix
 from torchshard.rules.bind import Bound
 from torchshard.rules.notation import Operand, is_whole
 from torchshard.rules.rule import Options
@@ -78,7 +78,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     for axis, parts in enumerate(mesh.shape):
         ranked = []
         for at, way in enumerate(possible):
-            price = _price(way, axis, parts, layouts, estimate, fixed, options)
+            price = _price(way, axis, parts, layouts, estimate, fixed, options, pieces)
             if price < math.inf:
                 # What runs where it lies is taken: users place tensors to have it so.
                 cost = price + _pending(way, layouts, axis, parts, estimate)
@@ -93,7 +93,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
         chosen.append(best)
         if any(type(n) is not int for n in nbytes):
             others = [possible[other] for also, _, other in ranked[first + 1 :] if also == launches]
-            Symbolic.asked(_ask_whether_cheapest, best, others, axis, parts, layouts, nbytes, fixed, options)
+            Symbolic.asked(_ask_whether_cheapest, best, others, axis, parts, layouts, nbytes, fixed, options, pieces)
         _cut(pieces, best, parts)
     return _assembled(mesh, bound, chosen, layouts, fixed, options.like)
 
@@ -167,10 +167,10 @@ def _split(bound: Bound, options: Options, factor: str, runs: int) -> Way | None
                 return None
             else:
                 placements.append(lacking)
-    # Terms of an average count alike only where pieces are equal; max and min of nothing do not exist.
+    # Terms of an average count alike only where pieces are equal.
     lossy = partial if any(p is partial for p in results) else None
     even = even or (lossy is not None and lossy.op == "avg")
-    full = options.full or (lossy is not None and lossy.op in ("max", "min"))
+    full = options.full or (lossy is not None and not exists_of_nothing(lossy.op))
     return Way(tuple(operands), tuple(results), factor, runs, even, full)
 
 
@@ -214,9 +214,10 @@ def _price(
     nbytes: Sequence[float],
     fixed: Mapping[int, int | None],
     options: Options,
+    pieces: Mapping[str, Sequence[int]],
 ) -> float:
     """What it costs to bring the operands there; their sizes come first, then those of results."""
-    price = 0.0
+    price, padding = 0.0, _padding(way, parts, pieces)
     for k, layout in enumerate(layouts):
         now, wanted = layout.placements[axis], way.operands[k]
         if options.like and isinstance(now, Partial):
@@ -228,20 +229,26 @@ def _price(
             if now is not wanted or (becomes is not None and way.results[becomes] is not now):
                 return math.inf
         elif now is not wanted:
-            price += _move(now, wanted, nbytes[k], parts)
+            price += _move(now, wanted, nbytes[k], parts, padding)
     return price
 
 
-def _move(now: Placement, wanted: Placement, nbytes: float, parts: int) -> float:
+def _padding(way: Way, parts: int, pieces: Mapping[str, Sequence[int]]) -> float:
+    """How much more is sent where a factor is too short for all ranks to have some of it."""
+    lengths = pieces[way.factor] if way.factor is not None else ()
+    return max([parts / n for n in lengths if type(n) is int and 0 < n < parts], default=1.0)
+
+
+def _move(now: Placement, wanted: Placement, nbytes: float, parts: int, padding: float) -> float:
     if isinstance(wanted, Partial):
         return 2 * _COPY if now is R and masking(wanted.op) else math.inf
     if now is R:
         return _COPY
     share = nbytes * (parts - 1) / parts
     if isinstance(now, Partial):
-        return _LAUNCH + share * (1 if isinstance(wanted, Shard) else 2)
+        return _LAUNCH + share * (padding if isinstance(wanted, Shard) else 2)
     if isinstance(now, Shard) and isinstance(wanted, Shard) and now.dim != wanted.dim:
-        return _LAUNCH + share
+        return _LAUNCH + share * padding
     return _LAUNCH + nbytes * (parts - 1) + (_COPY if isinstance(wanted, Shard) else 0)
 
 
@@ -262,6 +269,7 @@ def _ask_whether_cheapest(
     nbytes: Sequence[int],
     fixed: Mapping[int, int | None],
     options: Options,
+    pieces: Mapping[str, Sequence[int]],
 ) -> None:
     """Ask of symbolic lengths what the choice depends on: a trace is guarded by it, and is made anew where it turns.
 
@@ -271,7 +279,7 @@ def _ask_whether_cheapest(
     symbolic = [k for k, n in enumerate(nbytes) if type(n) is not int]
 
     def cost(way: Way, sizes: Sequence[float]) -> int:
-        price = _price(way, axis, parts, layouts, sizes, fixed, options)
+        price = _price(way, axis, parts, layouts, sizes, fixed, options, pieces)
         return round(parts * (price + _pending(way, layouts, axis, parts, sizes)))
 
     def terms(way: Way) -> list[int]:

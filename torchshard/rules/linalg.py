@@ -14,7 +14,6 @@ _LINES = table("""
     dot vdot | k, k ->                         | lin=0,1 red=k:sum
 
     _cdist_forward               | ... i K, ... j K -> ... i j                              |
-    _cdist_backward              | ... i j, ... i K, ... j K, ... i j -> ... i K            | lin=0 red=j:sum
     linalg_cholesky_ex           | ... M N -> ... M N, ...                                  |
     cholesky cholesky_inverse    | ... M N -> ... M N                                       |
     cholesky_solve               | ... M k, ... M N -> ... M k                              | lin=0
@@ -22,7 +21,6 @@ _LINES = table("""
     linalg_matrix_exp            | ... M N -> ... M N                                       |
     linalg_lu_factor_ex          | ... M N -> ... M N, ... K, ...                           |
     linalg_lu                    | ... M N -> ... P Q, ... R K, ... K N                     |
-    linalg_lu_solve              | ... M N, ... M, ... M k -> ... M k                       |
     linalg_ldl_factor_ex         | ... M N -> ... M N, ... K, ...                           |
     linalg_ldl_solve             | ... M N, ... M, ... M k -> ... M k                       |
     linalg_qr                    | ... M N -> ... P K, ... L Q                              |
@@ -82,6 +80,22 @@ def _solve(a: Layout, b: Layout, *, left: bool = True, check_errors: bool = Fals
 def _solve_triangular(a: Layout, b: Layout, *, upper: bool, left: bool = True, unitriangular: bool = False) -> str:
     right = "... N k" if left else "... k N"
     return f"... M N, {right} -> {right}"
+
+
+def _lu_solve(lu: Layout, pivots: Layout, b: Layout, *, left: bool = True, adjoint: bool = False) -> str:
+    right = "... M k" if left else "... k M"
+    return f"... M N, ... M, {right} -> {right}"
+
+
+def _cdist_backward(grad: Layout, a: Layout, b: Layout, *_: Any) -> Made | None:
+    """Where there is nothing to do, torch forgets a batch that `a` lacks: of the whole, and of a piece."""
+    if 0 in (*grad.shape, *a.shape):
+        return None
+
+    def local(operator: Callable[..., Any], grad: Any, a: Any, *rest: Any) -> Any:
+        return operator(grad, a.expand(*grad.shape[:-2], *a.shape[-2:]), *rest)
+
+    return Made("... i j, ... i K, ... j K, ... i j -> ... i K", local=local, contiguous=True)
 
 
 def _eigh(x: Layout, uplo: str = "L", compute_v: bool = True) -> str:
@@ -146,6 +160,8 @@ RULES = {
     **named("_linalg_slogdet", Rule(_slogdet)),
     **named("_linalg_solve_ex", Rule(_solve, options("red=k:same"))),
     **named("linalg_solve_triangular", Rule(_solve_triangular, options("lin=1"))),
+    **named("linalg_lu_solve", Rule(_lu_solve)),
+    **named("_cdist_backward", Rule(_cdist_backward, options("lin=0 red=j:sum"))),
     **named("lu_unpack", Rule(_lu_unpack)),
     **named("_linalg_eigh", Rule(_eigh)),
     **named("_linalg_svd", Rule(_svd)),

@@ -57,13 +57,13 @@ def _mean(x: Layout, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
 
 def _vector_norm(x: Layout, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Made:
     dims = dims_of(dim, x.ndim)
-    # Norms are not negative, so these orders have a plain reduction; max and min of nothing are taken care of there.
+    # Norms are not negative, so these orders have a plain reduction.
     op = {0.0: "sum", 1.0: "sum", math.inf: "max", -math.inf: "min"}.get(float(ord), f"norm({float(ord)})")
     gone = reduces({f: op for d, f in enumerate(letters(x.ndim)) if d in dims})
     return Made(_eliminated(x, dims, keepdim), options={"reduces": gone})
 
 
-def _norm(x: Layout, p: float | None, dim: Dims, keepdim: bool = False) -> Made:
+def _norm(x: Layout, p: float | None = 2, dim: Dims = None, keepdim: bool = False) -> Made:
     return _vector_norm(x, 2 if p is None else p, dim, keepdim)
 
 
@@ -125,7 +125,7 @@ RULES = {
     **named("any any.dim any.dims _is_any_true", Rule(_reduction("bor"))),
     **named("all all.dim all.dims _is_all_true", Rule(_reduction("band"))),
     **named("linalg_vector_norm", Rule(_vector_norm, options("exact reads=ord"))),
-    **named("norm.ScalarOpt_dim", Rule(_norm, options("exact reads=p"))),
+    **named("norm.Scalar norm.ScalarOpt_dim", Rule(_norm, options("exact reads=p"))),
     **named("var.correction std.correction logsumexp hash_tensor", Rule(statistic())),
     **named("median nanmedian", Rule(statistic(), options("exact"))),
     **named("var_mean.correction std_mean.correction", Rule(statistic(2))),

@@ -208,6 +208,11 @@ def _stack(tensors: Sequence[Layout], dim: int = 0) -> Made:
     return Made(line, options={"linear": (tuple(range(len(tensors))),)})
 
 
+def _block_diag(tensors: Sequence[Layout]) -> Made:
+    operands = [" ".join([f"{f}{k}" for f in "RC"[2 - t.ndim :]]) for k, t in enumerate(tensors)]
+    return Made(f"{', '.join(operands)} -> Y Z", options={"linear": (tuple(range(len(tensors))),)})
+
+
 def _pad(x: Layout, pad: Sequence[int], value: Any = 0) -> Made:
     names = letters(x.ndim)
     for k in range(len(pad) // 2):
@@ -326,6 +331,7 @@ RULES = {
     **named("unfold_backward", Rule(_unfold_backward, options("lin=0"))),
     **named("cat", Rule(_cat)),
     **named("stack", Rule(_stack)),
+    **named("block_diag", Rule(_block_diag)),
     **named("new_zeros new_ones new_empty new_full", Rule(_new, options("like"))),
     **named("new_empty_strided", Rule(_new_strided, options("like"))),
 }

@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -225,8 +225,27 @@ def require_one_mesh(call: Call, operands: Sequence[Operand]) -> None:
 
 def refuse_as_eager(call: Call) -> None:
     """Raise what the operator raises for the global shapes, if it does, and can be asked."""
-    with suppress(NotImplementedError):
+    try:
         run_on_meta(call)
+    except NotImplementedError:
+        return
+    except Exception:
+        _refuse_as_device(call)
+        raise
+
+
+def _refuse_as_device(call: Call) -> None:
+    """Raise what the device's kernel raises: torch's formulas for meta tensors fail in other words and other classes.
+
+    It is asked about tensors of which all elements are one zero, so that they take no memory.
+    """
+    if call.written() or any(is_traced(x._local_tensor) for x in dtensors_in(call.values)):
+        return
+    device = torch.device(next(dtensors_in(call.values)).device_mesh.device_type)
+    args, kwargs = _with_stand_ins(
+        call, lambda shape, _, dtype: torch.zeros((), dtype=dtype, device=device).expand(shape)
+    )
+    call.func(*args, **kwargs)
 
 
 def run_on_meta(call: Call, stand_ins: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})) -> Any:
@@ -248,17 +267,12 @@ def run_on_meta(call: Call, stand_ins: Mapping[torch.dtype, torch.dtype] = Mappi
         device = torch.device(given.device_mesh.device_type)
         mode = nullcontext() if is_traced(given._local_tensor) else pretending()
 
-    def meta(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return [meta(item) for item in x]
-        if type(x) is DTensor:
-            dtype = stand_ins.get(x._spec.dtype, x._spec.dtype)
-            return torch.empty_strided(x._spec.shape, x._spec.stride, dtype=dtype, device=device)
-        return torch.empty((), dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
+    def empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=stand_ins.get(dtype, dtype), device=device)
 
     try:
         with mode:
-            args, kwargs = call.with_values([meta(v) for v in call.values])
+            args, kwargs = _with_stand_ins(call, empty)
             if "device" in kwargs:
                 kwargs["device"] = device
             return call.func(*args, **kwargs)
@@ -268,3 +282,16 @@ def run_on_meta(call: Call, stand_ins: Mapping[torch.dtype, torch.dtype] = Mappi
         if lacks_fake(error):
             raise NotImplementedError(str(error)) from error
         raise
+
+
+def _with_stand_ins(call: Call, make: Callable[..., Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call, with tensors made of global shapes, strides and dtypes."""
+
+    def standing_in(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [standing_in(item) for item in x]
+        if type(x) is DTensor:
+            return make(x._spec.shape, x._spec.stride, x._spec.dtype)
+        return make((), (), x.dtype) if isinstance(x, Tensor) else x
+
+    return call.with_values([standing_in(value) for value in call.values])

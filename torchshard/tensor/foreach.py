@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from torchshard._torch import memory_of
@@ -12,7 +13,7 @@ from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
 from torchshard.rules.terms import narrowed
 from torchshard.tensor import linearity, outside
-from torchshard.tensor.call import Call, Operand, run_on_meta
+from torchshard.tensor.call import Call, Operand, refuse_as_eager, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
 from torchshard.tensor.first_run import Plan, list_mover, mover
@@ -38,7 +39,9 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     Raises:
         UnsupportedOperatorError: a list that is written to holds a Partial tensor that cannot take its value back.
     """
-    result, plan = _made(call, operands)
+    first = next(o.at for o in operands if o.item is not None)
+    shapes = _shapes(call, first, operands)
+    result, plan = _broadcasting(call, first, shapes) if shapes else _made(call, first, operands)
     if not (written := call.written()):
         return result, plan
 
@@ -51,6 +54,41 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     return result, counted
 
 
+def _shapes(call: Call, first: int, operands: Sequence[Operand]) -> dict[int, tuple[int, ...]]:
+    """For each item the shape that its tensors, numbers apart, broadcast to; empty where all items have one shape.
+
+    Raises:
+        RuntimeError: what the operator says of shapes that do not.
+    """
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for o in operands:
+        if o.item is not None and call.name.startswith("_foreach_") and (o.at == first or o.layout.shape):
+            found.setdefault(o.item, set()).add(o.layout.shape)
+    if all(len(shapes) == 1 for shapes in found.values()):
+        return {}
+    refuse_as_eager(call)
+    return {k: tuple(torch.broadcast_shapes(*shapes)) for k, shapes in found.items()}
+
+
+def _broadcasting(call: Call, first: int, shapes: Mapping[int, tuple[int, ...]]) -> tuple[Any, Plan]:
+    """Run the call on tensors of the shapes that their items broadcast to."""
+    bare = replace(call, values=())
+
+    def expanded(at: int, items: Any) -> Any:
+        if not isinstance(items, (list, tuple)):
+            return items
+        return [
+            x.expand(shapes[k]) if isinstance(x, Tensor) and (x.ndim or at == first) and x.shape != shapes[k] else x
+            for k, x in enumerate(items)
+        ]
+
+    def plan(*values: Any) -> Any:
+        args, kwargs = bare.with_values([expanded(at, value) for at, value in enumerate(values)])
+        return bare.func(*args, **kwargs)
+
+    return plan(*call.values), plan
+
+
 def _count(values: Sequence[Any], written: Iterable[int]) -> None:
     """Move on the versions of what was written: autograd does it for single tensors, not for those in lists."""
     for at in written:
@@ -58,9 +96,8 @@ def _count(values: Sequence[Any], written: Iterable[int]) -> None:
             increment_version(values[at])  # passes over inference tensors, which have none
 
 
-def _made(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
+def _made(call: Call, first: int, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     written = call.written()
-    first = next(o.at for o in operands if o.item is not None)
     items = [o for o in operands if o.at == first]
     goals = _goals(call, items)
     if any(layout.mesh.coordinate is None for layout, _ in goals):

@@ -42,7 +42,7 @@ def for_call(call: Call, options: Options, operands: Sequence[Operand]) -> Optio
         return options
     try:
         made = run_on_meta(call)
-    except RuntimeError:  # cannot be asked; and what the operator refuses, it refuses on local tensors too
+    except (RuntimeError, AssertionError, LookupError):  # cannot be asked, or refuses, as it will in what follows
         return replace(options, linear=()) if any(map(is_whole_number, terms.values())) else options
     return narrowed(options, terms, [t.dtype for t in tensors_of(made)])
 

@@ -23,10 +23,11 @@ def _embedding(
     func: Any, weight: Any, indices: Any, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
     """Rows of a table; padding and frequency matter to the gradient only."""
-    if type(weight) is DTensor:
-        note_of_input(weight, weight._spec)
+    if type(weight) is not DTensor or weight.ndim != 2:  # what is no table is refused there
+        return NotImplemented
+    note_of_input(weight, weight._spec)
     weight = in_boxes(weight)
-    if type(weight) is not DTensor or 0 not in weight._spec.sharding.splits or weight._spec.mesh.coordinate is None:
+    if 0 not in weight._spec.sharding.splits or weight._spec.mesh.coordinate is None:
         return NotImplemented
     if sparse:
         raise UnsupportedOperatorError(

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from torchshard.layout.placements import Shard
+from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.reducing import Dims, dims_of
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import wide
+from torchshard.tensor.handlers.parts import in_boxes, made_of, part, wide
 
 
 def _split_along(x: DTensor, dims: Sequence[int]) -> bool:
@@ -62,6 +62,34 @@ def _allclose(func: Any, x: Any, y: Any, rtol: float = 1e-5, atol: float = 1e-8,
     return bool(torch.isclose(x, y, rtol, atol, equal_nan).all())
 
 
+def _trace(func: Any, x: Any) -> Any:
+    """The diagonals of all parts, where those add up."""
+    x = in_boxes(x)
+    layout = x._spec
+    adds = all(isinstance(p, Shard) or p is R or (isinstance(p, Partial) and p.op == "sum") for p in layout.placements)
+    if x.ndim != 2 or not adds or layout.box is None:
+        return NotImplemented
+    found = part(x, layout.sharding).diagonal(layout.box.offset[0] - layout.box.offset[1]).sum()
+    return made_of(found, layout.mesh.sharding([p if p is R else Partial("sum") for p in layout.placements]), ())
+
+
+def _bincount(func: Any, x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """As many zeros as all ranks' largest number asks for, to which every part adds its ones or weights."""
+    counts = not x.is_floating_point() and x.dtype is not torch.bool and x.ndim == 1 and _split_along(x, [0])
+    if not counts or not x.numel() or (weights is not None and weights.shape != x.shape):
+        return NotImplemented
+    least, largest = x.aminmax()
+    if least < 0 or minlength < 0:  # the value is known to all ranks; the kernel would ask about a part
+        raise RuntimeError(
+            "minlength should be >= 0" if minlength < 0 else "bincount only supports 1-d non-negative integral inputs."
+        )
+    if weights is None:
+        weights = torch.ones_like(x, dtype=torch.int64)
+    elif weights.dtype is not torch.float32:
+        weights = weights.double()
+    return weights.new_zeros([max(int(largest) + 1, minlength)]).index_add(0, x.long(), weights)
+
+
 HANDLERS: Mapping[str, Callable[..., Any]] = {
     "var.correction": _variance(lambda variance, mean: variance),
     "std.correction": _variance(lambda variance, mean: variance.sqrt()),
@@ -69,5 +97,7 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     "std_mean.correction": _variance(lambda variance, mean: (variance.sqrt(), mean)),
     "logsumexp.default": _logsumexp,
     "dist.default": _dist,
+    "trace.default": _trace,
+    "bincount.default": _bincount,
     "allclose.default": _allclose,
 }
