@@ -53,6 +53,8 @@ _LINES = """
     torch._foreach_mul_([x, x.t()], [x[:, :1].clone(), x[0].clone()[:, None]])
     torch._foreach_add_([x], [x.expand(2, 5, 3)])
     y = F.linear(x.amax(0), x), x.amax(0) @ x.t(), x.amin(1) @ x
+    z = F.batch_norm(x.t(), put(V[:, 0]), put(V[:, 0].abs()), training=False); y = z.view(-1), z.stride()
+    z = F.batch_norm(x.t(), None, None, training=True); y = z.view(-1), z.stride()
     torch.cat([s, s])
     torch.stack([x, x[0]], -1)
     F.embedding(x.long(), x[0])

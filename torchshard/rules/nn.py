@@ -103,13 +103,14 @@ def _group_norm_backward(grad: Layout, x: Layout, mean: Layout, rstd: Layout, we
 def _batch_norm(
     x: Layout, weight: Layout | None, bias: Layout | None, mean: Layout | None, var: Layout | None, training: bool,
     *_: Any,
-) -> str | None:  # fmt: skip
+) -> Made | None:  # fmt: skip
     """With given statistics; those of a batch are of the whole batch, see tensor/handlers."""
     if training:
         return None
     rows = " ".join(["n", "c", *positions(x.ndim, "X")])
     given = [t for t in (weight, bias, mean, var) if t is not None]
-    return f"{', '.join([rows, *['c'] * len(given)])} -> {rows}, Y, Z"
+    channels_last = x.ndim in (4, 5) and x.stride[1] == 1
+    return Made(f"{', '.join([rows, *['c'] * len(given)])} -> {rows}, Y, Z", contiguous=not channels_last)
 
 
 def _batch_norm_backward(

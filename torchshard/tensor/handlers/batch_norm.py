@@ -32,7 +32,13 @@ def _forward(
         mean.lerp_(now.to(mean.dtype), momentum)
     if var is not None:
         var.lerp_((spread * (count / max(count - 1, 1))).to(var.dtype), momentum)
-    return result.to(x.dtype), now, rstd
+    return _as_kernels_lay(result.to(x.dtype), x), now, rstd
+
+
+def _as_kernels_lay(result: Any, x: Any) -> Any:
+    """In memory as kernels leave it: row-major, or channels last as the operand is."""
+    kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    return result if kept and x.is_contiguous(memory_format=kept) else result.contiguous()
 
 
 def _without_statistics(func: Any, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
