@@ -87,13 +87,13 @@ def modes(rank, world):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         values = [torch.equal(torch.cov(x).full_tensor(), torch.cov(full)) for _ in range(2)]
-        flips = [torch.equal(torch.block_diag(x).full_tensor(), full) for _ in range(2)]
-    found["values"] = all(values + flips)
+        distances = [torch.equal(torch.pdist(x).full_tensor(), torch.pdist(full)) for _ in range(2)]
+    found["values"] = all(values + distances)
     found["said"] = sorted({str(w.message) for w in caught}), len(caught)
     found["here"] = all(w.filename == __file__ for w in caught)
     with fallback("error"):
         try:
-            torch.block_diag(x)
+            torch.pdist(x)
         except torchshard.errors.UnsupportedOperatorError as error:
             found["refused"] = str(error)
     with warnings.catch_warnings(record=True) as caught:
@@ -125,8 +125,8 @@ class Modes(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(f"[{k}] {v}" for k, v in found.items()),
             """\
-[said] (["torchshard: block_diag.default gathers its operands on every rank (no rule for these operands; said once). torchshard.register_rule gives it a rule, torchshard.fallback('silent') allows it without a word"], 1)
-[refused] block_diag.default has no sharded way to run: no rule for these operands.
+[said] (["torchshard: _pdist_forward.default gathers its operands on every rank (no rule for these operands; said once). torchshard.register_rule gives it a rule, torchshard.fallback('silent') allows it without a word"], 1)
+[refused] _pdist_forward.default has no sharded way to run: no rule for these operands.
   expected: a rule for these operands, as fallback('error') is on
   fix:      redistribute the operands to Replicate(), or allow it with torchshard.fallback('replicate')
 [meshes] add.Tensor: the arguments live on different meshes.
