@@ -81,8 +81,12 @@ def fill_unused_results() -> bool:
 
     @functools.wraps(process)
     def processed(x: Any, meta: Any, *more: Any, **also: Any) -> Any:
-        zeros = getattr(getattr(meta, "original_subclass_type", None), "__zeros_as_tangent__", None)
-        return process(x if zeros is None or not is_zero(x) else zeros(x, meta.meta), meta, *more, **also)
+        kind = getattr(meta, "original_subclass_type", None)
+        if x.__class__ is not kind:  # which it is as a rule, and this runs in each backward
+            zeros = getattr(kind, "__zeros_as_tangent__", None)
+            if zeros is not None and is_zero(x):
+                x = zeros(x, meta.meta)
+        return process(x, meta, *more, **also)
 
     wrappers.process_runtime_tangent = staticmethod(processed)
     return True
