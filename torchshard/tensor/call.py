@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -77,6 +77,10 @@ class Call:
         """These values as positional and keyword arguments."""
         named = dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
         return list(values[: self.positional]), named
+
+    def without_values(self) -> "Call":
+        """What plans keep of a call, which keep no tensors."""
+        return replace(self, values=())
 
     def written(self) -> tuple[int, ...]:
         """Positions of the arguments that the operator writes to."""

@@ -72,7 +72,7 @@ def _shapes(call: Call, first: int, operands: Sequence[Operand]) -> dict[int, tu
 
 def _broadcasting(call: Call, first: int, shapes: Mapping[int, tuple[int, ...]]) -> tuple[Any, Plan]:
     """Run the call on tensors of the shapes that their items broadcast to."""
-    bare = replace(call, values=())
+    bare = call.without_values()
 
     def expanded(at: int, items: Any) -> Any:
         if not isinstance(items, (list, tuple)):
@@ -183,7 +183,7 @@ def _in_turn(plan: Plan, call: Call, moved: Mapping[int, _Pairs]) -> Plan:
     """A plan that writes, on lists some of whose tensors are moved first; item by item where one needs what was written
     before it, as a moved copy does not see what was written to its original meanwhile.
     """
-    bare = replace(call, values=())
+    bare = call.without_values()
     lists = [at for at, value in enumerate(call.values) if isinstance(value, (list, tuple))]
 
     def run(*values: Any) -> None:
@@ -191,7 +191,7 @@ def _in_turn(plan: Plan, call: Call, moved: Mapping[int, _Pairs]) -> Plan:
             at: [memory_of(x._local_tensor) if isinstance(x, DTensor) else None for x in values[at]] for at in lists
         }
         writes: dict[Any, tuple[int, bool]] = {}  # memory that is written to -> by which item first, whether by a copy
-        for at in call.written():
+        for at in bare.written():
             for k, m in enumerate(memory.get(at, ())):
                 writes.setdefault(m, (k, k in moved.get(at, ())))
         used = [(m, k, k in moved.get(at, ())) for at in lists for k, m in enumerate(memory[at]) if m is not None]

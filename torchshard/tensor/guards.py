@@ -9,7 +9,7 @@ Inference tensors have none, and `x.data` counts by itself, so there the copy is
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -206,7 +206,7 @@ def guarded(plan: Callable[..., Any], cut: Sequence[int], call: "Call") -> Calla
         UnsupportedOperatorError: when called to write to several tensors of one memory, of which one is a severed view;
             but operators on lists go through them item by item then.
     """
-    written, call = call.written(), replace(call, values=())
+    written, call = call.written(), call.without_values()
     given_back = [at for at in cut if at in written]
 
     def run(*args: Any) -> Any:

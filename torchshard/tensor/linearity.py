@@ -109,7 +109,7 @@ def by_numbers(
         return make(call, operands)
     finite = finite_numbers(call, terms.values(), options.per)
     plans: dict[bool, Plan] = {}
-    kind_of_call = replace(call, values=())  # a plan keeps no tensors
+    kind_of_call = call.without_values()
 
     def run(*values: Any) -> Any:
         kind = finite(values)

@@ -1,0 +1,42 @@
+"""What is kept of a call: its plan, and none of its tensors."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchshard import Partial, Shard, distribute_tensor, init_device_mesh
+from torchshard.tensor.dispatch import forget_plans
+
+CALLS = {
+    "one operator": lambda x, y, low: torch.add(x, y),
+    "one that moves": lambda x, y, low: torch.softmax(x.t() @ y, 0),
+    "in place": lambda x, y, low: x.mul_(y),
+    "numbers of terms": lambda x, y, low: x.redistribute(placements=[Partial()]) * 2.0,
+    "lists": lambda x, y, low: torch._foreach_mul([x, x], 2.0),
+    "lists that are moved": lambda x, y, low: torch._foreach_add_([x, x * 1], [y, y * 1]),
+    "lists that broadcast": lambda x, y, low: torch._foreach_add_([x, x * 1], [low, low * 1]),
+    "severed views": lambda x, y, low: torch._foreach_add_([x[1:3], x[2:4]], 1.0),
+}
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_plans_keep_no_tensors(mesh, call):
+    forget_plans()
+    x, y = (distribute_tensor(torch.ones(4, 4), mesh, [Shard(dim)]) for dim in (0, 1))
+    tensors = [x, y, distribute_tensor(torch.ones(1, 4), mesh, [Shard(1)])]
+    CALLS[call](*tensors)
+    left = [weakref.ref(each) for each in tensors]
+    del x, y, tensors
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
