@@ -90,10 +90,13 @@ def test_gradients_of_parts_and_terms():
 
 
 def refusals(rank, world):
+    import torch.distributed.tensor as upstream
+
     from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
     x = torch.ones(4, 3)
+    torchs = upstream.distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])  # the second rank has nothing of it
     calls = {
         "placement": lambda: distribute_tensor(x, mesh, ["Shard(0)"]),
         "number": lambda: distribute_tensor(x, mesh, [Shard(0), Replicate()]),
@@ -111,6 +114,8 @@ def refusals(rank, world):
         "nested": lambda: DTensor.from_local(
             torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), mesh, [Shard(0)]
         ),
+        "torch's": lambda: distribute_tensor(torchs, mesh, [Shard(0)]),
+        "torch's part": lambda: DTensor.from_local(torchs, mesh, [Shard(0)]),
         "factory": lambda: __import__("torchshard").zeros(4, device_mesh=mesh, placements=[Partial()]),
     }
     return said(calls)
@@ -171,6 +176,16 @@ class Sentences(expecttest.TestCase):
   got:      a nested tensor
   where:    from_local
   fix:      x.to_padded_tensor(0.0)
+[torch's] ShardingError: A DTensor is made of plain tensors.
+  expected: a plain torch.Tensor
+  got:      one of torch's own DTensors, of shape (1, 3) and placements (Shard(dim=0),)
+  where:    distribute_tensor
+  fix:      DTensor.from_torch(it), which shares its memory, and redistribute(placements=...) for others
+[torch's part] ShardingError: A DTensor is made of plain tensors.
+  expected: a plain torch.Tensor
+  got:      one of torch's own DTensors, of shape (1, 3) and placements (Shard(dim=0),)
+  where:    from_local
+  fix:      DTensor.from_torch(it), which shares its memory, and redistribute(placements=...) for others
 [factory] ShardingError: A factory does not make Partial tensors.
   expected: Shard(dim) or Replicate()
   got:      (0=2:P(sum))

@@ -213,7 +213,7 @@ class Sentences(expecttest.TestCase):
 [upstream] UnsupportedOperatorError: add.Tensor: the argument 'other' is a torch.distributed.tensor.DTensor, which is another class.
   expected: DTensors only, or scalars
   got:      DTensor of shape (5, 3)
-  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, as what torch and modules make of numbers alone is, with torchshard.implicit_replication(): ...
+  fix:      DTensor.from_torch(it), which shares its memory
 [vmap] UnsupportedOperatorError: mul.Tensor: the argument 'other' is a plain torch.Tensor among DTensors.
   expected: DTensors only, or scalars
   got:      Tensor of shape (3, 1, 1)

@@ -159,7 +159,9 @@ def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorErr
         f"{where}: the argument {argument!r} is a {what}.",
         expected="DTensors only, or scalars",
         got=f"{kind.__name__} of shape {tuple(x.shape)}",
-        fix="distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
+        fix="DTensor.from_torch(it), which shares its memory"
+        if isinstance(x, upstream.DTensor)
+        else "distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
         " same on every rank, as what torch and modules make of numbers alone is, with"
         " torchshard.implicit_replication(): ...",
     )

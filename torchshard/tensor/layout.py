@@ -105,8 +105,17 @@ def layout_for(sharding: Sharding, shape: Sequence[int], stride: Sequence[int], 
 def require_strided(x: Any, where: str) -> None:
     """Raise ShardingError unless a tensor has its elements in memory, by strides and as numbers.
 
-    What is sparse, nested, quantized or in a format of MKL-DNN can neither be cut nor sent as one.
+    What is sparse, nested, quantized or in a format of MKL-DNN can neither be cut nor sent as one. One of torch's
+    DTensors is spread already: ranks have parts of other sizes, or none, so that to send it as one never ends.
     """
+    if isinstance(x, upstream.DTensor):
+        raise ShardingError(
+            "A DTensor is made of plain tensors.",
+            expected="a plain torch.Tensor",
+            got=f"one of torch's own DTensors, of shape {tuple(x.shape)} and placements {x.placements}",
+            where=where,
+            fix="DTensor.from_torch(it), which shares its memory, and redistribute(placements=...) for others",
+        )
     if x.layout is torch.strided and not (x.is_nested or x.is_quantized):
         return
     kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
