@@ -42,7 +42,7 @@ def test_plans_keep_no_tensors(mesh, call):
     assert [each() for each in left] == [None] * 3
 
 
-@pytest.mark.parametrize("ranks", ([0, 1], [1]), ids=("within", "outside"))
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=("within", "outside"))
 def test_plans_keep_no_default_dtype(mesh, ranks):
     x = distribute_tensor(torch.arange(4), DeviceMesh("cpu", ranks), [Shard(0)])
     calls = {
