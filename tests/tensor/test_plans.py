@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchshard import DeviceMesh, Partial, Shard, distribute_tensor, init_device_mesh, layout_of
+from torchshard import DeviceMesh, DTensor, Partial, Shard, distribute_tensor, init_device_mesh, layout_of
 from torchshard.tensor.dispatch import forget_plans
 
 CALLS = {
@@ -61,3 +61,17 @@ def test_plans_keep_no_default_dtype(mesh, ranks):
             finally:
                 torch.set_default_dtype(before)
         assert found == [torch.float32, torch.float64], name
+
+
+def test_a_mesh_whose_groups_were_destroyed_is_not_used_again():
+    meshes = []
+    for groups_before in (3, 0):  # so that the new mesh's groups have other names
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        for _ in range(groups_before):
+            dist.new_group([0, 1])
+        meshes.append(init_device_mesh("cpu", (2, 2)))
+        x = DTensor.from_local(torch.ones(4), meshes[-1], [Shard(0), Shard(0)])
+        if len(meshes) == 2:  # the first has never sent anything
+            x.full_tensor()
+        assert x.device_mesh is meshes[-1]
+        dist.destroy_process_group()
