@@ -100,6 +100,7 @@ def refusals(rank, world):
     calls = {
         "placement": lambda: distribute_tensor(x, mesh, ["Shard(0)"]),
         "number": lambda: distribute_tensor(x, mesh, [Shard(0), Replicate()]),
+        "none": lambda: distribute_tensor(x, mesh, []),
         "dim": lambda: distribute_tensor(x, mesh, [Shard(2)]),
         "mesh": lambda: distribute_tensor(x, "cpu", [Shard(0)]),
         "shape": lambda: DTensor.from_local(x, mesh, [Shard(0)], shape=(9, 3), stride=(3, 1)),
@@ -117,6 +118,7 @@ def refusals(rank, world):
         "torch's": lambda: distribute_tensor(torchs, mesh, [Shard(0)]),
         "torch's part": lambda: DTensor.from_local(torchs, mesh, [Shard(0)]),
         "factory": lambda: __import__("torchshard").zeros(4, device_mesh=mesh, placements=[Partial()]),
+        "factory of none": lambda: __import__("torchshard").zeros(4, device_mesh=mesh, placements=[]),
     }
     return said(calls)
 
@@ -135,6 +137,10 @@ class Sentences(expecttest.TestCase):
 [number] ShardingError: Placements are a list with one for each axis of the mesh.
   expected: 1 placements for the mesh (0=2)
   got:      [Shard(dim=0), Replicate()]
+  fix:      [Replicate()], with Shard(dim) or Partial() where it applies
+[none] ShardingError: Placements are a list with one for each axis of the mesh.
+  expected: 1 placements for the mesh (0=2)
+  got:      []
   fix:      [Replicate()], with Shard(dim) or Partial() where it applies
 [dim] ShardingError: Shard(2) on a tensor of 2 dims.
   expected: a dim from -2 to 1
@@ -189,7 +195,11 @@ class Sentences(expecttest.TestCase):
 [factory] ShardingError: A factory does not make Partial tensors.
   expected: Shard(dim) or Replicate()
   got:      (0=2:P(sum))
-  fix:      DTensor.from_local(term, mesh, [Partial()])""",
+  fix:      DTensor.from_local(term, mesh, [Partial()])
+[factory of none] ShardingError: Placements are a list with one for each axis of the mesh.
+  expected: 1 placements for the mesh (0=2)
+  got:      []
+  fix:      [Replicate()], with Shard(dim) or Partial() where it applies""",
         )
 
 

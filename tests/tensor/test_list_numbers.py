@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from torchshard import Shard, distribute_tensor, init_device_mesh
+from torchshard import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
+from torchshard.errors import UnsupportedOperatorError
 
 NUMBERS = (0.9, -1.5, 3, 0.0, -0.0, 1e-40, 1e300, math.inf, math.nan, 2**62 + 1, 2**53 + 1, True)
 BY_ONE = (torch._foreach_add, torch._foreach_mul, torch._foreach_div)
@@ -60,7 +61,7 @@ def same(mesh, dtype, call):
 def test_one_number_and_one_for_each(mesh, dtype):
     for function, number in itertools.product(BY_ONE, NUMBERS):
         in_place = getattr(torch, f"{function.__name__}_")
-        for numbers in (number, [number] * 4, [number, 2.0, 1, number], [0.0, -0.0, 0.0, 0.0]):
+        for numbers in (number, [number] * 4, [number, 2.0, 1, number], [0.0, 0.0, -0.0, 0.0]):
             same(mesh, dtype, lambda x, f=function, n=numbers: f(x, n))
             same(mesh, dtype, lambda x, f=in_place, n=numbers: f(x, n))
     for name, number in itertools.product(("addcmul", "addcdiv"), (0.5, -0.0, 3, math.nan)):
@@ -77,6 +78,8 @@ def test_dtypes_that_differ_and_other_numbers(mesh):
     same(mesh, torch.float32, lambda x: torch._foreach_add(x, 1 + 2j))
     same(mesh, torch.float32, lambda x: torch._foreach_pow(x, 2.0))
     same(mesh, torch.float32, lambda x: torch._foreach_sub(x, 0.1))
+    if hasattr(torch, "_foreach_powsum"):
+        same(mesh, torch.float32, lambda x: torch._foreach_powsum(x, 2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("numbers", [0.9, [0.9] * 4], ids=["one", "one for each"])
@@ -93,6 +96,14 @@ def test_a_number_is_made_a_tensor_once(mesh, name, numbers):
     assert all(event.input_shapes[1] == [] for event in calls)
     conversions = [event for event in seen.events() if event.name == "aten::to"]
     assert len(conversions) == 1
+
+
+def test_a_list_is_not_written_in_part(mesh):
+    ours = [DTensor.from_local(torch.ones(3), mesh, [Partial(op)]) for op in ("max", "product")]
+    view = ours[1].view(3, 1)  # so that it cannot take over gathered values
+    with pytest.raises(UnsupportedOperatorError, match="of which there are views"):
+        torch._foreach_add_(ours, 1.0)
+    assert [x.to_local().tolist() for x in (*ours, view.view(3))] == [[1.0] * 3] * 3
 
 
 def test_traced_lists_stay_as_they_are(mesh):

@@ -129,6 +129,9 @@ _LINES = """
     y = put(torch.tensor(1.0)).normal_(), put(torch.ones(0, 3)).normal_()
     y = put(V).bfloat16().normal_(), put(torch.ones(5, 3, dtype=torch.int64)).random_(0, 100)
     y = torch.rand_like(x, dtype=torch.float64), torch.randn_like(x, requires_grad=True)
+    y = torch.rand_like(x.t(), memory_format=torch.contiguous_format); y = y, y.stride()
+    y = torch.randn_like(x.view(1, 5, 3, 1), dtype=torch.float64, memory_format=torch.channels_last); y = y, y.stride()
+    y = torch.randint_like(x, 9, device="meta"); y = y.device, y.shape, y.dtype
 """
 PROGRAMS = {
     **{line.strip(): program(f"{line}; y = y, torch.rand(2)", C=CHANCES) for line in _LINES.strip().splitlines()},

@@ -24,6 +24,10 @@ def shared(rank, world):
             a.zero_()
             b.mul_(3)
         found.append(torch.equal(x.full_tensor(), want))
+    with torch.no_grad():
+        moved = x[:, 1:5]  # of Shard(1): a copy
+        x.to_local().add_(1)  # seen by the part's own version only
+        found.append(torch.equal(moved.full_tensor(), want[:, 1:5] + 1))
     return found
 
 

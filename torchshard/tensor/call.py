@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType, MappingProxyType
@@ -28,6 +28,7 @@ from torchshard.layout.layout import Mesh
 from torchshard.rules.pointwise import BY_ELEMENT
 from torchshard.rules.registry import find
 from torchshard.rules.rule import Rule
+from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.codegen import KeyPart
 from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
@@ -144,6 +145,13 @@ def operands_of(call: Call) -> list[Operand]:
                 scalar = layout_for(mesh_layout.mesh.replicated(), (), (), dtype)
                 found.append(Operand(at, item, scalar, fixed=True))
     return found
+
+
+def tells_dtypes(operands: Iterable[Operand], results: Iterable[TensorLayout | None]) -> bool:
+    """Whether the dtypes of results follow from those of operands, and not from torch.get_default_dtype()."""
+    given = [o.layout.dtype for o in operands if not o.fixed]
+    made = [layout.dtype for layout in results if layout is not None]
+    return not all(map(is_whole_number, given)) or all(map(is_whole_number, made))
 
 
 def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorError:

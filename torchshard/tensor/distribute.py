@@ -63,7 +63,8 @@ def _distributed(
 ) -> DTensor:  # fmt: skip
     mesh = bind(device_mesh)
     require_strided(tensor, "distribute_tensor")
-    sharding = from_torch(placements or [Replicate()] * mesh.ndim, mesh, tensor.shape)
+    given = [Replicate()] * mesh.ndim if placements is None else placements
+    sharding = from_torch(given, mesh, tensor.shape)
     if isinstance(tensor, DTensor):  # in a trace even a leaf is none
         return _already_there(tensor, sharding)
     if not tensor.is_leaf:
@@ -71,10 +72,10 @@ def _distributed(
     local = tensor.detach()
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
-    stride, given = global_stride(tensor.shape, local.stride()), without(sharding.without_partial(), sharding.runs)
+    stride, boxes = global_stride(tensor.shape, local.stride()), without(sharding.without_partial(), sharding.runs)
     asks = mesh.coordinate is not None and src_data_rank is not None and not is_traced(local)
     if asks and src_data_rank is not None:
-        local, stride = _given_out(local, stride, given, src_data_rank, mesh)
+        local, stride = _given_out(local, stride, boxes, src_data_rank, mesh)
     layout = layout_for(sharding, tuple(tensor.shape), stride, tensor.dtype)
     if mesh.coordinate is None:
         local = local.new_empty(0)
@@ -83,7 +84,7 @@ def _distributed(
             local = _everywhere(local, src_data_rank, mesh)
         local = redistribute_local(local, layout.to(mesh.replicated()), layout)
     else:
-        local = redistribute_local(in_memory_order(local, layout), layout.to(given), layout)
+        local = redistribute_local(in_memory_order(local, layout), layout.to(boxes), layout)
     return as_leaf(wrap(local, layout), tensor.requires_grad)
 
 

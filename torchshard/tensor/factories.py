@@ -137,7 +137,7 @@ def _target(
     shape: tuple[int, ...], device_mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None
 ) -> TensorLayout:
     mesh = bind(device_mesh)
-    sharding = from_torch(placements or [Replicate()] * mesh.ndim, mesh, shape)
+    sharding = from_torch([Replicate()] * mesh.ndim if placements is None else placements, mesh, shape)
     if sharding.partial:
         raise ShardingError(
             "A factory does not make Partial tensors.",

@@ -14,7 +14,7 @@ from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
 from torchshard.tensor import guards, outside
-from torchshard.tensor.call import Call, Operand, run_on_meta
+from torchshard.tensor.call import Call, Operand, run_on_meta, tells_dtypes
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
@@ -244,12 +244,7 @@ class FirstRun:
 
     def _lasts(self, outs: Sequence[TensorLayout | None]) -> bool:
         """Whether a plan may be kept: not where shapes depend on values, or a dtype on torch.get_default_dtype()."""
-        if self.shapes_vary:
-            return False
-        dtypes = [o.layout.dtype for o in self.operands if not o.fixed]
-        floats_in = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
-        floats_out = any(out is not None and out.dtype.is_floating_point for out in outs)
-        return floats_in or not floats_out
+        return not self.shapes_vary and tells_dtypes(self.operands, outs)
 
 
 def _lies_otherwise(local: Tensor | None, layout: TensorLayout | None) -> bool:

@@ -37,11 +37,13 @@ class BoundMesh(Mesh):
     def __init__(self, device_mesh: DeviceMesh) -> None:
         with outside_of_traces():  # a region may be the first to see the mesh
             names, ranks = device_mesh.mesh_dim_names, device_mesh.mesh.flatten().tolist()
+            talks = device_mesh.get_coordinate() is not None and _can_talk(device_mesh)
+            groups = [device_mesh.get_group(axis) for axis in range(device_mesh.ndim)] if talks else []
         super().__init__(tuple(device_mesh.shape), names, device_mesh.get_coordinate(), ranks)
         self.device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], Group] = {}
         self._by_axes: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._process_groups: list[dist.ProcessGroup] = []
+        self._process_groups = groups  # those of the axes, before any is used, and those made since
         self._bridges: dict[BoundMesh, Bridge] = {}
         self._ascending: dict[int, bool] = {}
         self.programs: dict[Any, Any] = {}  # see redistribute.py
@@ -88,8 +90,8 @@ class BoundMesh(Mesh):
             process_group = self.device_mesh.get_group(axes[0])
         else:
             process_group = self._group_of(sorted(ranks))
+            self._process_groups.append(process_group)
         self._by_axes[axes] = process_group
-        self._process_groups.append(process_group)
         members = dist.get_process_group_ranks(process_group)
         seats = tuple([members.index(rank) for rank in ranks])
         position = ranks.index(self.ranks[self.linear(self.coordinate or ())])

@@ -78,9 +78,21 @@ def _fill(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None =
     return x
 
 
-def _like(func: Any, x: DTensor, *args: Any, dtype: Any = None, **_: Any) -> DTensor:
-    """rand_like and its kin; device, memory format and the like are those of x."""
-    return draw(_plain_layout(x), x._local_tensor.device, lambda whole: func(whole, *args, dtype=dtype))
+def _like(func: Any, x: DTensor, *args: Any, dtype: Any = None, memory_format: Any = None, **others: Any) -> Any:
+    """rand_like and its kin; what is wanted of another kind or device is drawn whole."""
+    usual = {"layout": torch.strided, "pin_memory": False, "device": x.device}
+    if any(value not in (None, usual[name]) for name, value in others.items()):
+        return NotImplemented
+    layout = _plain_layout(x, _strides_in(memory_format))
+    layout = layout_for(layout.sharding, layout.shape, layout.stride, dtype or layout.dtype)
+    return draw(layout, x._local_tensor.device, lambda whole: func(whole, *args))
+
+
+def _strides_in(memory_format: torch.memory_format | None) -> Callable[..., Sequence[int]]:
+    """The strides, from shape and strides, of what is made like a tensor in this format."""
+    if memory_format in (None, torch.preserve_format):
+        return kept_stride
+    return lambda shape, _: torch.empty(shape, device="meta", memory_format=memory_format).stride()
 
 
 def _dropout(func: Any, x: DTensor, p: float, train: bool | None) -> Any:
