@@ -6,7 +6,8 @@
 
     losses = run_ranks(2, body, 3.0)     # [what rank 0 returned, what rank 1 returned]
 
-Ranks are forked from a server process that has imported torch and done nothing else: a rank starts in some 20 ms.
+Ranks are forked from a server process that has imported torch and done nothing else: a rank starts in some 20 ms, and
+one that compiles has its second of imports done.
 """
 
 import multiprocessing
@@ -21,7 +22,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "numpy"])
+os.environ.setdefault("TORCH_WARM_POOL", "0")  # inductor's workers are no good to ranks forked from their owner
+_context.set_forkserver_preload(
+    ["torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+)
 
 
 class RankFailed(AssertionError):

@@ -132,7 +132,8 @@ def _scaled(put):
     optimizer, scaler = SGD([p], lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     for step in range(3):
         optimizer.zero_grad()
-        scaler.scale((p * p).sum() * (float("inf") if step == 1 else 1)).backward()
+        one = p[0, 0] * (float("inf") if step == 1 else 1)  # only the rank that holds it finds out by itself
+        scaler.scale((p * p).sum() + one).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_([p], 1.0)
         scaler.step(optimizer)
