@@ -74,6 +74,11 @@ def test_bad_input_gets_torchs_exception(fake_group, case):
             TorchDDP(module, **settings)
 
 
+def test_what_is_no_module_is_named(fake_group):
+    with pytest.raises(TypeError, match=r"wraps a torch\.nn\.Module, not a list"):
+        DistributedDataParallel(list(mlp().parameters()))
+
+
 OURS = {
     "negative cap": ({"bucket_cap_mb": -1}, ValueError, "cannot hold less than nothing"),
     "negative cap in the list": ({"bucket_cap_mb_list": [1, -2]}, ValueError, "cap of -2 MiB"),

@@ -99,6 +99,8 @@ def test_what_is_no_plan(mesh):
         parallelize_module(module, mesh, [])
     with pytest.raises(TypeError, match=r"torch\.distributed\.tensor\.parallel\.style\.ColwiseParallel"):
         parallelize_module(module, mesh, {"head": theirs.ColwiseParallel()})
+    with pytest.raises(TypeError, match=r"parallelize_plan\['head'\] .* make one of it: ColwiseParallel\(\)"):
+        parallelize_module(module, mesh, {"head": ColwiseParallel})
     with pytest.raises(NotImplementedError, match=r"takes nn\.Linear and nn\.Embedding, and this is a LayerNorm"):
         parallelize_module(module, mesh, {"layers.0.norm": RowwiseParallel()})
     parallelize_module(module, mesh, {"head": ColwiseParallel()})

@@ -14,6 +14,12 @@ from torchshard.buckets import BucketPolicy
 from torchshard.tensor.parts import local_parameters
 
 
+def require_module(module: Any) -> None:
+    """Raise TypeError for parameters, or anything else, in place of the module that has them."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, not a {type(module).__qualname__}")
+
+
 def check_delayed(named: Any, trigger: Any) -> None:
     """Raise torch's ValueError unless both of delay_all_reduce_named_params and param_to_hook_all_reduce are given."""
     if (named is None) != (trigger is None):

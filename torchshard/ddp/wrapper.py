@@ -82,6 +82,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
+        options.require_module(module)
         options.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = options.choose_group(process_group, device_mesh)
         if device_mesh is not None:

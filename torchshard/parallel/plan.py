@@ -58,28 +58,30 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module: there is no plan, so nothing is done", stacklevel=2)
         return module
-    if not isinstance(parallelize_plan, ParallelStyle | dict):
-        raise TypeError(
-            "parallelize_plan is a ParallelStyle of torchshard.parallel or a dict of names and styles, "
-            f"not a {type(parallelize_plan).__module__}.{type(parallelize_plan).__qualname__}"
-        )
+    _require_plan(parallelize_plan, "parallelize_plan")
     with replacing(module, "parallelize_module"):
         _carry_out(uncompiled(module), mesh, parallelize_plan, src_data_rank, _tied(module))
     return module
 
 
-def _carry_out(module: nn.Module, mesh: DeviceMesh, plan: object, source: int | None, tied: Sequence[Tied]) -> None:
+def _require_plan(plan: object, where: str) -> None:
+    if isinstance(plan, ParallelStyle | Mapping):
+        return
+    got = type(plan).__module__ + "." + type(plan).__qualname__
+    if isinstance(plan, type) and issubclass(plan, ParallelStyle):
+        got = f"class; make one of it: {plan.__name__}()"
+    raise TypeError(f"{where} is a ParallelStyle of torchshard.parallel or a dict of names and styles, not a {got}")
+
+
+def _carry_out(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, tied: Sequence[Tied]) -> None:
     if isinstance(plan, ParallelStyle):
         plan.src_data_rank = source
         plan._apply(module, mesh)
         for places in tied:
             _tie(places)
         return
-    if not isinstance(plan, Mapping):
-        raise TypeError(
-            f"a plan holds styles of torchshard.parallel, not a {type(plan).__module__}.{type(plan).__name__}"
-        )
     for path, style in plan.items():
+        _require_plan(style, f"parallelize_plan[{path!r}]")
         matched = _matches(module, path)
         if not matched:
             warnings.warn(
