@@ -234,7 +234,7 @@ _INCOMPLETE = "Not all ranks' parts are here; save again, or copy the missing fi
 def check_pieces(shape: tuple[int, ...], pieces: tuple[Piece, ...], where: str, fix: str = _INCOMPLETE) -> None:
     """Raise CheckpointError unless the pieces hold every element of a tensor of `shape` exactly once."""
     boxes = [piece.box for piece in pieces]
-    if (len(boxes) == 1 and boxes[0] == whole(shape)) or tiles(shape, boxes):
+    if boxes == [whole(shape)] or tiles(shape, boxes):
         return
     if len(boxes) > _MANY:
         raise CheckpointError(

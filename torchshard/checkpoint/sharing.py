@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
 from torchshard.layout import Box, whole
@@ -12,8 +12,7 @@ Key = TypeVar("Key")
 _MANY = 32  # views over one another are looked at in pairs; more count as overlapping
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """The bytes of a file from the first to after the last element of a tensor, and its sizes by their steps."""
 
     extent: Extent
