@@ -109,5 +109,5 @@ def stretch(views: Sequence[TensorEntry]) -> tuple[TensorEntry, list[int]]:
     shape = ((max([span.end for span in spans]) - first) // itemsize,)
     place = Place(spans[0].extent, first, (1,))
     key = ", ".join([view.key for view in views])
-    flat = TensorEntry(views[0].dtype, shape, (Piece(whole(shape), lambda: place),), key, views[0].stored)
+    flat = TensorEntry(views[0].dtype, shape, (Piece(whole(shape), place),), key, views[0].stored)
     return flat, [(span.start - first) // itemsize for span in spans]
