@@ -285,6 +285,19 @@ def test_the_milestones_of_a_schedule_stay_a_counter(tmp_path):
     assert_same_tree(loaded["pair"], state["pair"])
 
 
+def test_a_counter_that_was_taken_apart_is_one_when_it_is_merged_again(tmp_path):
+    state = {"milestones": collections.Counter({2: 1, 5: 2, 9: 1}), "x": torch.ones(2)}
+    torch.save(state, tmp_path / "a.pt")
+    chosen = {"first": ["milestones.2", "x"], "second": ["milestones.5"], "third": ["milestones.9"]}
+    for name, keys in chosen.items():
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / name, to="torch", select=keys)
+    checkpoint.convert([tmp_path / name for name in chosen], tmp_path / "b.pt", to="torch")
+    assert_same_tree(torch.load(tmp_path / "b.pt", weights_only=True), state)
+    torch.save({"milestones": {5: 2, 9: 1}}, tmp_path / "plain.pt")
+    checkpoint.convert([tmp_path / "first", tmp_path / "plain.pt"], tmp_path / "c.pt", to="torch")
+    assert_same_tree(torch.load(tmp_path / "c.pt", weights_only=True), state | {"milestones": {2: 1, 5: 2, 9: 1}})
+
+
 def test_what_python_2_and_torch_before_0_4_wrote(tmp_path):
     def tensor(name):
         storage = b"(U\x07storagectorch\nFloatStorage\nU\x01" + name + b"U\x03cpuK\x06NtQ"

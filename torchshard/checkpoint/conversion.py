@@ -22,7 +22,7 @@ from torchshard.checkpoint.moving.runner import MEMORY, Budget
 from torchshard.checkpoint.text import format_size, parse_placements, printable, table
 from torchshard.checkpoint.writing import Writing, fingerprint
 from torchshard.errors import CheckpointError
-from torchshard.layout import Mesh, whole
+from torchshard.layout import Mesh
 
 WRITERS: Mapping[str, Callable[[Index, Options], Output]] = MappingProxyType(
     {"safetensors": safetensors.write, "torch": torch_file.write, "dcp": dcp_write.write}
@@ -244,9 +244,7 @@ def _rows(out: Output) -> tuple[tuple[str, ...], ...]:
     for file in out.files:
         for slot in file.slots:
             entry, box = slot.entry, slot.box
-            cut = (
-                "" if box == whole(entry.shape) else f"[{', '.join(f'{o}:{o + n}' for o, n in zip(*box, strict=True))}]"
-            )
+            cut = "" if box.size == entry.shape else f"[{', '.join(f'{o}:{o + n}' for o, n in zip(*box, strict=True))}]"
             source = f"{len(entry.pieces)} x {entry.stored_dtype}"
             shape = " x ".join(map(str, box.size)) or "scalar"
             rows.append((printable(entry.key + cut), entry.dtype, shape, source, format_size(slot.nbytes), file.name))

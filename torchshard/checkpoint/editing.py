@@ -192,8 +192,10 @@ def merged(indices: Sequence[Index]) -> Index:
 
 
 def _united(a: Any, b: Any, path: str = "") -> dict[Any, Any]:
-    """A dict of what two hold; dicts of one name become one."""
-    made = OrderedDict(a) if isinstance(a, OrderedDict) or isinstance(b, OrderedDict) else dict(a)
+    """A dict of what two hold, of their class, as a Counter that was taken apart; dicts of one name become one."""
+    kinds: set[type[dict[Any, Any]]] = {type(a), type(b)}
+    kind = kinds.pop() if len(kinds) == 1 else OrderedDict if OrderedDict in kinds else dict
+    made = kind(a)
     for key, value in b.items():
         here = a.get(key)
         if isinstance(here, dict) and isinstance(value, dict):

@@ -54,20 +54,20 @@ class Place(NamedTuple):
 
 
 class Piece:
-    """A box of a tensor and, once asked for, its place. Finding the place may read a little of the file."""
+    """A box of a tensor and its place, or what finds it once it is asked for, which may read a little of the file."""
 
-    __slots__ = ("_find", "_place", "_row_major", "box")
+    __slots__ = ("_place", "_row_major", "box")
 
-    def __init__(self, box: Box, find: Callable[[], Place]) -> None:
-        self.box, self._find = box, find
-        self._place: Place | None = None
+    def __init__(self, box: Box, place: Place | Callable[[], Place]) -> None:
+        self.box, self._place = box, place
         self._row_major: bool | None = None
 
     def place(self) -> Place:
         """Where the elements are; found once."""
-        if self._place is None:
-            self._place = self._find()
-        return self._place
+        place = self._place
+        if not isinstance(place, Place):  # another thread may find it too
+            place = self._place = place()
+        return place
 
     @property
     def row_major(self) -> bool:
@@ -75,14 +75,16 @@ class Piece:
         if self._row_major is None:
             stride = self.place().stride
             wanted = contiguous_stride(self.box.size)
-            self._row_major = all(s == w for s, w, n in zip(stride, wanted, self.box.size, strict=True) if n > 1)
+            self._row_major = stride == wanted or all(
+                s == w for s, w, n in zip(stride, wanted, self.box.size, strict=True) if n > 1
+            )
         return self._row_major
 
 
 def flat(extent: Extent, dtype: str = "uint8", key: str = "") -> "TensorEntry":
     """A stretch of file as a tensor of one dim."""
     shape = (extent.nbytes // DTYPES[dtype].itemsize,)
-    pieces = (Piece(whole(shape), lambda: Place(extent, extent.offset, (1,))),) if extent.nbytes else ()
+    pieces = (Piece(whole(shape), Place(extent, extent.offset, (1,))),) if extent.nbytes else ()
     return TensorEntry(dtype, shape, pieces, key)
 
 
@@ -234,7 +236,7 @@ _INCOMPLETE = "Not all ranks' parts are here; save again, or copy the missing fi
 def check_pieces(shape: tuple[int, ...], pieces: tuple[Piece, ...], where: str, fix: str = _INCOMPLETE) -> None:
     """Raise CheckpointError unless the pieces hold every element of a tensor of `shape` exactly once."""
     boxes = [piece.box for piece in pieces]
-    if (len(boxes) == 1 and boxes[0] == whole(shape)) or tiles(shape, boxes):
+    if boxes == [whole(shape)] or tiles(shape, boxes):
         return
     if len(boxes) > _MANY:
         raise CheckpointError(

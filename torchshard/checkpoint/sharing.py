@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
 from torchshard.layout import Box, whole
@@ -12,8 +12,7 @@ Key = TypeVar("Key")
 _MANY = 32  # views over one another are looked at in pairs; more count as overlapping
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """The bytes of a file from the first to after the last element of a tensor, and its sizes by their steps."""
 
     extent: Extent
@@ -110,5 +109,5 @@ def stretch(views: Sequence[TensorEntry]) -> tuple[TensorEntry, list[int]]:
     shape = ((max([span.end for span in spans]) - first) // itemsize,)
     place = Place(spans[0].extent, first, (1,))
     key = ", ".join([view.key for view in views])
-    flat = TensorEntry(views[0].dtype, shape, (Piece(whole(shape), lambda: place),), key, views[0].stored)
+    flat = TensorEntry(views[0].dtype, shape, (Piece(whole(shape), place),), key, views[0].stored)
     return flat, [(span.start - first) // itemsize for span in spans]

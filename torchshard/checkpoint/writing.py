@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchshard.checkpoint import opening
-from torchshard.checkpoint.entries import Index, Piece, TensorEntry, flat
+from torchshard.checkpoint.entries import Extent, Index, Piece, TensorEntry, flat
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats.out import Output, Slot, whole_slot
 from torchshard.checkpoint.moving import destination
@@ -22,7 +22,7 @@ from torchshard.layout import whole
 def fingerprint(out: Output, to: str) -> str:
     """A line that differs wherever the result would: sources with their times, what goes where, and how it is cast."""
     digest = hashlib.sha256(to.encode())
-    sources: dict[str, tuple[int, int]] = {}
+    sources: dict[tuple[Files, str], Extent] = {}
     for file in out.files:
         digest.update(repr((file.name, file.nbytes)).encode())
         for entry, offset, box in file.slots:
@@ -30,11 +30,11 @@ def fingerprint(out: Output, to: str) -> str:
             for piece in entry.pieces:
                 place = piece.place()
                 digest.update(repr((piece.box, place.start, place.stride, place.extent.file)).encode())
-                sources[place.extent.where] = place.extent.version
+                sources.setdefault(place.extent[:2], place.extent)
         for offset, data in file.finish([0] * len(file.slots)):  # names, and all that is no tensor
             digest.update(repr((offset, len(data))).encode() + data)
-    for path, version in sources.items():
-        digest.update(repr((os.path.realpath(path), *version)).encode())
+    for extent in sources.values():
+        digest.update(repr((os.path.realpath(extent.where), *extent.version)).encode())
     return f"torchshard conversion 3 {digest.hexdigest()}"
 
 

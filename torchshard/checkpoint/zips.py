@@ -244,7 +244,7 @@ def frame(records: Sequence[Record], crcs: Sequence[int]) -> Iterator[tuple[int,
 
 def frame_size(records: Sequence[Record]) -> int:
     """Bytes of directory and end records."""
-    directory = sum([len(_central(record, 0)) for record in records])
+    directory = sum([_CENTRAL.size + len(record.name) + len(_central_extra(record)) for record in records])
     return directory + _END64.size + _LOCATOR64.size + _END.size
 
 
@@ -253,16 +253,20 @@ def _wide_field(nbytes: int) -> bytes:
 
 
 def _central(record: Record, crc: int) -> bytes:
-    header = record.header
-    wide = [record.nbytes] * 2 if record.nbytes >= _FULL32 else []
-    size = _FULL32 if wide else record.nbytes
-    if header >= _FULL32:
-        wide.append(header)
-        header = _FULL32
-    extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    version = 45 if wide else 0
+    extra = _central_extra(record)
+    version = 45 if extra else 0
+    size, header = min(record.nbytes, _FULL32), min(record.header, _FULL32)
     fields = (version, version, 0x0800, 0, 0, 0, crc, size, size, len(record.name), len(extra), 0, 0, 0, 0, header)
     return _CENTRAL.pack(_CENTRAL_SIGN, *fields) + record.name + extra
+
+
+def _central_extra(record: Record) -> bytes:
+    """The sizes and the place that take more than 32 bits, for the directory."""
+    if record.end < _FULL32:
+        return b""
+    wide = [record.nbytes] * 2 if record.nbytes >= _FULL32 else []
+    wide += [record.header] if record.header >= _FULL32 else []
+    return struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
 
 
 def _end_records(offset: int, size: int, count: int) -> bytes:

@@ -81,7 +81,7 @@ def _entry(data: Extent, key: str, fields: Any, about: str) -> TensorEntry:
         )
     start = data.offset + span[0]
     place = Place(Extent(data.files, data.file, start, nbytes), start, contiguous_stride(shape))
-    pieces = (Piece(whole(shape), lambda: place),) if nbytes else ()
+    pieces = (Piece(whole(shape), place),) if nbytes else ()
     return TensorEntry(dtype, shape, pieces, key)
 
 

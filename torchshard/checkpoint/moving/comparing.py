@@ -15,16 +15,17 @@ from torchshard.layout import Box
 
 def whole_pieces(entry: TensorEntry, box: Box) -> frozenset[int]:
     """Numbers of the pieces that are read in their order and as a whole to fill a box, and have a stored checksum."""
-    return frozenset(
-        [i for i, piece in enumerate(entry.pieces) if piece.box.meet(box) == piece.box and _is_summed(entry, piece)]
-    )
+    all_of_it = box.size == entry.shape
+    within = [i for i, piece in enumerate(entry.pieces) if all_of_it or piece.box.meet(box) == piece.box]
+    return frozenset([i for i in within if _is_summed(entry, entry.pieces[i])])
 
 
 def _is_summed(entry: TensorEntry, piece: Piece) -> bool:
     """Whether the elements of a piece, in their order, are just the bytes of which there is a checksum."""
     place = piece.place()
-    covers = place.start == place.extent.offset and piece.box.numel * entry.itemsize_stored == place.extent.nbytes
-    return place.extent.crc32 is not None and covers and piece.row_major
+    if place.extent.crc32 is None or place.start != place.extent.offset:
+        return False
+    return piece.box.numel * entry.itemsize_stored == place.extent.nbytes and piece.row_major
 
 
 class Comparison:

@@ -22,7 +22,6 @@ from torchshard.checkpoint.moving.comparing import Comparison, Sum, whole_pieces
 from torchshard.checkpoint.moving.plan import Block, plan
 from torchshard.checkpoint.moving.reading import Room, fill
 from torchshard.errors import CheckpointError
-from torchshard.layout import whole
 
 MEMORY = 64 * 2**20
 LEAST_MEMORY = 2**20
@@ -157,7 +156,7 @@ def move(
 
 def comparable(slot: Slot) -> frozenset[int]:
     """Numbers of the pieces of a tensor that are compared as it fills a slot: of those that are cut none are."""
-    return whole_pieces(slot.entry, slot.box) if slot.box == whole(slot.entry.shape) else frozenset()
+    return whole_pieces(slot.entry, slot.box) if slot.box.size == slot.entry.shape else frozenset()
 
 
 class _Run:

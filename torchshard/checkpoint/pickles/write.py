@@ -245,13 +245,16 @@ class _Writer:
         number, length, first, shape, stride = self.view(entry)
         self._global("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
         self.out += b"(("
-        self.put("storage")
+        self._text("storage")
         self._global(*(("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage")))
-        for item in (str(number), "cpu", length if dtype.storage else length * dtype.itemsize):
-            self.put(item)
+        self._text(str(number))
+        self._text("cpu")
+        self._int(length if dtype.storage else length * dtype.itemsize)
         self.out += b"tQ"
-        for value in (first, shape, stride, grad and dtype.storage is not None):  # torch loads no others that ask
-            self.put(value)
+        self._int(first)
+        self._items(shape)
+        self._items(stride)
+        self.put(grad and dtype.storage is not None)  # torch loads no others that ask
         self._call("collections", "OrderedDict", ())
         if not dtype.storage:
             self._global("torch", dtype.name)
