@@ -289,6 +289,7 @@ class DTensor(Tangent, Tensor):
     def __copy__(self) -> "DTensor":
         return self._like_me(self.detach())
 
+    @_torch.skip_alone
     def __deepcopy__(self, memo: dict[int, Any]) -> "DTensor":
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
