@@ -193,6 +193,7 @@ def test_alike_modules_share_a_graph(grid):
             assert graphs("ours", prepare, compiled_first) == of_torch
 
 
+@pytest.mark.filterwarnings("error:To construct DTensor")
 @pytest.mark.parametrize(
     ("lend", "strict"), [("", False), ("", True), ("local", False), ("torch", False), ("torch", True)]
 )

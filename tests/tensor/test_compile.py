@@ -163,3 +163,20 @@ print(told, before is not after, _torch.run_collectives_once())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["True", "True", "False"]  # where torch needs it no longer: False, False, False
+
+
+def test_torch_is_told_once_to_take_zeros_for_results_without_gradient(monkeypatch):
+    from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
+
+    from torchshard import _torch
+
+    told, process = _torch.fill_unused_results, AOTDispatchAutograd.process_runtime_tangent
+    process = getattr(process, "__wrapped__", process)
+    said = []
+    with monkeypatch.context() as patch:
+        patch.setattr(AOTDispatchAutograd, "process_runtime_tangent", staticmethod(process))
+        for _ in range(2):  # the second time, this torch is one that takes zeros by itself
+            told.cache_clear()
+            said.append((told(), AOTDispatchAutograd.process_runtime_tangent is not process))
+    told.cache_clear()
+    assert said == [(True, True), (False, True)]  # where torch needs it no longer: (False, False), twice

@@ -1,5 +1,6 @@
 """Results of regions: what they say of mesh and placements in and outside of it, inputs that were written to; refusals."""
 
+import copy
 import io
 from functools import partial
 
@@ -15,7 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from tests.compiler.regions import same
 from tests.older import require
 from tests.ranks import run_ranks
-from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, layout_of
+from torchshard import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+    layout_of,
+)
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
@@ -152,6 +162,7 @@ BREAKS = {
     "of a DTensor take full_tensor() first": lambda x: x[x > 0] * 2,
     "storage_offset()": lambda x: x.storage_offset(),
     "ask the tensor": lambda x: layout_of(x * 1).shape,
+    "copy outside of the region": copy.deepcopy,
 }
 
 
@@ -168,6 +179,38 @@ def test_what_a_region_does_not_take_is_named_with_a_way_around(advice):
     except Exception as refused:
         taken, reason = None, str(refused)
     assert advice in way_around(reason) if reason else taken == function(ROWS)
+
+
+def test_jvp_in_a_region():
+    require("meshes in graphs")
+
+    def function(x, w):
+        return torch.func.jvp(lambda x: (x @ w) * 2, (x,), (x,))
+
+    w = distribute_tensor(torch.randn(4, 8), MESH, [Shard(1)])
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="Forward AD makes zeros for operands without a tangent") as refused:
+        compiled(ROWS, w)
+    assert way_around(str(refused.value)).startswith("put torchshard.implicit_replication() around the calls")
+    with implicit_replication():
+        for got, wanted in zip(compiled(ROWS, w), function(ROWS, w), strict=True):
+            assert layout_of(got) == layout_of(wanted)
+            torch.testing.assert_close(got.to_local(), wanted.to_local())
+
+
+def test_a_deep_copy_is_a_graph_break():
+    torch._dynamo.reset()
+    w = torch.nn.Parameter(ROWS.clone())
+    w.told = ["what a user says of it"]
+    copied, doubled = torch.compile(lambda w: (copy.deepcopy(w), w * 2), backend="aot_eager")(w)
+    assert type(copied) is type(w)
+    assert copied.requires_grad
+    assert copied.is_leaf
+    assert copied.told == w.told
+    assert copied.told is not w.told
+    assert layout_of(copied) == layout_of(doubled) == layout_of(w)
+    torch.testing.assert_close(2 * copied.detach().to_local(), doubled.detach().to_local())
 
 
 HIGHER = {

@@ -263,11 +263,12 @@ def test_a_module_with_dtensor_parameters_is_exported():
             self.weight = torch.nn.Parameter(distribute_tensor(torch.randn(4, 8), MESH, [Shard(1)]))
 
         def forward(self, x):
-            return x @ self.weight
+            return distribute_tensor(x, MESH, [Replicate()]) @ self.weight
 
     module = Wide()
-    exported = torch.export.export(module, (WHOLE,))
-    assert described(exported.module()(WHOLE)) == described(module(WHOLE))
+    for x in (WHOLE, PIECE):
+        exported = torch.export.export(module, (x,))
+        assert described(exported.module()(x)) == described(module(x))
 
 
 class Around(torch.nn.Module):

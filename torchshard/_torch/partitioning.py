@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from torchshard._torch.operators import outside_of_traces
+
 
 @functools.cache
 def run_collectives_once() -> bool:
@@ -58,7 +60,7 @@ def _drop_repeated(graph: torch.fx.Graph) -> None:
 
 @functools.cache
 def fill_unused_results() -> bool:
-    """Have a compiled backward take zeros for results of the graph that got no gradient; whether torch could be told.
+    """Have a compiled backward take zeros for results of the graph that got no gradient; whether it had to be told.
 
     Autograd makes plain zeros for them in the shape of the whole tensor, and AOTAutograd refuses these where the result
     was a wrapper subclass ("we guessed its metadata incorrectly"), or under compiled autograd takes them for the part:
@@ -73,7 +75,7 @@ def fill_unused_results() -> bool:
 
     wrappers: Any = getattr(runtime_wrappers, "AOTDispatchAutograd", None)
     process = getattr(wrappers, "process_runtime_tangent", None)
-    if process is None:
+    if process is None or not _refuses_zeros(process):
         return False
 
     def is_zero(x: Any) -> bool:
@@ -90,3 +92,48 @@ def fill_unused_results() -> bool:
 
     wrappers.process_runtime_tangent = staticmethod(processed)
     return True
+
+
+def _refuses_zeros(process: Any) -> bool:
+    """Whether plain zeros are refused where the gradient of a wrapper subclass is expected."""
+    from torch._functorch._aot_autograd.subclass_utils import create_subclass_meta
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with outside_of_traces():  # this is asked while a graph is traced
+        with FakeTensorMode():
+            result = _Wrapper(torch.zeros(2))
+        expected: Any = create_subclass_meta([result], count_symints=False, with_memory_format=True)[0]
+        expected.make_runtime_safe()
+        try:
+            process(torch.zeros(2), expected)
+        except RuntimeError:
+            return True
+    return False
+
+
+class _Wrapper(torch.Tensor):
+    """The least that AOTAutograd takes for a wrapper subclass."""
+
+    part: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, part: torch.Tensor) -> "_Wrapper":
+        made: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, part.shape)
+        made.part = part
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["part"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, told: None, size: Any, stride: Any) -> "_Wrapper":
+        part: torch.Tensor = inner["part"]
+        return _Wrapper(part)
+
+    @staticmethod
+    def __zeros_as_tangent__(whole: torch.Tensor, told: None) -> "_Wrapper":
+        return _Wrapper(whole)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(func)

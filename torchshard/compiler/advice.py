@@ -10,6 +10,10 @@ _REPLICATED = (
     " if a function under torch.compiler.nested_compile_region has made it,"
     " give that `to_local()`, or leave the decorator out"
 )
+_TANGENTS = (
+    "put torchshard.implicit_replication() around the calls of the region;"
+    " other plain tensors beside DTensors must then be the same on every rank"
+)
 _VALUES = "of a DTensor take full_tensor() first: x.full_tensor()[mask.full_tensor()] is traced, forward and backward"
 _SUPPORT = "call torchshard.compiler.support_groups() first"
 
@@ -19,6 +23,8 @@ WAYS_AROUND: Mapping[str, str] = {
         "set torch._dynamo.config.compiled_autograd = True and compile the call of backward() too"
     ),
     "There was no rule registered for HOP invoke_subgraph": _NESTED,
+    "does not support copy.deepcopy()": "copy outside of the region, or take x.detach().clone()",
+    "Forward AD makes zeros for operands without a tangent": _TANGENTS,
     "is a plain torch.Tensor among DTensors": _REPLICATED,
     "function _fall_back": "put torchshard.fallback around the calls of the region",
     "`to_local` is not defined on FakeTensor": _NESTED,

@@ -262,15 +262,17 @@ def as_leaf(x: DTensor, requires_grad: bool) -> DTensor:
     Raises:
         UnsupportedOperatorError: in a compiled region, whose results would not be leaves.
     """
+    if not requires_grad:
+        return x
     local = x._local_tensor
-    if requires_grad and is_traced(local) and not local.is_meta:
+    if is_traced(local) and not local.is_meta:
         raise UnsupportedOperatorError(
             "A compiled region cannot make a leaf: its gradient would be lost.",
             expected="requires_grad=False in the region",
             got="requires_grad=True",
             fix="make it outside of the region; from plain pieces with history, DTensor.from_local",
         )
-    return x.requires_grad_(requires_grad)  # type: ignore[return-value]
+    return x.requires_grad_()  # type: ignore[return-value]
 
 
 def _even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: BoundMesh) -> list[int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchshard._torch import (
     in_backward,
+    in_forward_ad,
     is_missing_tangent,
     is_traced,
     lacks_fake,
@@ -163,6 +164,15 @@ def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorErr
         if plain
         else f"{kind.__module__}.{kind.__qualname__}, which is another class"
     )
+    if plain and is_traced(x) and in_forward_ad():
+        return UnsupportedOperatorError(
+            f"{where}: the argument {argument!r} is a {what}. Forward AD makes zeros for operands without a tangent,"
+            " which a graph cannot tell from other plain tensors.",
+            expected="DTensors only, or scalars",
+            got=f"{kind.__name__} of shape {tuple(x.shape)}",
+            fix="put torchshard.implicit_replication() around the calls of the region; other plain tensors beside"
+            " DTensors must then be the same on every rank",
+        )
     return UnsupportedOperatorError(
         f"{where}: the argument {argument!r} is a {what}.",
         expected="DTensors only, or scalars",

@@ -289,6 +289,7 @@ class DTensor(Tangent, Tensor):
     def __copy__(self) -> "DTensor":
         return self._like_me(self.detach())
 
+    @_torch.skip_alone
     def __deepcopy__(self, memo: dict[int, Any]) -> "DTensor":
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
@@ -323,6 +324,7 @@ class DTensor(Tangent, Tensor):
         local = inner["_local_tensor"]
         if local.__class__ is Tensor:  # not while tracing: lengths are numbers
             return wrap(local, sharding.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
+        local = local.detach() if local.requires_grad else local  # torch warns of parts that require gradients
         layout = sharding.layout(sized(tuple(outer_size), local.shape, sharding), tuple(outer_stride), local.dtype)
         return _torch.lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
 
