@@ -87,6 +87,7 @@ def test_values_and_gradients_between_meshes_at_length():
 def as_users_do_it(rank, world):
     """Part of a job on a sub-mesh, by the public interface alone."""
     from torchshard import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import ShardingError
 
     whole, part, rest = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
     full = torch.arange(20.0).view(5, 4)
@@ -98,6 +99,15 @@ def as_users_do_it(rank, world):
     term = torch.ones(3, 2) * (rank + 1) if rank < 2 else torch.empty(0)
     summed = DTensor.from_local(term, part, [Partial()], shape=(3, 2), stride=(2, 1)).redistribute(whole, [Replicate()])
     nobody = x.redistribute(part, [Shard(0)]).redistribute(part, [Replicate()])
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for one, other in [(square["a"], square["b"]), (square["a"], square), (square, square["b"])]:
+        with pytest.raises(ShardingError, match=r"between a mesh and its slice, or slices along different axes"):
+            distribute_tensor(full, one).redistribute(other, [Shard(0)] * other.ndim)
+    told, line = {"shape": full.shape, "stride": full.stride()}, distribute_tensor(full, square["a"], [Shard(0)])
+    lifted = DTensor.from_local(line.to_local(), square, [Shard(0), Replicate()], **told).redistribute(
+        square, [Replicate(), Shard(1)]
+    )
+    lowered = DTensor.from_local(lifted.to_local(), square["b"], [Shard(1)], **told)
     return {
         "on the sub-mesh": y.to_local().shape == ((5, 2) if rank < 2 else (0,)),
         "on the rest": z.to_local().shape == ((5, 4) if rank > 1 else (0,)),
@@ -105,6 +115,7 @@ def as_users_do_it(rank, world):
         "values": torch.equal(back.full_tensor(), full),
         "gradient": torch.equal(x.grad.to_local(), torch.full(x.to_local().shape, rank + 1.0)),
         "reduced first": torch.equal(summed.to_local(), torch.full((3, 2), 3.0)),
+        "from slice to slice, as the error says": torch.equal(lowered.full_tensor(), full),
         "moved within": nobody.to_local().shape == ((5, 4) if rank < 2 else (0,)),
     }
 

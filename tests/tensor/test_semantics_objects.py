@@ -85,6 +85,7 @@ _COPIES = """
     copy.deepcopy(x.requires_grad_() * 2)
     p = torch.nn.Parameter(x); q = copy.deepcopy(p); y = q, isinstance(q, torch.nn.Parameter), q.requires_grad
     a, b = copy.deepcopy([x, x]); y = a is b, a is not x
+    a, b = copy.deepcopy([x, x.t()]); a.add_(1); y = a, b, x
     x.tag = [3]; z = copy.deepcopy(x); y = z.tag, z.tag is not x.tag, copy.copy(x).tag is x.tag
     z = copy.copy(x); z.add_(1); y = z, z.requires_grad
     z = copy.copy(x.requires_grad_()); y = z, z.requires_grad, z.is_leaf

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchshard._torch import root_mesh
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.copies import Part
@@ -21,13 +22,14 @@ def actions_between(source: TensorLayout, target: TensorLayout) -> list[Action]:
     A rank of neither mesh does nothing. The ranks of both compare what they are about to do, once for each kind.
 
     Raises:
-        ShardingError: the meshes are of different devices.
+        ShardingError: the meshes are of different devices, or slices of one mesh along different axes.
         RankMismatchError: not all of them redistribute the same.
     """
     here, there = source.mesh, target.mesh
     assert isinstance(here, BoundMesh), "a layout that belongs to no DeviceMesh"
     assert isinstance(there, BoundMesh), "a layout that belongs to no DeviceMesh"
     _require_one_device(here, there)
+    _require_same_slice(here, there)
     way = passage(source.sharding, target.sharding, source.shape, source.dtype.itemsize)
     steps: list[Action] = []
     if here.coordinate is not None:
@@ -47,6 +49,22 @@ def _require_one_device(here: BoundMesh, there: BoundMesh) -> None:
             expected=f"a mesh of {one}, as the tensor's own",
             got=f"{there} of {other}",
             fix=f"redistribute to a mesh of {one} with the same ranks, then x.to({other!r})",
+        )
+
+
+def _require_same_slice(here: BoundMesh, there: BoundMesh) -> None:
+    """Refuse what every rank would mean other ranks by: each slice has as many tensors as there are slices like it."""
+    if here.coordinate is None or there.coordinate is None or set(here.ranks) == set(there.ranks):
+        return
+    if root_mesh(here.device_mesh) == root_mesh(there.device_mesh):
+        raise ShardingError(
+            "A tensor cannot be redistributed between a mesh and its slice, or slices along different axes.",
+            expected="the same ranks, or meshes made of ranks, DeviceMesh(device, ranks), which all ranks have alike",
+            got=f"{here} of the ranks {list(here.ranks)} and {there} of the ranks {list(there.ranks)}, as this rank has"
+            " them; other ranks have others",
+            fix="if all slices hold the same, DTensor.from_local(x.to_local(), mesh, placements, shape=x.shape,"
+            " stride=x.stride()) is of the whole mesh, with Replicate() along the axes that the slice has not; if x is"
+            " replicated along those, the same call with mesh['name'] is of a slice",
         )
 
 

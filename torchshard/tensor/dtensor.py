@@ -295,7 +295,12 @@ class DTensor(Tangent, Tensor):
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
             return Tensor.__deepcopy__(self, memo)  # type: ignore[no-any-return, no-untyped-call]  # raises as for any
-        made = memo[id(self)] = self._like_me(self.detach().clone(), memo)
+        local, layout = self._local_tensor, self._spec
+        if local.__class__ is Tensor and not layout.marks & SEVERED:
+            copied: Tensor = wrap(copy.deepcopy(local, memo), layout)  # memory that tensors share is copied once
+        else:
+            copied = self.detach().clone()
+        made = memo[id(self)] = self._like_me(copied, memo)
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         return made
