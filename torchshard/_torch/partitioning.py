@@ -112,7 +112,7 @@ def _refuses_zeros(process: Any) -> bool:
 
 
 class _Wrapper(torch.Tensor):
-    """The least that AOTAutograd takes for a wrapper subclass."""
+    """The least that AOTAutograd takes for a wrapper subclass, with zeros for a torch that was told to ask for them."""
 
     part: torch.Tensor
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import exported_whole, is_traced, skip_alone
@@ -29,6 +28,7 @@ from torchshard.tensor.layout import (
     dense_stride,
     from_torch,
     layout_for,
+    or_replicated,
     require_strided,
     same_order,
 )
@@ -231,7 +231,7 @@ def from_local(
     require_strided(local, "from_local")
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
-    given = [Replicate()] * mesh.ndim if placements is None else placements
+    given = or_replicated(placements, mesh)
     even = _even_shape(local, given, mesh) if shape is None else shape
     sharding = from_torch(given, mesh, even)
     if mesh.coordinate is None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import current_mesh, exported_whole, is_traced, skip_alone
@@ -23,7 +22,7 @@ from torchshard.layout.runs import without
 from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.caching import one_node, tie
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.layout import from_torch, global_stride, layout_for, require_strided
+from torchshard.tensor.layout import from_torch, global_stride, layout_for, or_replicated, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local, refuse_others
 from torchshard.tensor.replacing import replacing, successor
@@ -63,8 +62,7 @@ def _distributed(
 ) -> DTensor:  # fmt: skip
     mesh = bind(device_mesh)
     require_strided(tensor, "distribute_tensor")
-    given = [Replicate()] * mesh.ndim if placements is None else placements
-    sharding = from_torch(given, mesh, tensor.shape)
+    sharding = from_torch(or_replicated(placements, mesh), mesh, tensor.shape)
     if isinstance(tensor, DTensor):  # in a trace even a leaf is none
         return _already_there(tensor, sharding)
     if not tensor.is_leaf:
@@ -72,10 +70,10 @@ def _distributed(
     local = tensor.detach()
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
-    stride, boxes = global_stride(tensor.shape, local.stride()), without(sharding.without_partial(), sharding.runs)
+    stride, given = global_stride(tensor.shape, local.stride()), without(sharding.without_partial(), sharding.runs)
     asks = mesh.coordinate is not None and src_data_rank is not None and not is_traced(local)
     if asks and src_data_rank is not None:
-        local, stride = _given_out(local, stride, boxes, src_data_rank, mesh)
+        local, stride = _given_out(local, stride, given, src_data_rank, mesh)
     layout = layout_for(sharding, tuple(tensor.shape), stride, tensor.dtype)
     if mesh.coordinate is None:
         local = local.new_empty(0)
@@ -84,7 +82,7 @@ def _distributed(
             local = _everywhere(local, src_data_rank, mesh)
         local = redistribute_local(local, layout.to(mesh.replicated()), layout)
     else:
-        local = redistribute_local(in_memory_order(local, layout), layout.to(boxes), layout)
+        local = redistribute_local(in_memory_order(local, layout), layout.to(given), layout)
     return as_leaf(wrap(local, layout), tensor.requires_grad)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import current_mesh, exported_whole, skip_alone
@@ -15,7 +14,7 @@ from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.caching import one_node, tie
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.random import draw
-from torchshard.tensor.layout import TensorLayout, from_torch, layout_for
+from torchshard.tensor.layout import TensorLayout, from_torch, layout_for, or_replicated
 from torchshard.tensor.mesh import bind
 from torchshard.tensor.redistribute import redistribute_local
 
@@ -137,7 +136,7 @@ def _target(
     shape: tuple[int, ...], device_mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None
 ) -> TensorLayout:
     mesh = bind(device_mesh)
-    sharding = from_torch([Replicate()] * mesh.ndim if placements is None else placements, mesh, shape)
+    sharding = from_torch(or_replicated(placements, mesh), mesh, shape)
     if sharding.partial:
         raise ShardingError(
             "A factory does not make Partial tensors.",

@@ -144,6 +144,11 @@ def sized(shape: tuple[int, ...], part: Sequence[int], sharding: Sharding) -> tu
     return shape
 
 
+def or_replicated(placements: Sequence[TorchPlacement] | None, mesh: Mesh) -> Sequence[TorchPlacement]:
+    """These placements, or for None those of a tensor that every rank has as a whole; an empty list is no None."""
+    return [upstream.Replicate()] * mesh.ndim if placements is None else placements
+
+
 def from_torch(placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence[int]) -> Sharding:
     """The sharding that torch's placements mean for a tensor of this global shape; negative dims count from the end.
 
