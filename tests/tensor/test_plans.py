@@ -8,7 +8,18 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchshard import DeviceMesh, DTensor, Partial, Shard, distribute_tensor, init_device_mesh, layout_of
+from torchshard import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    fallback,
+    init_device_mesh,
+    layout_of,
+    register_rule,
+)
 from torchshard.tensor.dispatch import forget_plans
 
 CALLS = {
@@ -61,6 +72,40 @@ def test_plans_keep_no_default_dtype(mesh, ranks):
             finally:
                 torch.set_default_dtype(before)
         assert found == [torch.float32, torch.float64], name
+
+
+@torch.library.custom_op("plans_test::of_any_names", mutates_args=())
+def of_any_names(
+    D: torch.Tensor, list: list[torch.Tensor], type: float, len: list[float], fn: torch.Tensor, *, plan: int
+) -> list[torch.Tensor]:
+    return [D * item * type * len[0] + fn * plan for item in list]
+
+
+@of_any_names.register_fake
+def _(D, list, type, len, fn, *, plan):
+    return [torch.empty_like(item) for item in list]
+
+
+def test_arguments_of_operators_have_any_names(mesh):
+    """As those of generated code, which ran into them: selective_scan(..., D) was refused."""
+    x = torch.arange(4.0)
+    d = distribute_tensor(x, mesh, [Replicate()])
+    with fallback("silent"):
+        for number in (2.0, 3.0):  # the first time, and by its plan
+            made = of_any_names(d, [d, d + 1], number, [0.5], d, plan=2)
+            expected = of_any_names(x, [x, x + 1], number, [0.5], x, plan=2)
+            assert [each.to_local().tolist() for each in made] == [each.tolist() for each in expected]
+
+
+def test_plans_for_the_value_of_a_number_are_for_its_type_too(mesh):
+    with torch.library._scoped_library("plans_test", "FRAGMENT") as library:
+        library.define("times(Tensor x, Scalar by) -> Tensor")
+        library.impl("times", lambda x, by: x * by, "CompositeExplicitAutograd")
+        library.impl("times", lambda x, by: x * by, "Meta")
+        times = torch.ops.plans_test.times
+        x = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
+        with register_rule(times, lambda x, by: "... -> ...", reads="by"):
+            assert [layout_of(times(x, by)).dtype for by in (2, 2.0, 2)] == [torch.int64, torch.float32, torch.int64]
 
 
 def test_a_mesh_whose_groups_were_destroyed_is_not_used_again():

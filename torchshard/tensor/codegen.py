@@ -4,14 +4,16 @@ An *entry* belongs to an operator called with so many positional arguments and s
 call and looks up its plan:
 
     def entry(self, other):
-        try: plan = get((self._spec if self.__class__ is D else kind(self), ...))
-        except TypeError: return uncached((self, other))
-        return plan(self, other) if plan is not None else miss((self, other))
+        try: __plan = __get((self._spec if self.__class__ is __D else __kind(self), ...))
+        except TypeError: return __uncached((self, other))
+        return __plan(self, other) if __plan is not None else __miss((self, other))
 
 A *plan* moves what has to be moved, calls the operator on local tensors and wraps the result:
 
     def plan(self, other):
-        return new(D, fn(self._local_tensor, move_other(other._local_tensor)), out0, False)
+        return __new(__D, __fn(self._local_tensor, __move_other(other._local_tensor)), __out0, False)
+
+What is no argument begins with two underscores: an operator of a user's may have arguments of any name, D or fn.
 """
 
 import functools
@@ -22,22 +24,24 @@ How = Literal["local", "move", "locals", "moves", "constant", "given"]
 
 _ARGUMENT: Mapping[How, str] = {
     "local": "{n}._local_tensor",
-    "move": "move_{n}({n}._local_tensor)",
-    "locals": "[t._local_tensor if t.__class__ is D else t for t in {n}]",
-    "moves": "move_{n}({n})",
-    "constant": "constant_{n}",
+    "move": "__move_{n}({n}._local_tensor)",
+    "locals": "[__t._local_tensor if __t.__class__ is __D else __t for __t in {n}]",
+    "moves": "__move_{n}({n})",
+    "constant": "__constant_{n}",
     "given": "{n}",
 }
 _BOUND: Mapping[How, str] = {"move": "move_{n}", "moves": "move_{n}", "constant": "constant_{n}"}
 
 _KEY = {
-    "tensor": "{n}._spec if {n}.__class__ is D else {n}.__class__ if {n}.__class__ in simple else kind({n})",
-    "tensors": "tuple([t._spec if t.__class__ is D else kind(t) for t in {n}]) if {n} is not None else None",
+    "tensor": "{n}._spec if {n}.__class__ is __D else {n}.__class__ if {n}.__class__ in __simple else __kind({n})",
+    "tensors": "(*[__t._spec if __t.__class__ is __D else __kind(__t) for __t in {n}],) if {n} is not None else None",
     "number": "{n}.__class__",
-    "numbers": "(len({n}), frozenset(map(type, {n})))",
-    "value": "(*{n},) if {n}.__class__ is list else {n}",
+    "numbers": "(__len({n}), __frozenset(__map(__type, {n})))",
+    "number read": "({n}.__class__, {n})",  # 2, 2.0 and True are equal
+    "numbers read": "((*__map(__type, {n}),), (*{n},))",
+    "value": "(*{n},) if {n}.__class__ is __list else {n}",
 }
-KeyPart = Literal["tensor", "tensors", "number", "numbers", "value"]
+KeyPart = Literal["tensor", "tensors", "number", "numbers", "number read", "numbers read", "value"]
 
 
 class Argument(NamedTuple):
@@ -53,13 +57,11 @@ def make_entry(names: Sequence[str], parts: Sequence[KeyPart], scope: Mapping[st
     key = ", ".join([_KEY[part].format(n=name) for name, part in zip(names, parts, strict=True)])
     source = f"""\
 def entry({args}):
-    try: plan = get(({key},))
-    except TypeError: return uncached(({args},))
-    return plan({args}) if plan is not None else miss(({key},), ({args},))
+    try: __plan = __get(({key},))
+    except TypeError: return __uncached(({args},))
+    return __plan({args}) if __plan is not None else __miss(({key},), ({args},))
 """
-    space = {"__name__": __name__, **scope}
-    exec(source, space)
-    made: Callable[..., Any] = space["entry"]
+    made: Callable[..., Any] = _compiled(source, scope)["entry"]
     return made
 
 
@@ -76,22 +78,28 @@ def plan_maker(arguments: tuple[Argument, ...], positional: int, result: str) ->
     Returns:
         A function of (fn, new, D, outs, **bound) that returns the plan; bound has what `_BOUND` names.
     """
-    call = "fn(" + ", ".join([_passed(a, i < positional) for i, a in enumerate(arguments)]) + ")"
+    call = "__fn(" + ", ".join([_passed(a, i < positional) for i, a in enumerate(arguments)]) + ")"
     names = [a.name for a in arguments]
     lines = _result_lines(call, names, result)
     bound = [_BOUND[a.how].format(n=a.name) for a in arguments if a.how in _BOUND]
     body = "\n        ".join(lines)
     source = f"""\
-def make({", ".join(["fn", "new", "D", "outs", *bound, "copying=None", "severed=None"])}):
+def make(__fn, __new, __D, __outs, *, __copying=None, __severed=None{"".join(f", __{name}" for name in bound)}):
     {_outs(result)}
     def plan({", ".join(names)}):
         {body}
     return plan
 """
-    space: dict[str, Any] = {"__name__": __name__}
+    make: Callable[..., Callable[..., Any]] = _compiled(source, {})["make"]
+    return lambda *known, **bound: make(*known, **{f"__{name}": value for name, value in bound.items()})
+
+
+def _compiled(source: str, scope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the source defines; it calls what is in scope, and functions of Python, by two underscores more."""
+    known = {f.__name__: f for f in (frozenset, len, list, map, type, zip)}
+    space = {"__name__": __name__, **{f"__{name}": value for name, value in {**known, **scope}.items()}}
     exec(source, space)
-    made: Callable[..., Callable[..., Any]] = space["make"]
-    return made
+    return space
 
 
 def _passed(argument: Argument, by_position: bool) -> str:
@@ -102,27 +110,27 @@ def _passed(argument: Argument, by_position: bool) -> str:
 def _outs(result: str) -> str:
     kind, _, detail = result.partition(":")
     if kind in ("tensor", "view"):
-        return "out0, = outs"
+        return "__out0, = __outs"
     if kind == "tuple":
-        return f"{', '.join(f'out{i}' for i in range(len(detail)))}, = outs"
+        return f"{', '.join(f'__out{i}' for i in range(len(detail)))}, = __outs"
     return "pass"
 
 
 def _result_lines(call: str, names: Sequence[str], result: str) -> list[str]:
     kind, _, detail = result.partition(":")
     if kind == "tensor":
-        return [f"return new(D, {call}, out0, False)"]
+        return [f"return __new(__D, {call}, __out0, False)"]
     if kind == "view":
-        copied = call.replace("fn(", "copying(", 1)
+        copied = call.replace("__fn(", "__copying(", 1)
         return [
-            f"try: return new(D, {call}, out0, False)",
-            f"except RuntimeError: return severed(new(D, {copied}, out0, False), {names[int(detail)]})",
+            f"try: return __new(__D, {call}, __out0, False)",
+            f"except RuntimeError: return __severed(__new(__D, {copied}, __out0, False), {names[int(detail)]})",
         ]
     if kind == "list":
-        return [f"return [new(D, o, out, False) for o, out in zip({call}, outs)]"]
+        return [f"return [__new(__D, __o, __out, False) for __o, __out in __zip({call}, __outs)]"]
     if kind == "tuple":
-        wraps = [f"new(D, o[{i}], out{i}, False)" if c == "1" else "None" for i, c in enumerate(detail)]
-        return [f"o = {call}", f"return ({', '.join(wraps)},)"]
+        wraps = [f"__new(__D, __o[{i}], __out{i}, False)" if c == "1" else "None" for i, c in enumerate(detail)]
+        return [f"__o = {call}", f"return ({', '.join(wraps)},)"]
     if kind == "argument":
         return [call, f"return {names[int(detail)]}"]
     if kind == "none":

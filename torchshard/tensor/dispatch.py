@@ -68,7 +68,9 @@ def _arguments(
 def _key_part(kind: str, by_value: bool) -> KeyPart:
     if "Tensor" in kind:
         return "tensors" if "List[" in kind else "tensor"
-    if ("number" in kind or "float" in kind) and not by_value:
+    if "number" in kind or "float" in kind:
+        if by_value:
+            return "numbers read" if "List[" in kind else "number read"
         return "numbers" if "List[" in kind else "number"
     return "value"
 
