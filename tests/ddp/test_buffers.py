@@ -150,6 +150,7 @@ def _odd(rank, world):
         module.register_buffer(f"d{i}", torch.full((2, 3), rank + 1.0).to(dtype))
         module.register_buffer(f"e{i}", torch.full((3, 2), rank + 1.0).to(dtype).t())
     module.register_buffer("alone", torch.tensor(rank + 1, dtype=torch.uint64))
+    module.register_buffer("conjugated", torch.full((3,), rank + 1, dtype=torch.complex64).conj())
     _wrap(module)(torch.ones(1, 2))
     assert all((b.to(torch.complex64) == 1).all() for b in module.buffers())
     return module.a.tolist() + module.b.tolist()

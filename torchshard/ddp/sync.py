@@ -93,7 +93,8 @@ def broadcast_coalesced(
     with torch.no_grad():
         for bucket in plan_buckets(items, BucketPolicy(cap=cap, first=cap)):
             chosen = [tensors[g.index].detach() for g in bucket.gradients]
-            if len(chosen) == 1 and chosen[0].is_contiguous():
+            # As it lies in memory, unless its values are conjugated or negated only when they are read.
+            if len(chosen) == 1 and chosen[0].is_contiguous() and not (chosen[0].is_conj() or chosen[0].is_neg()):
                 wait([_broadcast(chosen[0], group, source)])
                 continue
             with _torch.without_autocast(chosen[0].device):  # a forward may run under it
