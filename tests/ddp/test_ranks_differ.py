@@ -45,9 +45,17 @@ def _differ(rank, world):
         "argument": lambda: DistributedDataParallel(mlp(8), bucket_cap_mb=3 if odd else 4),
         "frozen": lambda: DistributedDataParallel(_frozen(mlp(8)) if odd else mlp(8)),
         "buffer": lambda: DistributedDataParallel(nn.Sequential(mlp(8), _buffer(5 if odd else 4))),
+        "delayed": lambda: _delayed(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9 if odd else 8))),
         "none": lambda: DistributedDataParallel(mlp(8)),
     }
     return {name: _message(act) for name, act in cases.items()}
+
+
+def _delayed(module):
+    from torchshard.ddp import DistributedDataParallel
+
+    named = list(module.named_parameters())[2:]
+    DistributedDataParallel(module, delay_all_reduce_named_params=named, param_to_hook_all_reduce=module[0].weight)
 
 
 def _frozen(module):
@@ -75,6 +83,7 @@ def test_at_construction():
     assert "cap=3145728" in messages["argument"]
     assert "rank 0: requires a gradient: 0.bias" in messages["frozen"]
     assert "rank 2: buffer 1.mask: float32 of shape [5]" in messages["buffer"]
+    assert "rank 2: delayed parameter 1.weight: float32 of shape [9, 8]" in messages["delayed"]
 
 
 def _unchecked(rank, world, what):

@@ -4,6 +4,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,7 +154,8 @@ class Engine:
         self._delayed = None
         self._delay_all_reduce_all_params = bool(delayed) and not self.reducer.params
         if delayed:
-            broadcast_coalesced([p.detach() for p in delayed], self.process_group)
+            wait = partial(self.reducer.exchange.wait, what="the delayed parameters of rank 0")
+            broadcast_coalesced([p.detach() for p in delayed], self.process_group, wait=wait)
             self._delayed = Delayed(delayed, self.reducer)
             weakref.finalize(self, self._delayed.remove).atexit = False
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             self.device_mesh = device_mesh
         options.make_local(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._delay_all_reduce_params = [now(p) for _, p in delay_all_reduce_named_params or ()]
+        named_delayed = [(n, now(p)) for n, p in delay_all_reduce_named_params or ()]
+        self._delay_all_reduce_params = [p for _, p in named_delayed]
         delayed = {id(p) for p in self._delay_all_reduce_params}
         named = module.named_parameters(remove_duplicate=False)
         self.parameters_to_ignore.update(n for n, p in named if id(p) in delayed)
@@ -111,7 +113,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self._assign_modules_buffers()
         exchange = Exchange(self.process_group, self.device)
         if init_sync:
-            self._make_ranks_equal(sync_buffers, exchange)
+            self._make_ranks_equal(sync_buffers, named_delayed, exchange)
             with exchange.agreement.waiting_for("what each rank can read of the others"):
                 look_for_neighbours(self.process_group, self.device)
         self._build_reducer(exchange, verified=init_sync)
@@ -129,7 +131,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self._comm_hooks: list[Any] = []
         self._looked_for_optimizers = False
 
-    def _make_ranks_equal(self, sync_buffers: bool, exchange: Exchange) -> None:
+    def _make_ranks_equal(
+        self, sync_buffers: bool, delayed: Sequence[tuple[str, torch.nn.Parameter]], exchange: Exchange
+    ) -> None:
         """Check that all ranks hold the same model, then give them rank 0's values."""
         ignored = self.parameters_to_ignore
         params = options.reduced(self.module, ignored)
@@ -143,7 +147,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             "forward_sync_buffers": self.forward_sync_buffers,
         }
         lines = [f"argument {name}: {value}" for name, value in settings.items()]
-        lines += describe("parameter", params) + describe("buffer", buffers)
+        lines += describe("parameter", params) + describe("delayed parameter", delayed) + describe("buffer", buffers)
         lines += [f"requires a gradient: {n}" for n, p in params if p.requires_grad]
         verify_equal(lines, exchange)
         tensors = [t for _, t in params + buffers]
