@@ -346,6 +346,11 @@ def _own_hook(state, bucket):
     [
         ({"find_unused_parameters": True}, lambda ddp: None, "find_unused_parameters=True"),
         ({}, lambda ddp: ddp.register_comm_hook(None, _own_hook), "a communication hook of one's own"),
+        (
+            {},
+            lambda ddp: ddp.register_comm_hook(dist.new_group([0]), default_hooks.allreduce_hook),
+            "a communication hook that averages over another process group",
+        ),
         ({}, lambda ddp: setattr(ddp, "require_manual_backward_finalization", True), "require_manual_backward"),
     ],
 )

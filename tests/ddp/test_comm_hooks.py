@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -259,6 +260,17 @@ def test_hooks_with_unused_parameters():
     run_ranks(2, _unused_and_accumulated)
 
 
+@dataclass
+class Times:
+    """A hook with settings, which cannot be hashed."""
+
+    factor: float
+
+    def __call__(self, state, bucket):
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda f: f.value()[0] * self.factor)
+
+
 def _failing(rank, world):
     """What a hook raises is raised by backward, and the wrapper goes on."""
     from torchshard.ddp import DistributedDataParallel
@@ -293,6 +305,10 @@ def _failing(rank, world):
         model(x).square().mean().backward()
     with pytest.raises(RuntimeError, match="can only be called once"):
         model.register_comm_hook(None, hook)
+    sums = DistributedDataParallel(nn.Linear(1, 1))
+    sums.register_comm_hook(None, Times(3.0))
+    sums(torch.full((1, 1), rank + 1.0)).sum().backward()
+    assert sums.module.weight.grad.item() == 3 * world * (world + 1) / 2
 
 
 def test_hooks_that_raise():

@@ -19,7 +19,7 @@ from torchshard.ddp.optimizers import SteppingHook
 from torchshard.ddp.passes import Mode
 from torchshard.ddp.recording import Step
 from torchshard.ddp.reducer import Reducer
-from torchshard.ddp.reduction import CommHook, Hooked, Sum, hooked
+from torchshard.ddp.reduction import Averaging, CommHook, Hooked, Sum, hooked
 from torchshard.ddp.traced import Traced
 from torchshard.ddp.usage import StaticUsage
 from torchshard.simulation import LinkSpeed, best_link, best_policy
@@ -225,9 +225,11 @@ class ObservedReducer(Reducer):
 
     def _excluded(self) -> str | None:
         """The setting by which gradients cannot be averaged one by one under compiled autograd, if there is one."""
+        apart = isinstance(self.reduction, Averaging) and self.reduction.group is not self.group
         reasons = {
             "find_unused_parameters=True": self.usage.tolerant and not self.usage.learning,
             "a communication hook of one's own": not self.reduction.is_linear,
+            "a communication hook that averages over another process group": apart,
             "a sparse gradient": bool(self._recipe.sparse),
             "mixed_precision": self._recipe.reduce_dtype is not None,
             "require_manual_backward_finalization": self.waits_for_user,

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from torchshard import _torch
 from torchshard.comm.summing import all_reduce_of
 from torchshard.comm.waiting import Promise
 from torchshard.ddp.flat import FlatBucket
@@ -132,20 +133,23 @@ class Hooked:
 
 
 class Averaging(Hooked):
-    """One of torch's hooks that average; their sums are made as those of buckets without a hook."""
+    """One of torch's hooks that average; their sums are made as those of buckets without a hook.
+
+    Attributes:
+        group: whose ranks it averages over.
+    """
 
     is_linear = True
 
     def __init__(self, hook: CommHook, state: object) -> None:
         super().__init__(hook, state)
-        self.dtype = _AVERAGING[hook]
+        self.dtype, self.group = _AVERAGING[hook], _torch.default_group() if state is None else cast(Any, state)
 
     def send(self, given: GradBucket) -> Any:
         """As for Sum."""
-        group: Any = dist.group.WORLD if self._state is None else self._state
         buffer = given.buffer()
-        sent = (buffer if self.dtype is None else buffer.to(self.dtype)).div_(group.size())
-        work = all_reduce_of(group)(sent)
+        sent = (buffer if self.dtype is None else buffer.to(self.dtype)).div_(self.group.size())
+        work = all_reduce_of(self.group)(sent)
         return Answer(work.get_future().then(partial(_received, None if self.dtype is None else buffer)), given, work)
 
     def ask(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
@@ -161,7 +165,8 @@ def _received(buffer: torch.Tensor | None, sent: "torch.futures.Future[list[torc
 
 def hooked(hook: CommHook, state: object) -> Hooked:
     """How buckets are reduced if this hook is registered."""
-    return Averaging(hook, state) if hook in _AVERAGING else Hooked(hook, state)
+    averages = any(hook is known for known in _AVERAGING)  # it need not be one that can be hashed
+    return Averaging(hook, state) if averages else Hooked(hook, state)
 
 
 def _is_future(value: object) -> bool:
