@@ -149,6 +149,21 @@ def test_on_a_fake_group(fake_group):
     assert model._get_ddp_logging_data()["world_size"] == dist.get_world_size()
 
 
+def test_averages_are_of_the_steps_that_are_sampled(fake_group):
+    from torchshard.ddp import DistributedDataParallel
+
+    model, name, told = DistributedDataParallel(mlp(8)), "forward_compute_time", []
+    model._set_ddp_runtime_logging_sample_rate(15)
+    for step in range(1, 17):
+        if step > 10:
+            model.explain()  # has a step recorded that is none of these
+        model(torch.ones(1, 8)).sum().backward()
+        told.append(model._get_ddp_logging_data())
+    ten, last = told[10], told[15]
+    assert (ten["iteration"], last["iteration"]) == (10, 15)
+    assert abs(11 * last[f"avg_{name}"] - 10 * ten[f"avg_{name}"] - last[name]) < 22
+
+
 def _chosen(rank, world):
     from torchshard.comm.probing import links_of
     from torchshard.ddp import DistributedDataParallel

@@ -56,7 +56,7 @@ class Logger:
         self._facts, self._recorder = dict(facts), recorder
         self._reducer: ObservedReducer = weakref.proxy(reducer)  # which asks this to note
         self._facts["bucket_sizes"] = _sizes(reducer.plan)
-        self._sums = dict.fromkeys(_durations(Step(0, lambda step: None)), 0)
+        self._sums, self._summed = dict.fromkeys(_durations(Step(0, lambda step: None)), 0), 0
         self._shown: dict[str, str | int] = {"iteration": 0}
 
     def take_over(self, other: "Logger") -> None:
@@ -71,7 +71,8 @@ class Logger:
         durations = _durations(step)
         for name, ns in durations.items():
             self._sums[name] += ns
-        count, plan = self._recorder.recorded, self._reducer.plan
+        self._summed += 1
+        plan = self._reducer.plan
         rebuilt = self._reducer.has_learned and not self._facts["find_unused_parameters"]  # torch never does otherwise
         begin, end = step.communication
         self._shown = {
@@ -86,7 +87,7 @@ class Logger:
             "backward_comm_time_start": begin,
             "backward_comm_time_end": end,
             **durations,
-            **{f"avg_{name}": ns // count for name, ns in self._sums.items()},
+            **{f"avg_{name}": ns // self._summed for name, ns in self._sums.items()},
         }
         if rebuilt:
             self._shown["rebuilt_bucket_sizes"] = _sizes(plan)

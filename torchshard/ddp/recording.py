@@ -111,17 +111,16 @@ def _mark_done(times: BucketTimes, _future: object) -> None:
 
 
 class Recorder:
-    """Decides which steps are recorded, and keeps the last one and the averages.
+    """Decides which steps are recorded, and keeps the last one.
 
     Attributes:
         rate: after the first ten, every so-many-th step is recorded.
         forwards: how many have begun whose gradients will be reduced.
         last: the last step that was recorded to its end.
-        recorded: how many there were.
     """
 
     def __init__(self, rate: int = 100) -> None:
-        self.rate, self.forwards, self.recorded = rate, 0, 0
+        self.rate, self.forwards = rate, 0
         self.last: Step | None = None
         self._wanted = False
 
@@ -142,4 +141,4 @@ class Recorder:
         return None
 
     def _keep(self, step: Step) -> None:
-        self.last, self.recorded = step, self.recorded + 1
+        self.last = step
