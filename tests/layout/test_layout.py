@@ -49,6 +49,20 @@ def test_layouts_are_interned_and_a_needless_order_is_dropped():
     assert sharding.layout((4, 5), (5, 1), F32) is not sharding.layout((4, 5), (1, 4), F32)
 
 
+def test_layouts_of_lengths_without_end_are_kept_while_they_are_used(monkeypatch):
+    monkeypatch.setattr("torchshard.layout.layout.MAX_LAYOUTS", 4)
+    sharding = Mesh((2,)).sharding((Shard(0),))
+    used, *unused = [sharding.layout((n,), (1,), F32) for n in range(4)]
+    refs = [weakref.ref(layout) for layout in unused]
+    del unused
+    for n in range(4, 20):
+        sharding.layout((n,), (1,), F32)
+        assert sharding.layout([0], [1], F32) is used
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+    assert len(sharding._layouts) <= 4
+
+
 def test_nothing_but_its_users_keeps_a_mesh():
     mesh = Mesh((2, 3))
     layout = mesh.sharding((Shard(0), R)).layout((4,), (1,), F32)

@@ -2,13 +2,16 @@
 
 All three are interned and compared by identity: a Mesh keeps the one Sharding of each kind, a Sharding the one Layout,
 so what follows from them (boxes, local shapes, transitions) is worked out once and found again by address. Nothing else
-keeps them: with its mesh, all goes. Only layouts with symbolic sizes, which cannot be hashed, are made anew each time.
+keeps them: with its mesh, all goes. Where lengths differ from step to step, layouts have no end: a Sharding keeps so
+many, and knows of others while they are used. Only layouts with symbolic sizes, which cannot be hashed, are made anew
+each time.
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from torchshard.errors import ShardingError
 from torchshard.layout import grid
@@ -18,6 +21,8 @@ from torchshard.layout.placements import Partial, Placement, Placements, R, Shar
 from torchshard.layout.reductions import may_mix
 
 Order = tuple[tuple[int, tuple[int, ...]], ...]
+
+MAX_LAYOUTS = 4096  # kept a sharding; when full, all are let go but for those that somebody else holds
 
 
 class Mesh:
@@ -126,7 +131,7 @@ class Sharding:
         partial: the axes with a Partial placement.
     """
 
-    __slots__ = ("__weakref__", "_layouts", "mesh", "order", "partial", "placements", "runs", "splits")
+    __slots__ = ("__weakref__", "_layouts", "_let_go", "mesh", "order", "partial", "placements", "runs", "splits")
 
     def __init__(self, mesh: Mesh, placements: Placements, order: Order) -> None:
         if len(placements) != mesh.ndim or not all(isinstance(p, Placement) for p in placements):
@@ -151,6 +156,7 @@ class Sharding:
                     fix="reduce one of them first: redistribute that axis to Replicate()",
                 )
         self._layouts: dict[tuple[Any, ...], Layout] = {}
+        self._let_go: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
     def layout(self, shape: Sequence[int], stride: Sequence[int], dtype: Any) -> "Layout":
         """The layout of a tensor of this global shape, stride and dtype (anything with `.itemsize`)."""
@@ -163,10 +169,15 @@ class Sharding:
                 found = self._layouts.get((shape, stride, dtype))
             except TypeError:
                 return self.mesh.layout_type(self, shape, stride, dtype)
-        if found is None:
-            shape, stride = tuple(shape), tuple(stride)
-            found = self._layouts.setdefault((shape, stride, dtype), self.mesh.layout_type(self, shape, stride, dtype))
-        return found
+        return self._kept_anew(tuple(shape), tuple(stride), dtype) if found is None else found
+
+    def _kept_anew(self, *key: Any) -> "Layout":
+        """The layout of this shape, stride and dtype that somebody holds, or a new one."""
+        if len(self._layouts) >= MAX_LAYOUTS:
+            self._let_go.update(self._layouts)
+            self._layouts.clear()
+        found = self._let_go.get(key)
+        return self._layouts.setdefault(key, self.mesh.layout_type(self, *key) if found is None else found)
 
     def replace(self, axis: int, placement: Placement) -> "Sharding":
         """This sharding with another placement on one axis; a Shard is appended last to its dim's order."""
