@@ -152,18 +152,15 @@ def in_distributed_autograd() -> bool:
     return True
 
 
-def has_other_hooks(param: Tensor) -> bool:
-    """Whether anybody but its reducer has put a hook on this parameter's gradient.
-
-    Tensor._backward_hooks (2.11-2.15), and those after accumulation, of which the reducer has one itself.
+def has_hooks(param: Tensor, own: int = 0) -> bool:
+    """Whether anybody has put a hook on this leaf's gradient: before accumulation (Tensor._backward_hooks, 2.11-2.15),
+    or after it, besides so many of the caller's own.
     """
-    return bool(param._backward_hooks) or hooks_after(param) > 1
+    return bool(param._backward_hooks) or hooks_after(param) > own
 
 
-def has_hooks(param: Tensor) -> bool:
-    """Whether anybody has put a hook on this leaf's gradient, or on the node that accumulates it."""
-    if param._backward_hooks or hooks_after(param):
-        return True
+def has_hooks_at_end(param: Tensor) -> bool:
+    """Whether anybody has put a hook on the node that accumulates this leaf's gradient."""
     return param.requires_grad and any(hooks_of(torch.autograd.graph.get_gradient_edge(param).node))
 
 

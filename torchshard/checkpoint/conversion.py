@@ -244,7 +244,7 @@ def _rows(out: Output) -> tuple[tuple[str, ...], ...]:
     for file in out.files:
         for slot in file.slots:
             entry, box = slot.entry, slot.box
-            cut = "" if box.size == entry.shape else f"[{', '.join(f'{o}:{o + n}' for o, n in zip(*box, strict=True))}]"
+            cut = "" if entry.is_all(box) else f"[{', '.join(f'{o}:{o + n}' for o, n in zip(*box, strict=True))}]"
             source = f"{len(entry.pieces)} x {entry.stored_dtype}"
             shape = " x ".join(map(str, box.size)) or "scalar"
             rows.append((printable(entry.key + cut), entry.dtype, shape, source, format_size(slot.nbytes), file.name))

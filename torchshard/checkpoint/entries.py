@@ -152,6 +152,10 @@ class TensorEntry:
         """Bytes of the full tensor."""
         return math.prod(self.shape) * self.itemsize
 
+    def is_all(self, box: Box) -> bool:
+        """Whether a box of it is all of it."""
+        return box.size == self.shape
+
     @property
     def cut(self) -> tuple[int, ...]:
         """Into how many intervals each dim is cut: (2, 1) for rows on two ranks."""

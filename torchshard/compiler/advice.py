@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from torchshard.tensor.call import WITHOUT_TANGENTS
+
 _LOCAL = "take x.local_tensor() in the region: parts that require gradients have them by themselves"
 _PLAIN = "run them on `to_local()`, or outside of the region"
 _NESTED = "give functions under torch.compiler.nested_compile_region `to_local()`, or leave that decorator out"
@@ -9,10 +11,6 @@ _REPLICATED = (
     "make it a DTensor, or put torchshard.implicit_replication() around the calls of the region, not in it;"
     " if a function under torch.compiler.nested_compile_region has made it,"
     " give that `to_local()`, or leave the decorator out"
-)
-_TANGENTS = (
-    "put torchshard.implicit_replication() around the calls of the region;"
-    " other plain tensors beside DTensors must then be the same on every rank"
 )
 _VALUES = "of a DTensor take full_tensor() first: x.full_tensor()[mask.full_tensor()] is traced, forward and backward"
 _SUPPORT = "call torchshard.compiler.support_groups() first"
@@ -24,7 +22,7 @@ WAYS_AROUND: Mapping[str, str] = {
     ),
     "There was no rule registered for HOP invoke_subgraph": _NESTED,
     "does not support copy.deepcopy()": "copy outside of the region, or take x.detach().clone()",
-    "Forward AD makes zeros for operands without a tangent": _TANGENTS,
+    "Forward AD makes zeros for operands without a tangent": WITHOUT_TANGENTS,
     "is a plain torch.Tensor among DTensors": _REPLICATED,
     "function _fall_back": "put torchshard.fallback around the calls of the region",
     "`to_local` is not defined on FakeTensor": _NESTED,

@@ -68,7 +68,7 @@ class GraphBucket(FlatBucket):
             self.work is None
             and self._fits(dtype)
             and self.pending.issuperset(members)
-            and not any(_torch.has_other_hooks(self.members[i]) for i in members)
+            and not any(_torch.has_hooks(self.members[i], own=1) for i in members)  # the reducer's
         )
 
     def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

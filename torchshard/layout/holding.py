@@ -73,7 +73,7 @@ class Holding:
         return [box for box, ranks in self.owners.items() if rank in ranks]
 
 
-# Many tensors of a state dict share their holdings, so what follows from a pair is kept for as long as a call takes.
+# Many tensors of a state dict share their holdings, so what follows from the last pairs is kept.
 _kept = lru_cache(maxsize=64)
 
 

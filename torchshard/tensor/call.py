@@ -155,6 +155,13 @@ def tells_dtypes(operands: Iterable[Operand], results: Iterable[TensorLayout | N
     return not all(map(is_whole_number, given)) or all(map(is_whole_number, made))
 
 
+WITHOUT_TANGENTS = (
+    "put torchshard.implicit_replication() around the calls of the region; other plain tensors beside DTensors must"
+    " then be the same on every rank"
+)
+"""What to do where forward AD makes plain zeros in a region."""
+
+
 def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorError:
     """The error for an argument that is no DTensor."""
     kind = Tensor if is_traced(x) and not isinstance(x, upstream.DTensor) else type(x)
@@ -170,8 +177,7 @@ def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorErr
             " which a graph cannot tell from other plain tensors.",
             expected="DTensors only, or scalars",
             got=f"{kind.__name__} of shape {tuple(x.shape)}",
-            fix="put torchshard.implicit_replication() around the calls of the region; other plain tensors beside"
-            " DTensors must then be the same on every rank",
+            fix=WITHOUT_TANGENTS,
         )
     return UnsupportedOperatorError(
         f"{where}: the argument {argument!r} is a {what}.",

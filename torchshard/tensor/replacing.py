@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from torchshard._torch import has_hooks
+from torchshard._torch import has_hooks, has_hooks_at_end
 from torchshard.errors import ShardingError
 
 _new: Any = WeakTensorKeyDictionary()  # no weak references: torch would not convert such tensors
@@ -33,7 +33,7 @@ def successor(old: nn.Parameter, value: Tensor, module: nn.Module, name: str) ->
     Raises:
         ShardingError: it has hooks, which would run no more.
     """
-    if has_hooks(old):
+    if has_hooks(old) or has_hooks_at_end(old):
         raise ShardingError(
             "A parameter with hooks is to be replaced by another, for which they would not run.",
             expected="a parameter without hooks or optimizers that step in backward",

@@ -15,7 +15,7 @@ from torchshard.layout import Box
 
 def whole_pieces(entry: TensorEntry, box: Box) -> frozenset[int]:
     """Numbers of the pieces that are read in their order and as a whole to fill a box, and have a stored checksum."""
-    all_of_it = box.size == entry.shape
+    all_of_it = entry.is_all(box)
     within = [i for i, piece in enumerate(entry.pieces) if all_of_it or piece.box.meet(box) == piece.box]
     return frozenset([i for i in within if _is_summed(entry, entry.pieces[i])])
 

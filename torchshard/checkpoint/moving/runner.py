@@ -156,7 +156,7 @@ def move(
 
 def comparable(slot: Slot) -> frozenset[int]:
     """Numbers of the pieces of a tensor that are compared as it fills a slot: of those that are cut none are."""
-    return whole_pieces(slot.entry, slot.box) if slot.box.size == slot.entry.shape else frozenset()
+    return whole_pieces(slot.entry, slot.box) if slot.entry.is_all(slot.box) else frozenset()
 
 
 class _Run:
