@@ -237,8 +237,8 @@ def crossing(rank, world):
     theirs = upstream.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     assert ours.full_tensor().tolist() == theirs.full_tensor().tolist() == [0, 1, 2, 3]
     for cross in (ours.to_torch, lambda: DTensor.from_torch(theirs), lambda: to_full({"x": theirs})):
-        with pytest.raises(ShardingError, match="Ranks do not ascend along an axis that splits"):
-            cross()
+        with pytest.raises(ShardingError, match="Ranks do not ascend along an axis that splits"), torch.device("meta"):
+            cross()  # where tensors are made by default makes no difference
     whole = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
     return whole.to_torch().full_tensor().tolist()
 

@@ -70,7 +70,7 @@ class BoundMesh(Mesh):
     def ascends(self, axis: int) -> bool:
         """Whether ranks ascend along an axis, everywhere in the mesh: the same answer on all of them."""
         if axis not in self._ascending:
-            ranks = torch.tensor(self.ranks).view(self.shape)
+            ranks = torch.tensor(self.ranks, device="cpu").view(self.shape)
             self._ascending[axis] = bool((ranks.diff(dim=axis) > 0).all())
         return self._ascending[axis]
 

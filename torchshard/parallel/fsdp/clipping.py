@@ -35,7 +35,7 @@ def clip_grad_norm_(gradients: FSDPGradients, max_norm: float, norm_type: float 
     mesh: BoundMesh = meshes.pop()
     norm_type = float(norm_type)
     largest = norm_type == math.inf
-    total = torch.zeros((), device=gradients.device)
+    total = torch.zeros((), dtype=torch.float32, device=gradients.device)  # whatever this rank has, if anything
     for piece, taken, replicas in gradients.pieces:
         norm = torch.linalg.vector_norm(piece, norm_type, dtype=torch.float32) if piece.numel() else total.new_zeros(())
         if largest:
