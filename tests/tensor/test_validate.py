@@ -153,6 +153,13 @@ def test_backward_is_proved_with_forward():
     assert {o.operator for o in without.right} == {"native_layer_norm.default"}
 
 
+def test_where_torch_makes_tensors_by_default_makes_no_difference():
+    scores, other = full(5, 4), full(4)
+    with torch.device("meta"):
+        report = validate_rule(torch.nn.functional.layer_norm, [(scores, (4,), other, other)])
+    assert {o.operator for o in report.right} == {"native_layer_norm.default", "native_layer_norm_backward.default"}
+
+
 def test_in_place_operators_keep_their_operand_where_it_is():
     report = check_call(aten.mul_.Tensor, (full(5, 4), full(4)))
     assert not report.wrong

@@ -85,9 +85,9 @@ def _terms(value: Tensor, placement: Placement, parts: int, generator: torch.Gen
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
     """Numbers of the shape and dtype of `like`, never zero, whose sums are exact in float32."""
     if not (like.is_floating_point() or like.is_complex()):
-        drawn = torch.randint(1, 4, like.shape, generator=generator)
+        drawn = torch.randint(1, 4, like.shape, generator=generator, device=generator.device)
     else:
-        drawn = (torch.randn(like.shape, generator=generator).mul(512).round() * 2 + 1) / 1024
+        drawn = (torch.randn(like.shape, generator=generator, device=generator.device).mul(512).round() * 2 + 1) / 1024
     return drawn.to(like)
 
 

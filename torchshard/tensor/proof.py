@@ -188,7 +188,7 @@ class _Proof:
             return "not possible", reason
         if len(lifted.results) != len(self.expected):
             return "wrong", f"the line has {len(lifted.results)} results, the operator {len(self.expected)}"
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         shares = [spread(t, s, generator) for t, s in zip(self.tensors, lifted.operands, strict=True)]
         ranks: list[list[Tensor | None]] = []
         for rank, coordinate in enumerate(mesh.coordinates()):

@@ -131,8 +131,8 @@ def recorded(function: Callable[..., Any], sample: Sequence[Any], backward: bool
     with torch.enable_grad(), intercepting(record):
         results = function(*args, **kwargs)
     ends = [t for t in tensors_in([results]) if t.requires_grad]
-    generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(t.shape, generator=generator).to(t) for t in ends]
+    generator = torch.Generator("cpu").manual_seed(0)
+    grads = [torch.randn(t.shape, generator=generator, device=generator.device).to(t) for t in ends]
     if ends:
         with intercepting(record):
             torch.autograd.backward(ends, grads)
