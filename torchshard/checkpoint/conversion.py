@@ -13,7 +13,7 @@ from types import MappingProxyType
 from torchshard.checkpoint import opening
 from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.editing import Edits, Rename, edited, merged
-from torchshard.checkpoint.entries import Index
+from torchshard.checkpoint.entries import Index, is_all
 from torchshard.checkpoint.files import given
 from torchshard.checkpoint.formats import dcp_write, safetensors, torch_file
 from torchshard.checkpoint.formats.out import Options, Output
@@ -244,7 +244,7 @@ def _rows(out: Output) -> tuple[tuple[str, ...], ...]:
     for file in out.files:
         for slot in file.slots:
             entry, box = slot.entry, slot.box
-            cut = "" if entry.is_all(box) else f"[{', '.join(f'{o}:{o + n}' for o, n in zip(*box, strict=True))}]"
+            cut = "" if is_all(box, entry) else f"[{', '.join(f'{o}:{o + n}' for o, n in zip(*box, strict=True))}]"
             source = f"{len(entry.pieces)} x {entry.stored_dtype}"
             shape = " x ".join(map(str, box.size)) or "scalar"
             rows.append((printable(entry.key + cut), entry.dtype, shape, source, format_size(slot.nbytes), file.name))

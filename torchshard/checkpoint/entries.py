@@ -152,10 +152,6 @@ class TensorEntry:
         """Bytes of the full tensor."""
         return math.prod(self.shape) * self.itemsize
 
-    def is_all(self, box: Box) -> bool:
-        """Whether a box of it is all of it."""
-        return box.size == self.shape
-
     @property
     def cut(self) -> tuple[int, ...]:
         """Into how many intervals each dim is cut: (2, 1) for rows on two ranks."""
@@ -171,6 +167,11 @@ class TensorEntry:
     def numpy(self) -> "NDArray[Any]":
         """The full tensor."""
         return self[...]
+
+
+def is_all(box: Box, entry: TensorEntry) -> bool:
+    """Whether a box of a tensor is all of it."""
+    return box.size == entry.shape
 
 
 @dataclass(slots=True, eq=False)

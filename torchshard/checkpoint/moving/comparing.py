@@ -5,7 +5,7 @@ A checksum is of a stretch of file, so what is compared are pieces that are read
 
 from collections.abc import Collection, Sequence
 
-from torchshard.checkpoint.entries import Piece, TensorEntry
+from torchshard.checkpoint.entries import Piece, TensorEntry, is_all
 from torchshard.checkpoint.moving.checksums import combine
 from torchshard.checkpoint.moving.plan import Copy, run_within
 from torchshard.checkpoint.text import printable
@@ -15,7 +15,7 @@ from torchshard.layout import Box
 
 def whole_pieces(entry: TensorEntry, box: Box) -> frozenset[int]:
     """Numbers of the pieces that are read in their order and as a whole to fill a box, and have a stored checksum."""
-    all_of_it = entry.is_all(box)
+    all_of_it = is_all(box, entry)
     within = [i for i, piece in enumerate(entry.pieces) if all_of_it or piece.box.meet(box) == piece.box]
     return frozenset([i for i in within if _is_summed(entry, entry.pieces[i])])
 

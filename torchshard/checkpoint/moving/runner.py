@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from torchshard.checkpoint.entries import TensorEntry
+from torchshard.checkpoint.entries import TensorEntry, is_all
 from torchshard.checkpoint.files import Handle
 from torchshard.checkpoint.formats.out import Slot
 from torchshard.checkpoint.moving.checksums import crc32
@@ -156,7 +156,7 @@ def move(
 
 def comparable(slot: Slot) -> frozenset[int]:
     """Numbers of the pieces of a tensor that are compared as it fills a slot: of those that are cut none are."""
-    return whole_pieces(slot.entry, slot.box) if slot.entry.is_all(slot.box) else frozenset()
+    return whole_pieces(slot.entry, slot.box) if is_all(slot.box, slot.entry) else frozenset()
 
 
 class _Run:
