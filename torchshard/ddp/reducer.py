@@ -65,7 +65,7 @@ class Reducer(ReducerCompatibility):
         self.names, self.params = [n for n, _ in named], [p for _, p in named]
         self.exchange, self.group, self.device, self.policy = exchange, exchange.group, exchange.device, policy
         self.usage = Usage(len(self.params)) if usage is None else usage
-        self.reduction: Sum | Hooked = Sum(self.group)
+        self.reduction: Sum | Hooked = Sum(exchange)
         self.counters = Counters()
         self.lending = Lending(self)
         self.mode = Mode.IDLE

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from torchshard.comm.summing import all_reduce_of
 from torchshard.comm.waiting import Promise
+from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.gradbucket import GradBucket
 
@@ -43,8 +43,9 @@ class Sum:
 
     hooked, is_linear, dtype = False, True, None
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.scale, self._all_reduce = 1.0 / group.size(), all_reduce_of(group)
+    def __init__(self, exchange: Exchange) -> None:
+        self.scale = 1.0 / exchange.group.size()
+        self._all_reduce: Callable[[torch.Tensor], Any] = exchange.all_reduce
 
     def use(self, all_reduce: Callable[[torch.Tensor], Any]) -> None:
         """Have this start the sums from now on."""
@@ -132,20 +133,25 @@ class Hooked:
 
 
 class Averaging(Hooked):
-    """One of torch's hooks that average; their sums are made as those of buckets without a hook."""
+    """One of torch's hooks that average; their sums are made as those of buckets without a hook.
+
+    Args:
+        hook, state: as for Hooked.
+        exchange: of the wrapper whose hook it is.
+    """
 
     is_linear = True
 
-    def __init__(self, hook: CommHook, state: object) -> None:
+    def __init__(self, hook: CommHook, state: object, exchange: Exchange) -> None:
         super().__init__(hook, state)
-        self.dtype = _AVERAGING[hook]
+        self.dtype, self._exchange = _AVERAGING[hook], exchange
 
     def send(self, given: GradBucket) -> Any:
         """As for Sum."""
         group: Any = dist.group.WORLD if self._state is None else self._state
         buffer = given.buffer()
         sent = (buffer if self.dtype is None else buffer.to(self.dtype)).div_(group.size())
-        work = all_reduce_of(group)(sent)
+        work = self._exchange.all_reduce(sent, group)
         return Answer(work.get_future().then(partial(_received, None if self.dtype is None else buffer)), given, work)
 
     def ask(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
@@ -159,9 +165,9 @@ def _received(buffer: torch.Tensor | None, sent: "torch.futures.Future[list[torc
     return result if buffer is None else buffer.copy_(result)
 
 
-def hooked(hook: CommHook, state: object) -> Hooked:
+def hooked(hook: CommHook, state: object, exchange: Exchange) -> Hooked:
     """How buckets are reduced if this hook is registered."""
-    return Averaging(hook, state) if hook in _AVERAGING else Hooked(hook, state)
+    return Averaging(hook, state, exchange) if hook in _AVERAGING else Hooked(hook, state)
 
 
 def _is_future(value: object) -> bool:
