@@ -40,8 +40,8 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
         group = device_mesh.get_group(mesh_dim=0)
     if isinstance(group, str):
         raise TypeError(
-            f"DistributedDataParallel: process_group={group!r} is a str, and a process group is expected: None for that of "
-            "init_process_group, or what dist.new_group() returns"
+            f"DistributedDataParallel: process_group={group!r} is a str, where a group is expected: None for that "
+            "of init_process_group, or what dist.new_group() returns"
         )
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:  # new_group gives others a number
         raise ValueError("DistributedDataParallel: this rank is not a member of the process group that it was given")
