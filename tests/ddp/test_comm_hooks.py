@@ -178,6 +178,7 @@ def _more_buckets(rank, world):
         assert isinstance(bucket, dist.GradBucket)
         assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
         assert all(g.shape == p.shape for g, p in zip(bucket.gradients(), bucket.parameters(), strict=True))
+        assert torch.equal(bucket.buffer(), torch.cat([g.flatten() for g in bucket.gradients()]))  # as hooks cut it
         seen.append((bucket.index(), bucket.is_last()))
         future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         return future.then(lambda f: f.value()[0] * 2).then(lambda f: f.value() / (2 * state))

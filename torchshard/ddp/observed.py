@@ -75,7 +75,7 @@ class ObservedReducer(Reducer):
         reduction.in_turn = wait if on_gloo and not reduction.is_linear else None
         self.reduction = reduction
         self.link = self.links[0] if self.links else None  # which the hook uses in its own way
-        self._use_scale()
+        self._adopt(self._layout)
 
     def choose_sizes(self, *links: LinkSpeed) -> None:
         """Find out which sizes of buckets suit the link between the ranks, and which way of using it, if there is one.

@@ -98,7 +98,7 @@ class Hooked:
         if index == 0:
             self._before.clear()
         with torch.no_grad():
-            given = GradBucket.make(index, bucket.outgoing(), bucket.views, bucket.parameters, last)
+            given = GradBucket.make(index, *bucket.shown(), bucket.parameters, last)
             bucket.work = self.send(given)
 
     def accept(self, bucket: FlatBucket) -> None:
