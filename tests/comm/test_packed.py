@@ -21,14 +21,14 @@ CPU = torch.device("cpu")
 MANY = 40_000
 
 
-def all_reduce_of(group=None, chunk=5000):
+def all_reduce_of(group=None, chunk=5000, owner=0):
     """What packs tensors of whatever size, in chunks of which the larger ones have several."""
     from torchshard.comm import packed
 
     packed.SMALLEST, packed.CHUNK = 1, chunk
     group = group or dist.group.WORLD
     assert packed.look_for_lines(group, CPU) is not None
-    return packed.packed_all_reduce_of(group)
+    return packed.packed_all_reduce_of(group, owner)
 
 
 def told_in_memory():
@@ -215,6 +215,8 @@ def _different(rank, world):
         all_reduce(torch.ones(10 + rank)).wait()
     with pytest.raises(RankMismatchError):  # nothing can be summed any more
         all_reduce(torch.ones(10)).wait()
+    with pytest.raises(RankMismatchError, match="as many for another wrapper"):
+        all_reduce_of(dist.new_group(), owner=rank)(torch.ones(10)).wait()
     dist.barrier()
     return str(caught.value)
 

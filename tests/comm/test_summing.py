@@ -22,7 +22,7 @@ from torchshard.errors import RankMismatchError
 CPU = torch.device("cpu")
 
 
-def all_reduce_of(group=None, told=0):
+def all_reduce_of(group=None, told=0, owner=0):
     """What sums without the group's transport: in memory, of whatever size, what is larger than may be told."""
     from torchshard.comm import summing
 
@@ -30,7 +30,7 @@ def all_reduce_of(group=None, told=0):
     group = group or dist.group.WORLD
     summing.look_for_neighbours(group, CPU)
     assert summing._known[group] is not None
-    return summing.all_reduce_of(group)
+    return summing.all_reduce_of(group, owner)
 
 
 @given(st.integers(0, 1000), st.integers(1, 20))
@@ -157,6 +157,8 @@ def _different(rank, world, told):
     all_reduce = all_reduce_of(told=told)
     with pytest.raises(RankMismatchError) as caught:
         all_reduce(torch.ones(10 + rank)).wait()
+    with pytest.raises(RankMismatchError, match="as many for another wrapper"):
+        all_reduce_of(dist.new_group(), told, owner=rank)(torch.ones(10)).wait()
     return str(caught.value)
 
 

@@ -5,6 +5,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch._higher_order_ops.map import map as map_rows
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -58,11 +59,24 @@ def _hooks_reduce_in_the_graph(found):
             assert later[1:] == (6, 0, 2)
 
 
+class _Odd(Parts):
+    """Gradients between which a graph leaves gaps."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 63), nn.Linear(63, 61), nn.Linear(61, 32)
+
+
+def _own(state, bucket):
+    assert torch.equal(bucket.buffer(), torch.cat([g.flatten() for g in bucket.gradients()]))  # as hooks cut it
+    return default_hooks.allreduce_hook(state, bucket)
+
+
 def _not_linear(rank, world):
     """A hook of the user's, and other sources of gradients than the graph: from the first step on, or only later."""
-    early, late = Trial(rank, world), Trial(rank, world)
+    early, late = Trial(rank, world, make=_Odd), Trial(rank, world, make=_Odd)
     for trial in (early, late):
-        trial.ddp.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(state, bucket))
+        trial.ddp.register_comm_hook(None, _own)
     steps, said = [early.step(_regularised) for _ in range(3)], ""
     late.step(_plain)
     try:

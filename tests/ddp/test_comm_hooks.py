@@ -179,6 +179,7 @@ def _more_buckets(rank, world):
         assert isinstance(bucket, dist.GradBucket)
         assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
         assert all(g.shape == p.shape for g, p in zip(bucket.gradients(), bucket.parameters(), strict=True))
+        assert torch.equal(bucket.buffer(), torch.cat([g.flatten() for g in bucket.gradients()]))  # as hooks cut it
         seen.append((bucket.index(), bucket.is_last()))
         future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         return future.then(lambda f: f.value()[0] * 2).then(lambda f: f.value() / (2 * state))
@@ -330,3 +331,13 @@ def test_what_is_no_hook(fake_group, hook):
         model.register_comm_hook(None, hook)
     with pytest.raises(type(ours.value), match=re.escape(str(ours.value))):
         TorchDDP._check_comm_hook(model, hook)
+
+
+def test_what_a_hook_calls_its_bucket_is_its_own_affair(fake_group):
+    """Torch's wrapper says KeyError: 'bucket'."""
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(mlp(8))
+    model.register_comm_hook(None, lambda _, flat: default_hooks.allreduce_hook(None, flat))
+    with pytest.raises(ValueError, match="called with a state and a bucket, and its signature is \\(bucket\\)"):
+        model.register_comm_hook(None, lambda bucket: None)

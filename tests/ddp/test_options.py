@@ -79,10 +79,22 @@ def test_what_is_no_module_is_named(fake_group):
         DistributedDataParallel(list(mlp().parameters()))
 
 
+def test_a_module_without_values_is_named(fake_group):
+    with pytest.raises(
+        RuntimeError, match=r"0\.weight is on the meta device, .* call module\.to_empty\(device=\.\.\.\)"
+    ):
+        DistributedDataParallel(mlp().to("meta"))
+
+
 OURS = {
     "negative cap": ({"bucket_cap_mb": -1}, ValueError, "cannot hold less than nothing"),
     "negative cap in the list": ({"bucket_cap_mb_list": [1, -2]}, ValueError, "cap of -2 MiB"),
     "a word": ({"bucket_cap_mb": "large"}, ValueError, "bucket_cap_mb='large' is not possible"),
+    "the name of a backend": (
+        {"process_group": "gloo"},
+        TypeError,
+        "'gloo' is a str, .* None for that of init_process",
+    ),
     "auto and more": ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, ValueError, "without bucket_cap_mb_list"),
 }
 

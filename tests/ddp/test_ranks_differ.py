@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.models import Stops, mlp, stumble
 from tests.ranks import run_ranks
@@ -216,3 +217,32 @@ def _copied_alone(rank, world, then):
 def test_a_copy_on_one_rank_is_its_own_affair(then):
     answers = run_ranks(3, _copied_alone, then, timeout=60)
     assert answers[0] == answers[1] == answers[2]
+
+
+def _in_turn(rank, world, hook):
+    """Two equal models, whose backwards run the other way round on the last rank, in the third step."""
+    from torchshard.ddp import DistributedDataParallel
+
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    models = [DistributedDataParallel(mlp(8), process_group=group) for _ in range(2)]
+    if hook:
+        for model in models:
+            model.register_comm_hook(group, default_hooks.allreduce_hook)
+
+    def train():
+        for step in range(3):
+            losses = [model(torch.full((2, 8), 1.0 + k)).sum() for k, model in enumerate(models)]
+            for loss in losses[:: -1 if rank == world - 1 and step == 2 else 1]:
+                loss.backward()
+
+    return _message(train), _message(train)
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_backwards_of_two_models_in_another_order_are_an_error(hook):
+    """Equal buckets of theirs would be added without a word, as under torch's wrapper."""
+    for first, again in run_ranks(3, _in_turn, hook, timeout=60):
+        assert "sum different tensors" in first
+        assert "as many for another wrapper" in first
+        assert "give each wrapper a process group of its own" in first
+        assert again is not None

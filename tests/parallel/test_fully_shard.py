@@ -241,7 +241,8 @@ def chosen_parameters(rank, world):
     """Options that name parameters mean those of the module as it was, in all calls."""
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-    from torchshard import Shard, init_device_mesh
+    from torchshard import Shard, distribute_module, init_device_mesh
+    from torchshard.errors import UnsupportedOperatorError
     from torchshard.parallel.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -256,6 +257,14 @@ def chosen_parameters(rank, world):
             shard(module, mesh=mesh["dp"], **options)
         found.append({name: getattr(p, "placements", None) for name, p in model.named_parameters()})
     assert found[0] == found[1]
+
+    theirs = torch_fully_shard(cases.parallel(mesh), mesh=mesh["dp"])
+    with pytest.raises(UnsupportedOperatorError, match=r"fix: .* torchshard\.parallel\.fsdp\.fully_shard in place of"):
+        theirs(torch.ones(4, cases.WIDTH))
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"DistributedDataParallel\(module, device_mesh=\.\.\.\) in place"
+    ):
+        nn.parallel.DistributedDataParallel(distribute_module(nn.Linear(4, 4), mesh["tp"]), device_mesh=mesh["dp"])
 
 
 def test_options_that_name_parameters():

@@ -101,8 +101,11 @@ def test_what_is_no_plan(mesh):
         parallelize_module(module, mesh, {"head": theirs.ColwiseParallel()})
     with pytest.raises(TypeError, match=r"parallelize_plan\['head'\] .* make one of it: ColwiseParallel\(\)"):
         parallelize_module(module, mesh, {"head": ColwiseParallel})
-    with pytest.raises(NotImplementedError, match=r"takes nn\.Linear and nn\.Embedding, and this is a LayerNorm"):
-        parallelize_module(module, mesh, {"layers.0.norm": RowwiseParallel()})
+    with pytest.raises(
+        NotImplementedError, match=r"takes nn\.Linear and nn\.Embedding, and this is a LayerNorm"
+    ) as error:
+        parallelize_module(module, mesh, {"layers.?.norm": RowwiseParallel()})
+    assert error.value.__notes__ == ["  where:    parallelize_plan['layers.?.norm'], at layers.0.norm"]
     parallelize_module(module, mesh, {"head": ColwiseParallel()})
     with pytest.raises(RuntimeError, match="already been called"):
         parallelize_module(module, mesh, {"head": ColwiseParallel()})

@@ -171,6 +171,29 @@ def prepared(rank, world):
     with pytest.raises(AssertionError, match="no tensor: str"):
         module("a", x)
 
+    class Two(nn.Module):
+        def forward(self, a, b=None):
+            return a, b
+
+    named = [{"b": Shard(0)}, {"b": Replicate()}]
+    one = PrepareModuleInput(input_kwarg_layouts=named[0], desired_input_kwarg_layouts=named[1])
+    both = PrepareModuleInput(
+        input_layouts=(Shard(0), Shard(0)),
+        desired_input_layouts=(Replicate(), Replicate()),
+        input_kwarg_layouts=named[0],
+        desired_input_kwarg_layouts=named[1],
+    )
+    assert torch.equal(parallelize_module(Two(), mesh, one)(x, b=x)[1].to_local(), whole)
+    assert torch.equal(parallelize_module(Two(), mesh, both)(x, x)[1].to_local(), whole)
+    with pytest.raises(
+        ValueError, match=r"input 1 .* has come by its place, .*: call the module with b=, or tell of it"
+    ):
+        parallelize_module(Two(), mesh, one)(x, x)  # by torch's style it is left as it is
+    strange = {"c": Shard(0)}
+    style = PrepareModuleInput(input_kwarg_layouts=strange, desired_input_kwarg_layouts=strange)
+    with pytest.raises(ValueError, match="names c, and Two takes a, b"):
+        parallelize_module(Two(), mesh, style)
+
     module = parallelize_module(
         Pair(),
         mesh,

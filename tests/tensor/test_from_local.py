@@ -103,6 +103,8 @@ def refusals(rank, world):
         "none": lambda: distribute_tensor(x, mesh, []),
         "dim": lambda: distribute_tensor(x, mesh, [Shard(2)]),
         "mesh": lambda: distribute_tensor(x, "cpu", [Shard(0)]),
+        "the wrong way round": lambda: distribute_tensor(mesh, x.detach(), [Shard(0)]),
+        "list": lambda: distribute_tensor([1.0, 2.0], mesh, [Shard(0)]),
         "shape": lambda: DTensor.from_local(x, mesh, [Shard(0)], shape=(9, 3), stride=(3, 1)),
         "half": lambda: DTensor.from_local(x, mesh, [Shard(0)], shape=(8, 3)),
         "twice": lambda: DTensor.from_local(distribute_tensor(x, mesh), mesh, [Shard(0)]),
@@ -150,6 +152,15 @@ class Sentences(expecttest.TestCase):
   expected: a torch.distributed.DeviceMesh
   got:      str: 'cpu'
   fix:      init_device_mesh('cpu', (world_size,))
+[the wrong way round] ShardingError: A mesh is needed.
+  expected: a torch.distributed.DeviceMesh
+  got:      Tensor: tensor([[1., ...[1., 1., 1.]])
+  fix:      init_device_mesh('cpu', (world_size,))
+[list] ShardingError: A DTensor is made of a tensor.
+  expected: a torch.Tensor
+  got:      list: [1.0, 2.0]
+  where:    distribute_tensor
+  fix:      torch.tensor(it), or torch.from_numpy(it) of an array
 [shape] ShardingError: A local tensor does not have the shape of this rank's part.
   expected: (5, 3), the part of (9, 3) at (0,)
   got:      (4, 3)

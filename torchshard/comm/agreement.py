@@ -27,6 +27,7 @@ from torchshard.errors import RankMismatchError
 NO_LOSS = RankMismatchError, NotImplementedError, torch.OutOfMemoryError
 """Kinds of RuntimeError that tell of something else than a lost rank."""
 
+_ALONE = "copies"
 _LONGEST_LINE = 200
 _NO_STORE = "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
 _TO_ANSWER = 3.0
@@ -43,8 +44,12 @@ class Agreement:
         alone: this rank may have made it without the others, as one makes a copy. Such ones count when they are used
             first, which all ranks do in the same order.
 
-    Keys in the store carry the group's name and a number of their own for each Agreement, and are deleted when the
-    last rank has read them. A group of one rank, or a fake one, has nobody to disagree with and touches no store.
+    Attributes:
+        number: the same on all ranks, and that of no other Agreement of the group; below 0 of those made alone, which
+            get it at their first use, and 0 where there is nobody to disagree with.
+
+    Keys in the store carry the group's name and this number, and are deleted when the last rank has read them. A group
+    of one rank, or a fake one, has nobody to disagree with and touches no store.
     """
 
     def __init__(
@@ -53,13 +58,13 @@ class Agreement:
         self.rank, self.world, self.what = group.rank(), group.size(), what
         self.limit = _torch.group_timeout(group, device).total_seconds()
         self._known: dict[tuple[int, str], int] = {}
-        self._place, self._asked = 0, 0
+        self._place, self._asked, self.number = 0, 0, 0
         self._followed: list[tuple[int, str]] = []
         self._failure: RankMismatchError | None = None
         self._store: Store | None = None
         self._places: tuple[Store, str] | None = None
         if self.world > 1 and dist.get_backend(group) != "fake":
-            kind = "copies" if alone else "agreements"
+            kind = _ALONE if alone else "agreements"
             self._places = _torch.group_store(group), f"torchshard/{group.group_name}/{kind}"
             if not alone:
                 self._common_store()
@@ -70,6 +75,7 @@ class Agreement:
             store, place = self._places
             number = store.add(f"{place}/{self.rank}", 1)
             self._store = PrefixStore(f"{place}/{number}", store)
+            self.number = -number if place.endswith(_ALONE) else number
         return self._store
 
     def restart(self) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torchshard import _torch
 from torchshard.comm.lines import Far, Lines, connect, hang_up, receive, shut
 from torchshard.comm.packing import can_pack, pack, unpack
-from torchshard.comm.summing import MOST_RANKS, dtype_code, require_same, segments
+from torchshard.comm.summing import MOST_RANKS, Summand, require_same, segments
 from torchshard.comm.waiting import Promise
 from torchshard.comm.workers import Worker
 from torchshard.errors import RankMismatchError
@@ -50,8 +50,8 @@ _ADDED = 32 * 1024
 _MOMENT = 0.5
 """Seconds that the other steps of a sum have to end by themselves when one has failed."""
 
-_HEAD = struct.Struct("5q")
-"""Number of the sum; elements and dtype of the tensor; where in it the chunk begins; bytes that follow."""
+_HEAD = struct.Struct("6q")
+"""Number of the sum; elements, dtype and owner of the tensor; where in it the chunk begins; bytes that follow."""
 
 _known: "weakref.WeakKeyDictionary[dist.ProcessGroup, PackedSums | None]" = weakref.WeakKeyDictionary()
 """A fact about each group, asked for by all its ranks in the same order."""
@@ -81,14 +81,14 @@ def _connected(group: dist.ProcessGroup, device: torch.device) -> "PackedSums | 
     return PackedSums(group.rank(), terms, sums)
 
 
-def packed_all_reduce_of(group: dist.ProcessGroup) -> Callable[[Tensor], Any]:
+def packed_all_reduce_of(group: dist.ProcessGroup, owner: int = 0) -> Callable[[Tensor], Any]:
     """As all_reduce_of, for a group for which `look_for_lines` has found something."""
     found = _known[group]
     assert found is not None, "sums are packed where that has been measured"
     sums: PackedSums = found
 
     def all_reduce(x: Tensor) -> Any:
-        return sums.all_reduce(x) if sums.can_sum(x) else dist.all_reduce(x, group=group, async_op=True)
+        return sums.all_reduce(x, owner) if sums.can_sum(x) else dist.all_reduce(x, group=group, async_op=True)
 
     return all_reduce
 
@@ -129,13 +129,13 @@ class PackedSums:
         """Whether it is one of those that are summed here; the same on all ranks."""
         return can_pack(x) and x.nbytes >= SMALLEST and x.device.type == "cpu"
 
-    def all_reduce(self, x: Tensor) -> Promise:
+    def all_reduce(self, x: Tensor, owner: int = 0) -> Promise:
         """Start to sum a tensor in place."""
         self._count += 1
         future: torch.futures.Future[Any] = torch.futures.Future()
         _torch.profiled("gloo:all_reduce", future)  # as the group's own
         promise = Promise(future)  # done behind the profiler
-        job = _Sum(self._count, x, self._peers, future)
+        job = _Sum(self._count, x, owner, self._peers, future)
         for worker, step in zip(self._workers, _STEPS, strict=True):
             worker.do(partial(job.play, step))
         return promise
@@ -185,14 +185,15 @@ class _Sum:
     Args:
         number: of the sum, in this group.
         x: the tensor, and the place of the result.
+        owner: whose sum it is.
         peers: the other ranks.
         future: is given the tensor when it is done with.
     """
 
-    def __init__(self, number: int, x: Tensor, peers: _Peers, future: "torch.futures.Future[Any]") -> None:
+    def __init__(self, number: int, x: Tensor, owner: int, peers: _Peers, future: "torch.futures.Future[Any]") -> None:
         self.number, self.x, self.peers, self._future = number, x, peers, future
         self.flat = x.data.view(-1)  # not counted as a change of the tensor, as of any collective
-        self.dtype, self.bounds = dtype_code(x), segments(x.numel(), peers.ranks)
+        self.summand, self.bounds = Summand.of(x, owner), segments(x.numel(), peers.ranks)
         self._lock, self._left, self._ended = threading.Lock(), len(_STEPS), threading.Event()
         self._failed: Exception | None = None
 
@@ -240,7 +241,7 @@ class _Sum:
     def send(self, lines: Lines, ranks: Sequence[int], begin: int, chunk: Tensor) -> None:
         """Pack a chunk, and send it to these ranks."""
         packed = pack(chunk)
-        data = _HEAD.pack(self.number, self.flat.numel(), self.dtype, begin, len(packed)) + packed
+        data = _HEAD.pack(self.number, *self.summand, begin, len(packed)) + packed
         for rank in ranks:
             try:
                 lines[rank].sendall(data)
@@ -250,8 +251,8 @@ class _Sum:
     def take(self, lines: Lines, rank: int, begin: int, chunk: Tensor) -> None:
         """Fill a chunk with what comes from this rank; RankMismatchError if it is another tensor's."""
         try:
-            number, numel, dtype, its_begin, size = _HEAD.unpack(receive(lines[rank], _HEAD.size))
-            require_same(self.flat, self.peers.rank, rank, numel, dtype, self.number)
+            number, *its, its_begin, size = _HEAD.unpack(receive(lines[rank], _HEAD.size))
+            require_same(self.flat, self.summand, Summand(*its), self.peers.rank, rank, self.number)
             if (number, its_begin) != (self.number, begin):
                 raise RuntimeError(f"rank {rank} is at element {its_begin} of sum {number}, and this one at {begin}")
             packed = receive(lines[rank], size)

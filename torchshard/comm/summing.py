@@ -18,7 +18,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ _READ = 128 * 1024
 _ADDED = 32 * 1024
 """Elements that are added at a time: torch does not take more threads for so few."""
 
-_WORD = struct.Struct("5q")
+_WORD = struct.Struct("6q")
 
 _known: "weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None]" = weakref.WeakKeyDictionary()
 """A fact about each group, asked for by all its ranks in the same order."""
@@ -69,13 +69,19 @@ def _found(group: dist.ProcessGroup, device: torch.device) -> "Neighbours | None
     return Neighbours(group.rank(), pids, lines) if lines else None
 
 
-def all_reduce_of(group: dist.ProcessGroup) -> Callable[[Tensor], Any]:
-    """What starts to sum a tensor in place over the ranks of a group, and returns its work, as dist.Work."""
+def all_reduce_of(group: dist.ProcessGroup, owner: int = 0) -> Callable[[Tensor], Any]:
+    """What starts to sum a tensor in place over the ranks of a group, and returns its work, as dist.Work.
+
+    Args:
+        group: of the ranks.
+        owner: whose sums these are, of several users of the group. Ranks that sum for different owners say so where
+            sums are made here; the transport of the group does not ask.
+    """
     neighbours = _known.get(group)
 
     def all_reduce(x: Tensor) -> Any:
         if neighbours is not None and neighbours.can_sum(x):
-            return neighbours.all_reduce(x)
+            return neighbours.all_reduce(x, owner)
         return dist.all_reduce(x, group=group, async_op=True)
 
     return all_reduce
@@ -98,13 +104,13 @@ class Neighbours:
         """Whether it is one of those that are summed here; the same on all ranks."""
         return x.layout is torch.strided and x.numel() > 0 and x.device.type == "cpu" and x.is_contiguous()
 
-    def all_reduce(self, x: Tensor) -> Promise:
+    def all_reduce(self, x: Tensor, owner: int = 0) -> Promise:
         """Start to sum a tensor in place."""
         self._count += 1
         future: torch.futures.Future[Any] = torch.futures.Future()
         _torch.profiled("gloo:all_reduce", future)  # as the group's own
         promise = Promise(future)  # done behind the profiler
-        self._worker.do(partial(_play, self._meeting(self._count), x, future))
+        self._worker.do(partial(_play, self._meeting(self._count, owner), x, future))
         return promise
 
 
@@ -156,28 +162,41 @@ def segments(numel: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(rank * step, numel), min((rank + 1) * step, numel)) for rank in range(ranks)]
 
 
-def dtype_code(x: Tensor) -> int:
-    """A number that stands for the dtype on all ranks."""
-    return zlib.crc32(str(x.dtype).encode())
+class Summand(NamedTuple):
+    """What a rank sums, as numbers that mean the same on all ranks."""
+
+    numel: int
+    dtype: int
+    owner: int
+
+    @classmethod
+    def of(cls, x: Tensor, owner: int) -> "Summand":
+        """Of this tensor, for one of the users of the group."""
+        return cls(x.numel(), zlib.crc32(str(x.dtype).encode()), owner)
 
 
-def require_same(x: Tensor, rank: int, other: int, numel: int, dtype: int, number: int) -> None:
-    """Raise RankMismatchError unless another rank's tensor, of so many elements, is of the same length and dtype.
+def require_same(x: Tensor, mine: Summand, its: Summand, rank: int, other: int, number: int) -> None:
+    """Raise RankMismatchError unless another rank sums a tensor of the same length and dtype, for the same owner.
 
     Args:
-        x: the tensor of this rank.
+        x, mine: of this rank.
+        its: of the other one.
         rank, other: this rank, and the other one.
-        numel, dtype: of the other's tensor; the dtype's code.
         number: of the sum, in this group.
     """
-    if (numel, dtype) != (x.numel(), dtype_code(x)):
-        raise RankMismatchError(
-            f"rank {rank} and rank {other} sum different tensors",
-            expected=f"{x.numel()} elements of {x.dtype}, as on rank {rank}",
-            got=f"{numel} elements of {'the same' if dtype == dtype_code(x) else 'another'} dtype",
-            where=f"sum {number} of this process group",
-            fix="run the same model, with the same settings, on every rank",
-        )
+    if mine == its:
+        return
+    same, fix = mine._replace(owner=0) == its._replace(owner=0), "run the same model, with the same settings"
+    if same:
+        fix = "run the backwards of several wrappers in the same order, or give each wrapper a process group of its own"
+    dtype = "the same" if its.dtype == mine.dtype else "another"
+    raise RankMismatchError(
+        f"rank {rank} and rank {other} sum different tensors",
+        expected=f"{mine.numel} elements of {x.dtype}, as on rank {rank}",
+        got="as many for another wrapper" if same else f"{its.numel} elements of {dtype} dtype",
+        where=f"sum {number} of this process group",
+        fix=f"{fix}, on every rank",
+    )
 
 
 class _Meeting:
@@ -188,10 +207,11 @@ class _Meeting:
         pids: of all.
         lines: to the others.
         number: of the sum, in this group.
+        owner: whose sum it is.
     """
 
-    def __init__(self, rank: int, pids: Sequence[int], lines: Lines, number: int) -> None:
-        self.rank, self.pids, self.lines, self.number = rank, pids, lines, number
+    def __init__(self, rank: int, pids: Sequence[int], lines: Lines, number: int, owner: int) -> None:
+        self.rank, self.pids, self.lines, self.number, self._owner = rank, pids, lines, number, owner
         self._step = 0
 
     def tell(self, x: Tensor, said: bytes = b"") -> dict[int, tuple[int, bytes]]:
@@ -199,16 +219,16 @@ class _Meeting:
 
         RankMismatchError if one of them sums something else.
         """
-        found, dtype = {}, dtype_code(x)
-        answers = self._exchange(x.numel(), dtype, x.data_ptr(), said=said)
-        for rank, ((numel, its_dtype, address), its) in answers.items():
-            require_same(x, self.rank, rank, numel, its_dtype, self.number)
+        found, mine = {}, Summand.of(x, self._owner)
+        answers = self._exchange(*mine, x.data_ptr(), said=said)
+        for rank, ((*numbers, address), its) in answers.items():
+            require_same(x, mine, Summand(*numbers), self.rank, rank, self.number)
             found[rank] = address, its
         return found
 
     def gather(self) -> None:
         """Return when all ranks have come here."""
-        self._exchange(0, 0, 0)
+        self._exchange(0, 0, 0, 0)
 
     def _exchange(self, *numbers: int, said: bytes = b"") -> "dict[int, tuple[tuple[int, ...], bytes]]":
         self._step += 1

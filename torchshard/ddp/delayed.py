@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchshard import _torch
-from torchshard.comm.summing import all_reduce_of
 from torchshard.ddp import messages
 from torchshard.ddp.backwards import Leaves
 from torchshard.ddp.flat import gradient_strides
@@ -123,7 +122,7 @@ class Delayed:
                         elsewhere.append((p.grad, view))
                         continue
                 p.grad = view.detach()
-            works = [all_reduce_of(exchange.group)(b.div_(exchange.group.size())) for b in self._buffers]
+            works = [exchange.all_reduce(b.div_(exchange.group.size())) for b in self._buffers]
             exchange.issued += 1
             exchange.wait(works, "gradients that are reduced with delay")
             for grad, view in elsewhere:

@@ -104,7 +104,13 @@ class Engine:
             raise TypeError("Communication hook must be callable.")
         signature, empty = inspect.signature(hook), inspect.Parameter.empty
         bucket = GradBucket.__base__  # torch's
-        if signature.parameters["bucket"].annotation not in (empty, bucket):
+        try:
+            signature.bind(None, None)
+        except TypeError as error:
+            raise ValueError(
+                f"Communication hook: it is called with a state and a bucket, and its signature is {signature}."
+            ) from error
+        if any(p.annotation not in (empty, bucket) for p in [*signature.parameters.values()][1:2]):
             raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
         if signature.return_annotation not in (empty, torch.futures.Future[torch.Tensor]):
             raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")

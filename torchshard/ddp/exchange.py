@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard.comm.agreement import Agreement
+from torchshard.comm.packed import packed_all_reduce_of
 from torchshard.comm.summing import all_reduce_of
 from torchshard.comm.waiting import wait_for
 
@@ -41,6 +42,14 @@ class Exchange:
         """Wait for collectives; `what` they are is for the error."""
         wait_for(works, self.agreement, self.issued, self.device, what)
 
+    def all_reduce(self, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
+        """Start to sum a tensor in place, over another group if one is given; the work."""
+        return all_reduce_of(group or self.group, self.agreement.number)(x)
+
+    def packed_all_reduce(self, x: torch.Tensor) -> Any:
+        """The same with numbers packed on their way."""
+        return packed_all_reduce_of(self.group, self.agreement.number)(x)
+
     def of_each_rank(self, number: int) -> list[int]:
         """What each rank says, in their order."""
         sent = torch.tensor([number], dtype=torch.int32, device=self.device)
@@ -50,7 +59,7 @@ class Exchange:
     def totals(self, numbers: Sequence[int]) -> list[int]:
         """Place by place the sum over the ranks."""
         sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
-        return self._answer(sent, all_reduce_of(self.group)(sent))
+        return self._answer(sent, self.all_reduce(sent))
 
     def _answer(self, numbers: torch.Tensor, work: Any) -> list[int]:
         self.issued += 1

@@ -1,7 +1,7 @@
 """One bucket's memory: gradients go in, scaled; one collective sums them; they come out as `.grad`."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import is_
 from typing import Any, cast
@@ -64,6 +64,7 @@ class FlatBucket:
         for i, p in self.members.items():
             self._offsets[i] = self._numel
             self._numel += p.numel()
+        self._shown = self._offsets, self._numel  # the same of what is reduced
         self._small_numel = sum(p.numel() for p in apart.values())
         self._flat: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
@@ -201,10 +202,14 @@ class FlatBucket:
         """What is to be reduced, in place."""
         return self._open()
 
+    def shown(self) -> tuple[torch.Tensor, Callable[[], Sequence[torch.Tensor]]]:
+        """The same for a hook, and what gives the members' parts of it."""
+        return self.outgoing(), self.views
+
     def zeros(self) -> torch.Tensor:
         """What a rank without gradients would contribute."""
         like = next(iter(self.members.values()))
-        return torch.zeros(self._numel, dtype=like.dtype, device=like.device)
+        return torch.zeros(self._shown[1], dtype=like.dtype, device=like.device)
 
     def views(self) -> list[torch.Tensor]:
         """The members' parts of it, in their order."""
@@ -212,8 +217,8 @@ class FlatBucket:
         return [places[i] for i in self.order]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The members' parts of another tensor of this form."""
-        return [self._piece(flat, i) for i in self.order]
+        """The members' parts of another tensor of the form in which it is reduced."""
+        return [self._piece(flat, i, self._shown[0]) for i in self.order]
 
     def receive(self, result: torch.Tensor) -> None:
         """Take another tensor for the result, of the same length; or the same, and nothing is to be done."""
@@ -227,7 +232,7 @@ class FlatBucket:
         with torch.no_grad():
             for i, p in self.members.items():
                 if i in used:
-                    p.grad = self._piece(flat, i).detach().to(p.dtype)
+                    p.grad = self._piece(flat, i, self._shown[0]).detach().to(p.dtype)
 
     # ---------------------------------------------------------------------------------------------- out
 
@@ -289,11 +294,11 @@ class FlatBucket:
         large = {i: p for i, p in self.members.items() if i in self.large}
         if self._is_dense and all(p.is_contiguous() for p in large.values()):
             return zip(large, _torch.unflatten(flat[self._small_numel :], [*large.values()]), strict=True)
-        return [(i, self._piece(flat, i)) for i in large]
+        return [(i, self._piece(flat, i, self._offsets)) for i in large]
 
-    def _piece(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+    def _piece(self, flat: torch.Tensor, index: int, offsets: Mapping[int, int]) -> torch.Tensor:
         param = self.members[index]
-        return flat.as_strided(param.shape, gradient_strides(param), self._offsets[index])
+        return flat.as_strided(param.shape, gradient_strides(param), offsets[index])
 
     def _open(self) -> torch.Tensor:
         """The flat tensor, free to be written in this backward."""

@@ -6,7 +6,8 @@ backward is over. So what autograd still brings for such a parameter came from e
 is reduced by itself: averaging is linear.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ class GraphBucket(FlatBucket):
         members: those whose gradients this bucket reduces; the slots of others are holes, with unused contents.
         params: all parameters of the reducer.
         scale, views_stay, never: as for FlatBucket.
+        gaps: it is reduced with the gaps between its gradients; else, for a hook, as a copy without them.
     """
 
     _is_dense = False
@@ -35,12 +37,15 @@ class GraphBucket(FlatBucket):
         scale: float,
         views_stay: bool,
         never: Collection[int] = (),
+        gaps: bool = True,
     ) -> None:
         slots = [i for part in segments for i in part]
         chosen = {i: params[i] for i in slots if i in members}
         super().__init__(chosen, scale, views_stay, never, small=0)
         starts, self._numel = slices(params[i].numel() for i in slots)
-        self._offsets = {i: start for i, start in zip(slots, starts, strict=True) if i in members}
+        dense, self._offsets = self._shown, {i: start for i, start in zip(slots, starts, strict=True) if i in members}
+        self._has_gaps = not gaps and dense[1] != self._numel
+        self._shown = dense if self._has_gaps else (self._offsets, self._numel)
         self._segments: dict[tuple[int, ...], tuple[int, int]] = {}  # where each begins and ends
         end = 0
         for part in segments:
@@ -120,6 +125,22 @@ class GraphBucket(FlatBucket):
                     before.copy_(view)
                 p.grad = before
         self._quiet.clear()
+
+    def shown(self) -> tuple[torch.Tensor, Callable[[], Sequence[torch.Tensor]]]:
+        """As for any bucket."""
+        if not self._has_gaps:
+            return super().shown()
+        flat = self._open()
+        copy = torch.cat([flat[self._offsets[i] :][: p.numel()] for i, p in self.members.items()])
+        return copy, partial(self.parts, copy)
+
+    def receive(self, result: torch.Tensor) -> None:
+        """As for any bucket."""
+        if not self._has_gaps:
+            super().receive(result)
+            return
+        with torch.no_grad():
+            _torch.copy_all(self.views(), self.parts(result.reshape(-1)))
 
     def finish(self, used: Collection[int]) -> None:
         """As for any bucket."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import torch
 
 from torchshard.buckets import Gradient
-from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.flat import SMALL, FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.layouts import LaidBucket
 from torchshard.ddp.mixed import MixedBucket, MixedGraphBucket
+from torchshard.ddp.reduction import Hooked, Sum
 from torchshard.ddp.sparse import SparseBucket
 
 
@@ -39,27 +40,30 @@ class Recipe:
             kind = (*kind, f"sparse, of {name}")
         return Gradient(index, name, p.numel() * p.element_size(), kind)
 
-    def make(self, layout: Iterable[LaidBucket], scale: float, never: Collection[int]) -> list[FlatBucket]:
+    def make(self, layout: Iterable[LaidBucket], reduction: Sum | Hooked, never: Collection[int]) -> list[FlatBucket]:
         """The buckets of a layout, in its order.
 
         Args:
             layout: which gradients go where.
-            scale: what gradients are multiplied with on their way in.
+            reduction: tells what gradients are multiplied with on their way in. A hook that may do anything with a
+                bucket finds its gradients side by side in the order of its parameters: the small ones are not gathered
+                at its start, and what a graph fills, with gaps, is copied for it.
             never: numbers of the parameters that are known to get no gradient.
         """
         made: list[FlatBucket] = []
+        scale, small = reduction.scale, SMALL if reduction.is_linear else 0
         for laid in layout:
             members = {i: self.params[i] for i in laid.members}
             common = scale, self.views_stay, never
             if laid.segments and self.reduce_dtype is not None:
                 bucket = laid.segments, laid.members, self.params, scale, True, never
-                made.append(MixedGraphBucket(self.reduce_dtype, *bucket))
+                made.append(MixedGraphBucket(self.reduce_dtype, *bucket, gaps=reduction.is_linear))
             elif laid.segments:
-                made.append(GraphBucket(laid.segments, laid.members, self.params, *common))
+                made.append(GraphBucket(laid.segments, laid.members, self.params, *common, gaps=reduction.is_linear))
             elif self.sparse and not self.sparse.isdisjoint(members):
                 made.append(SparseBucket(members, *common, self.rows))
             elif self.reduce_dtype is not None:
                 made.append(MixedBucket(self.reduce_dtype, members, scale, True, never, small=0))
             else:
-                made.append(FlatBucket(members, *common))
+                made.append(FlatBucket(members, *common, small))
         return made

@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
-from torchshard.comm.packed import packed_all_reduce_of
-from torchshard.comm.summing import all_reduce_of
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.layouts import Events
@@ -58,7 +56,7 @@ class ObservedReducer(Reducer):
         """Have a communication hook reduce the buckets from now on; RuntimeError if there is one."""
         if self.reduction.hooked:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._take_hook(hooked(hook, state))
+        self._take_hook(hooked(hook, state, self.exchange))
 
     def take_over(self, other: "ObservedReducer") -> None:
         """The settings of another reducer of the same parameters, and what it has heard under no_sync.
@@ -77,7 +75,7 @@ class ObservedReducer(Reducer):
         reduction.in_turn = wait if on_gloo and not reduction.is_linear else None
         self.reduction = reduction
         self.link = self.links[0] if self.links else None  # which the hook uses in its own way
-        self._use_scale()
+        self._adopt(self._layout)
 
     def choose_sizes(self, *links: LinkSpeed) -> None:
         """Find out which sizes of buckets suit the link between the ranks, and which way of using it, if there is one.
@@ -194,7 +192,7 @@ class ObservedReducer(Reducer):
     def _use_link(self, link: LinkSpeed) -> None:
         self.link = link
         if isinstance(self.reduction, Sum):
-            self.reduction.use((packed_all_reduce_of if link.packed else all_reduce_of)(self.group))
+            self.reduction.use(self.exchange.packed_all_reduce if link.packed else self.exchange.all_reduce)
 
     # ---------------------------------------------------------------------------------------------- forward
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
         if device_mesh.get_coordinate() is None:
             raise ValueError(f"DistributedDataParallel: rank {dist.get_rank()} is not in {device_mesh}")
         group = device_mesh.get_group(mesh_dim=0)
+    if isinstance(group, str):
+        raise TypeError(
+            f"DistributedDataParallel: process_group={group!r} is a str, where a group is expected: None for that "
+            "of init_process_group, or what dist.new_group() returns"
+        )
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:  # new_group gives others a number
         raise ValueError("DistributedDataParallel: this rank is not a member of the process group that it was given")
     return group
@@ -64,6 +69,15 @@ def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
             "Run a dummy forward pass to correctly initialize the modules"
+        )
+
+
+def require_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise RuntimeError for what has no values that other ranks could be given."""
+    if name := next((n for n, t in named if t.is_meta), None):
+        raise RuntimeError(
+            f"DistributedDataParallel: {name} is on the meta device, where it has no values that ranks could be given; "
+            "call module.to_empty(device=...) and initialise the module before it is wrapped"
         )
 
 

@@ -65,7 +65,7 @@ class Reducer(ReducerCompatibility):
         self.names, self.params = [n for n, _ in named], [p for _, p in named]
         self.exchange, self.group, self.device, self.policy = exchange, exchange.group, exchange.device, policy
         self.usage = Usage(len(self.params)) if usage is None else usage
-        self.reduction: Sum | Hooked = Sum(self.group)
+        self.reduction: Sum | Hooked = Sum(exchange)
         self.counters = Counters()
         self.lending = Lending(self)
         self.mode = Mode.IDLE
@@ -387,11 +387,11 @@ class Reducer(ReducerCompatibility):
         self._adopt(decode(numbers))
 
     def _adopt(self, layout: tuple[LaidBucket, ...]) -> None:
-        self._plan = planned(layout, self._gradients)
+        self._layout, self._plan = layout, planned(layout, self._gradients)
         self._plan_text = messages.plan_text(self._plan, self.params)
         if self._verified:
             self.exchange.agreement.adopt(self._plan_text)
-        self.buckets = self._recipe.make(layout, self.reduction.scale, self.usage.never)
+        self.buckets = self._recipe.make(layout, self.reduction, self.usage.never)
         self.lending.adopt(self.buckets)
         self._hooks.put(self)
 

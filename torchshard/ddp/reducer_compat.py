@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.gradbucket import GradBucket
 from torchshard.ddp.passes import ForwardPass, Mode
@@ -19,7 +19,7 @@ Future = torch.futures.Future
 class ReducerCompatibility:
     """Methods of torch's dist.Reducer, said with ours."""
 
-    group: dist.ProcessGroup
+    exchange: Exchange
     params: list[torch.nn.Parameter]
     buckets: list[FlatBucket]
     usage: Usage
@@ -74,7 +74,7 @@ class ReducerCompatibility:
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> "Future[Any]":
         """The sum over ranks, not divided."""
-        return Sum(self.group).ask(bucket)
+        return Sum(self.exchange).ask(bucket)
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         """The buckets as they are laid out now, holding zeros."""

@@ -6,12 +6,11 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from torchshard import _torch
-from torchshard.comm.summing import all_reduce_of
 from torchshard.comm.waiting import Promise
+from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.gradbucket import GradBucket
 
@@ -44,8 +43,9 @@ class Sum:
 
     hooked, is_linear, dtype = False, True, None
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.scale, self._all_reduce = 1.0 / group.size(), all_reduce_of(group)
+    def __init__(self, exchange: Exchange) -> None:
+        self.scale = 1.0 / exchange.group.size()
+        self._all_reduce: Callable[[torch.Tensor], Any] = exchange.all_reduce
 
     def use(self, all_reduce: Callable[[torch.Tensor], Any]) -> None:
         """Have this start the sums from now on."""
@@ -98,7 +98,7 @@ class Hooked:
         if index == 0:
             self._before.clear()
         with torch.no_grad():
-            given = GradBucket.make(index, bucket.outgoing(), bucket.views, bucket.parameters, last)
+            given = GradBucket.make(index, *bucket.shown(), bucket.parameters, last)
             bucket.work = self.send(given)
 
     def accept(self, bucket: FlatBucket) -> None:
@@ -135,21 +135,26 @@ class Hooked:
 class Averaging(Hooked):
     """One of torch's hooks that average; their sums are made as those of buckets without a hook.
 
+    Args:
+        hook, state: as for Hooked.
+        exchange: of the wrapper whose hook it is.
+
     Attributes:
         group: whose ranks it averages over.
     """
 
     is_linear = True
 
-    def __init__(self, hook: CommHook, state: object) -> None:
+    def __init__(self, hook: CommHook, state: object, exchange: Exchange) -> None:
         super().__init__(hook, state)
-        self.dtype, self.group = _AVERAGING[hook], _torch.default_group() if state is None else cast(Any, state)
+        self.dtype, self._exchange = _AVERAGING[hook], exchange
+        self.group = _torch.default_group() if state is None else cast(Any, state)
 
     def send(self, given: GradBucket) -> Any:
         """As for Sum."""
         buffer = given.buffer()
         sent = (buffer if self.dtype is None else buffer.to(self.dtype)).div_(self.group.size())
-        work = all_reduce_of(self.group)(sent)
+        work = self._exchange.all_reduce(sent, self.group)
         return Answer(work.get_future().then(partial(_received, None if self.dtype is None else buffer)), given, work)
 
     def ask(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
@@ -163,10 +168,10 @@ def _received(buffer: torch.Tensor | None, sent: "torch.futures.Future[list[torc
     return result if buffer is None else buffer.copy_(result)
 
 
-def hooked(hook: CommHook, state: object) -> Hooked:
+def hooked(hook: CommHook, state: object, exchange: Exchange) -> Hooked:
     """How buckets are reduced if this hook is registered."""
     averages = any(hook is known for known in _AVERAGING)  # it need not be one that can be hashed
-    return Averaging(hook, state) if averages else Hooked(hook, state)
+    return Averaging(hook, state, exchange) if averages else Hooked(hook, state)
 
 
 def _is_future(value: object) -> bool:

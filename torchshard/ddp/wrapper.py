@@ -138,6 +138,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         ignored = self.parameters_to_ignore
         params = options.reduced(self.module, ignored)
         buffers = [(n, b) for n, b in self.module.named_buffers() if n not in ignored] if sync_buffers else []
+        options.require_values(params + buffers)
         settings = {
             "bucket sizes": "auto" if self._chooses_buckets else self._policy,
             "find_unused_parameters": self.find_unused_parameters,

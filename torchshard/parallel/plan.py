@@ -46,7 +46,7 @@ def parallelize_module(
         NotImplementedError: a style that does not know the module.
         TypeError: a plan that is neither.
     """
-    mesh = device_mesh or current_mesh()
+    mesh = current_mesh() if device_mesh is None else device_mesh
     bind(mesh)  # or an error: it is something else
     if mesh.ndim != 1:
         raise ShardingError(
@@ -89,7 +89,12 @@ def _carry_out(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | No
                 stacklevel=3,
             )
         for submodule in matched:
-            _carry_out(submodule, mesh, style, source, tied)
+            try:
+                _carry_out(submodule, mesh, style, source, tied)
+            except Exception as error:
+                name = next((name for name, m in module.named_modules() if m is submodule), "")
+                error.add_note(f"  where:    parallelize_plan[{path!r}], at {name or 'the module itself'}")
+                raise
 
 
 def _matches(module: nn.Module, path: str) -> list[nn.Module]:

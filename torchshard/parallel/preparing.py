@@ -1,5 +1,6 @@
 """Styles that leave a module's parameters alone: they make DTensors of its inputs and outputs, and move them."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ class PrepareModuleInput(ParallelStyle):
         input_layouts: what each plain positional input is: one placement, or one for each input; None for inputs that
             are to be left as they are.
         desired_input_layouts: what the module wants, likewise.
-        input_kwarg_layouts: what keyword inputs are, by name; those that are not named are left as they are.
+        input_kwarg_layouts: what keyword inputs are, by name; those that are not named are left as they are. One that
+            is named here has to come by its name, if it comes.
         desired_input_kwarg_layouts: what the module wants, by name.
         use_local_output: give the module plain tensors, this rank's parts.
 
@@ -58,6 +60,8 @@ class PrepareModuleInput(ParallelStyle):
         places = _places(device_mesh, self.input_layouts or ())
         desired = None if self.input_layouts is None else self.desired_input_layouts
         named = dict(zip(given, _places(device_mesh, given.values()), strict=True))
+        told = [layout is not None for layout in self.input_layouts or ()]
+        by_name = [(at, name) for name, at in _seats(module, given).items() if not any(told[at : at + 1])]
 
         def positional(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return inputs if desired is None else prepare_all("input", inputs, places, desired, local)
@@ -65,10 +69,17 @@ class PrepareModuleInput(ParallelStyle):
         def both(
             module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            placed = positional(module, inputs)
+            for at, name in by_name:
+                if at < len(inputs):
+                    raise ValueError(
+                        f"input {at} of the module has come by its place, and input_kwarg_layouts tells of {name!r} by "
+                        f"name: call the module with {name}=, or tell of it in input_layouts"
+                    )
             prepared = {
                 name: prepare(x, named.get(name), desired_named.get(name), local) for name, x in keywords.items()
             }
-            return positional(module, inputs), prepared
+            return placed, prepared
 
         if self.with_kwargs:
             module.register_forward_pre_hook(both, with_kwargs=True)
@@ -198,6 +209,26 @@ def prepare_all(
             f"the module has {len(values)} {kind}s, and {kind}_layouts has {len(places)}; give None where to leave one"
         )
     return tuple([prepare(x, where, wanted, local) for x, where, wanted in zip(values, places, desired, strict=True)])
+
+
+def _seats(module: nn.Module, names: Iterable[str]) -> dict[str, int]:
+    """The place among the inputs of a module of those of its keyword inputs that may also come by their place.
+
+    Raises:
+        ValueError: the module takes no such input.
+    """
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # not in Python
+        return {}
+    kinds = inspect.Parameter
+    taken = {name: p.kind for name, p in parameters.items() if p.kind is not kinds.VAR_POSITIONAL}
+    if kinds.VAR_KEYWORD not in taken.values() and (strange := [name for name in names if name not in taken]):
+        raise ValueError(
+            f"input_kwarg_layouts names {', '.join(strange)}, and {type(module).__name__} takes {', '.join(taken)}"
+        )
+    placed = [n for n, kind in taken.items() if kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    return {name: placed.index(name) for name in names if name in placed}
 
 
 def _places(mesh: DeviceMesh, layouts: Iterable[Placement | None]) -> tuple[str | None, ...]:

@@ -50,7 +50,7 @@ def distribute_tensor(
         RuntimeError: `tensor` is not a leaf; from_local and redistribute are for those.
         RankMismatchError: ranks have tensors of other shapes, dtypes or placements, or a rank is lost.
     """
-    mesh = device_mesh or current_mesh()
+    mesh = current_mesh() if device_mesh is None else device_mesh
     return _distributed(tensor, mesh, placements, src_data_rank, tie(mesh))
 
 
@@ -177,7 +177,7 @@ def distribute_module(
     """
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module has already been called on this module; it can be called once")
-    mesh = device_mesh or current_mesh()
+    mesh = current_mesh() if device_mesh is None else device_mesh
     replicas: dict[int, nn.Parameter] = {}
     with replacing(module, "distribute_module"):
         for name, submodule in module.named_modules():

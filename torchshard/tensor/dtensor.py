@@ -82,7 +82,8 @@ class DTensor(Tangent, Tensor):
         """
         from torchshard.tensor import autograd
 
-        told = placements, run_check, shape, stride, grad_placements, tie(mesh := device_mesh or _torch.current_mesh())
+        mesh = _torch.current_mesh() if device_mesh is None else device_mesh
+        told = placements, run_check, shape, stride, grad_placements, tie(mesh)
         return autograd.from_local(local_tensor, mesh, *told)
 
     @_torch.skip_alone

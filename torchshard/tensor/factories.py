@@ -89,7 +89,7 @@ def _made(
     if layout is not torch.strided:
         raise ShardingError("A DTensor is strided.", expected="layout=torch.strided", got=layout)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
-    mesh = device_mesh or current_mesh()
+    mesh = current_mesh() if device_mesh is None else device_mesh
     return maker(kind, shape, values, mesh, placements, dtype, requires_grad, tie(mesh))
 
 

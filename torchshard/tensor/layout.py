@@ -1,6 +1,7 @@
 """Layouts of actual tensors, and the border where torch's placement objects become ours and back."""
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,14 @@ def require_strided(x: Any, where: str) -> None:
             got=f"one of torch's own DTensors, of shape {tuple(x.shape)} and placements {x.placements}",
             where=where,
             fix="DTensor.from_torch(it), which shares its memory, and redistribute(placements=...) for others",
+        )
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(
+            "A DTensor is made of a tensor.",
+            expected="a torch.Tensor",
+            got=f"{type(x).__name__}: {reprlib.repr(x)}",
+            where=where,
+            fix="torch.tensor(it), or torch.from_numpy(it) of an array",
         )
     if x.layout is torch.strided and not (x.is_nested or x.is_quantized):
         return

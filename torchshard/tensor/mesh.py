@@ -1,5 +1,6 @@
 """torch's DeviceMesh as a layout.Mesh that also knows its process groups."""
 
+import reprlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -188,7 +189,7 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
         raise ShardingError(
             "A mesh is needed.",
             expected="a torch.distributed.DeviceMesh",
-            got=f"{type(device_mesh).__name__}: {device_mesh!r}",
+            got=f"{type(device_mesh).__name__}: {reprlib.repr(device_mesh)}",
             fix="init_device_mesh('cpu', (world_size,))",
         )
     if (real := real_object(device_mesh)) is not device_mesh:  # a region may be the first to see the mesh

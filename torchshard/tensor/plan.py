@@ -41,6 +41,7 @@ from torchshard.tensor.redistribute import redistribute_local
 
 def make_plan(call: Call) -> tuple[Any, Plan | None]:
     """Run a call for the first time: the result, and what to do with further calls of its kind (None: ask again)."""
+    handlers.refuse_wrappers(call)
     if (wrapped := with_plain_wrapped(call)) is not None:
         args, kwargs = call.with_values(wrapped)
         if takes_plain_for_replicated():

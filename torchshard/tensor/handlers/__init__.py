@@ -20,6 +20,12 @@ QUIET = frozenset({
 # Their meaning lies in the memory of one tensor, which a sharded one does not have.
 _OF_MEMORY = frozenset({"as_strided_.default", "as_strided_scatter.default", "set_.source_Tensor", "resize_.default"})
 
+# Wrappers of torch's call these on parameters, which they take for plain tensors.
+_OF_WRAPPERS = {
+    "fsdp": ("fully_shard", "torchshard.parallel.fsdp.fully_shard"),
+    "c10d": ("DistributedDataParallel", "torchshard.DistributedDataParallel(module, device_mesh=...)"),
+}
+
 
 def find(name: str) -> Callable[..., Any] | None:
     """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
@@ -46,9 +52,21 @@ def _handlers() -> Mapping[str, Callable[..., Any]]:
     return {name: handler for room in rooms for name, handler in room.HANDLERS.items()}
 
 
+def refuse_wrappers(call: "Call") -> None:
+    """Raise UnsupportedOperatorError for operators on the memory of parameters, by which wrappers of torch's work."""
+    for namespace, (theirs, ours) in _OF_WRAPPERS.items():
+        if namespace in call.func.namespace:
+            raise UnsupportedOperatorError(
+                f"{call.name} works on the memory of a tensor, which a DTensor spreads over ranks.",
+                expected=f"plain tensors, in torch's {theirs} and elsewhere",
+                got="a torchshard.DTensor, as plans make of parameters",
+                fix=f"for a module {ours} in place of torch's; for a tensor x.to_local(), or x.full_tensor()",
+            )
+
+
 def refuse_ungatherable(call: "Call") -> None:
     """Raise UnsupportedOperatorError for operators that would go wrong on gathered operands."""
-    if call.name in _OF_MEMORY or "c10d" in call.func.namespace:
+    if call.name in _OF_MEMORY:
         raise UnsupportedOperatorError(
             f"{call.name} works on the memory of a tensor, which a DTensor spreads over ranks.",
             expected="an operator on values",
