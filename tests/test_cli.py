@@ -358,6 +358,18 @@ def test_an_output_that_is_full(folder, command):
     )  # fmt: skip
 
 
+def test_an_output_that_nobody_reads(folder):
+    """It is not said that a checkpoint differs from itself."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torchshard", "diff", folder, folder]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=writer, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_bar_on_a_terminal(folder, tmp_path):
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (25, 100))

@@ -1,7 +1,7 @@
 """The command line: `torchshard COMMAND`, a thin shell over the functions of the same names.
 
 Exit codes: 0 all right; 1 `diff` found a difference; 2 something the user can mend, said in a sentence on stderr; 130
-interrupted. Anything else is a bug.
+interrupted; 141 what read the output has gone. Anything else is a bug.
 A command is a function below; what it needs is imported when it runs, so that asking for help costs nothing.
 """
 
@@ -101,6 +101,9 @@ def diff(
         raise typer.Exit(1)
 
 
+_NOT_READ = 128 + 13  # as of a program that SIGPIPE ends; 1 would say that checkpoints differ
+
+
 def _print(found: object) -> None:
     if isinstance(found, dict):
         import json
@@ -108,10 +111,10 @@ def _print(found: object) -> None:
         found = json.dumps(found, indent=2)
     try:
         typer.echo(str(found))
-    except BrokenPipeError:
-        raise
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in its buffer
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(_NOT_READ) from error
         raise CheckpointError(f"The output cannot be written: {error.strerror or error}.") from error
 
 

@@ -26,7 +26,7 @@ from torchshard.checkpoint.entries import Extent, Piece, Place, TensorEntry
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats.out import whole_slot
 from torchshard.checkpoint.moving.runner import Budget, Move, comparable, move
-from torchshard.checkpoint.zips import frame, lay_out
+from torchshard.checkpoint.zips import around, lay_out
 from torchshard.errors import CheckpointError
 from torchshard.keys import KeyRules, transpose
 from torchshard.layout import Box
@@ -414,7 +414,7 @@ def test_a_file_of_holes_that_claims_any_size(tmp_path, name):
     with path.open("wb") as file:
         if name == "a.pt":
             records = lay_out([("data.pkl", size)])
-            for at, body in frame(records, [0]):
+            for at, body in around(records, [None], [0]):
                 file.seek(at)
                 file.write(body)
         else:

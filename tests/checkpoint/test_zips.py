@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from torchshard import checkpoint
 from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.formats.torch_file import of_tensor
 from torchshard.checkpoint.moving.checksums import combine
 from torchshard.checkpoint.pickles.write import View, dump
-from torchshard.checkpoint.zips import ALIGNMENT, Archive, frame, frame_size, lay_out
+from torchshard.checkpoint.zips import ALIGNMENT, Archive, around, frame_size, lay_out
 from torchshard.errors import CheckpointError
 
 
@@ -22,10 +23,11 @@ def assemble(bodies):
     """An archive in memory."""
     records = lay_out([(name, len(body)) for name, body in bodies])
     out = io.BytesIO()
-    for record, (_, body) in zip(records, bodies, strict=True):
+    *some, last = [body for _, body in bodies]
+    for record, body in zip(records, some, strict=False):
         out.seek(record.payload)
         out.write(body)
-    for offset, data in frame(records, [zlib.crc32(body) for _, body in bodies]):
+    for offset, data in around(records, [*[None] * len(some), last], [zlib.crc32(body) for _, body in bodies]):
         out.seek(offset)
         out.write(data)
     assert len(out.getvalue()) == records[-1].end + frame_size(records)
@@ -88,8 +90,7 @@ def test_tensors_beyond_four_gib(tmp_path):
     values = torch.tensor([1.0, 2.0, 3.0, 4.0]).numpy().tobytes()
     crcs = [zlib.crc32(data), zeros_crc(large.nbytes), zlib.crc32(values), zlib.crc32(b"3\n")]
     with open(tmp_path / "big.pt", "wb") as out:
-        parts = [(records[0].payload, data), (records[2].payload, values), (records[3].payload, b"3\n")]
-        for offset, body in [*parts, *frame(records, crcs)]:
+        for offset, body in [(records[2].payload, values), *around(records, [data, None, None, b"3\n"], crcs)]:
             out.seek(offset)
             out.write(body)
     assert os.stat(tmp_path / "big.pt").st_blocks * 512 < 2**20
@@ -118,7 +119,7 @@ def test_members_that_overlap_or_come_twice_are_refused(tmp_path):
     twice = [records[0], records[0]]
     for chosen in (twice, [records[0], records[1].__class__(b"archive/b", 10, 20, 64)]):
         out = io.BytesIO()
-        for offset, data in frame(chosen, [0, 0]):
+        for offset, data in around(chosen, [None, None], [0, 0]):
             out.seek(offset)
             out.write(data)
         with pytest.raises(CheckpointError, match=r"out of place|overlaps"):
@@ -131,3 +132,19 @@ def test_a_cut_archive_is_an_error(tmp_path_factory, data):
     length = data.draw(st.integers(0, len(body) - 1))
     with pytest.raises(CheckpointError):
         opened(tmp_path_factory.mktemp("cut"), body[:length])
+
+
+def test_the_checksum_of_an_only_tensor_goes_where_that_of_one_among_many_would(tmp_path):
+    plan = of_tensor("float32", (2, 3))
+    values = torch.arange(6.0).reshape(2, 3)
+    payload = values.numpy().tobytes()
+    for crc in (zlib.crc32(payload), 0xFFFFFFFF, 0):
+        assert list(plan.finish([crc])) == list(plan._around([crc]))
+    out = io.BytesIO()
+    for offset, data in [(plan.payload(0), payload), *plan.finish([zlib.crc32(payload)])]:
+        out.seek(offset)
+        out.write(data)
+    assert len(out.getvalue()) == plan.nbytes
+    assert zipfile.ZipFile(out).testzip() is None
+    out.seek(0)
+    assert torch.equal(torch.load(out, weights_only=True), values)

@@ -30,6 +30,32 @@ def same(state, plain):
         assert torch.equal(full, plain[name]), name
 
 
+def loads_whole(model, want, state):
+    """Plain tensors of the whole are refused; what the error says works."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    from torchshard.parallel.fsdp import torch_parameters
+    from torchshard.state_dict import to_dtensor
+
+    def zeroed():
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+
+    whole = StateDictOptions(full_state_dict=True)
+    for load in (model.load_state_dict, lambda sd: set_model_state_dict(model, sd, options=whole)):
+        zeroed()
+        with pytest.raises(RuntimeError, match=r"to_dtensor\(sd, mesh, placements\)"):
+            load(dict(want))
+    mesh = next(model.parameters()).device_mesh
+    model.load_state_dict(to_dtensor(want, mesh, lambda key, _: getattr(state[key], "placements", None)))
+    same(model.state_dict(), want)
+    torch_parameters(model)
+    zeroed()
+    set_model_state_dict(model, dict(want), options=whole)
+    same(model.state_dict(), want)
+
+
 def in_and_out(rank, world, folder, local):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -71,6 +97,8 @@ def in_and_out(rank, world, folder, local):
     same(model.state_dict(), want)
     dcp.load({"model": other}, checkpoint_id=folder)
     same(other, want)
+    if not local:
+        loads_whole(model, want, state["model"])
     if local:  # also plain ones, of the whole
         with torch.no_grad():
             for p in model.parameters():

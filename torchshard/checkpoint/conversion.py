@@ -106,8 +106,7 @@ def convert(
             (for torch.distributed.checkpoint.load).
         max_memory: bytes that modules and buffers may take over the bare interpreter. Less than 64 MiB makes buffers
             smaller, down to 1 MiB, but the modules that are needed take about 40 MiB. What describes the tensors, and
-            what is no tensor, comes on top: 2 to 4 KiB a tensor (5 KiB with to="dcp"), and ten times the bytes of
-            pickled values.
+            what is no tensor, comes on top: 2 to 5 KiB a tensor, and ten times the bytes of pickled values.
         select: globs of keys; only those that match one are written.
         exclude: globs of keys that are left out.
         rename: gives the new name of each key; or KeyRules, which also join, split and transpose.

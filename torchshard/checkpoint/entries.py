@@ -133,6 +133,11 @@ class TensorEntry:
         return tuple([piece.box for piece in self.pieces])
 
     @property
+    def box(self) -> Box:
+        """Of the full tensor."""
+        return self.pieces[0].box if len(self.pieces) == 1 else whole(self.shape)
+
+    @property
     def itemsize(self) -> int:
         """Bytes an element."""
         return DTYPES[self.dtype].itemsize

@@ -22,15 +22,18 @@ class _Span(NamedTuple):
     sizes: dict[int, int] | None  # None: two dims have one step
 
 
-def _span(entry: TensorEntry) -> _Span | None:
-    """None where the tensor is empty or lies in several pieces."""
-    if len(entry.pieces) != 1:
-        return None
+def _span(entry: TensorEntry) -> _Span:
+    """Of a tensor in one piece."""
     place = entry.pieces[0].place()
     dims = [(step, n) for n, step in zip(entry.shape, place.stride, strict=True) if n > 1 and step]
-    end = place.start + (1 + sum([(n - 1) * step for step, n in dims])) * entry.itemsize_stored
-    sizes = dict(dims)
-    return _Span(place.extent, place.start, end, entry.itemsize_stored, sizes if len(sizes) == len(dims) else None)
+    sizes = dict(dims) if len(dict(dims)) == len(dims) else None
+    return _Span(place.extent, place.start, _end(entry, place), entry.itemsize_stored, sizes)
+
+
+def _end(entry: TensorEntry, place: Place) -> int:
+    """The byte after the last element of a tensor in one piece."""
+    last = sum([(n - 1) * step for n, step in zip(entry.shape, place.stride, strict=True)])
+    return place.start + (last + 1) * entry.itemsize_stored
 
 
 def _apart(a: _Span, b: _Span) -> bool:
@@ -78,12 +81,26 @@ class _Group(Generic[Key]):
 
 def overlapping(entries: Mapping[Key, TensorEntry]) -> list[list[Key]]:
     """Keys of tensors of one type that have elements of a file in common, in groups; what overlaps none is in none."""
-    spans: dict[object, list[tuple[_Span, Key]]] = {}
+    files: dict[object, list[tuple[int, int, Key]]] = {}
     for key, entry in entries.items():
-        if (span := _span(entry)) is not None:
-            file = (id(span.extent.files), span.extent.file, entry.dtype, entry.stored_dtype)
-            spans.setdefault(file, []).append((span, key))
-    return [[key for _, key in group.views] for its in spans.values() for group in _groups(its) if len(group.views) > 1]
+        if len(entry.pieces) == 1:
+            place = entry.pieces[0].place()
+            file = (id(place.extent.files), place.extent.file, entry.dtype, entry.stored_dtype)
+            files.setdefault(file, []).append((place.start, _end(entry, place), key))
+    runs = [[(_span(entries[key]), key) for key in run] for its in files.values() for run in _runs(its)]
+    return [[key for _, key in group.views] for run in runs for group in _groups(run) if len(group.views) > 1]
+
+
+def _runs(views: Sequence[tuple[int, int, Key]]) -> list[list[Key]]:
+    """Those of which some may overlap, told by where they begin and end: each begins before another has ended."""
+    runs: list[list[Key]] = []
+    reached = 0
+    for start, end, key in sorted(views, key=lambda view: view[0]):
+        if start >= reached:
+            runs.append([])
+        runs[-1].append(key)
+        reached = max(reached, end)
+    return [run for run in runs if len(run) > 1]
 
 
 def _groups(views: Sequence[tuple[_Span, Key]]) -> Iterator[_Group[Key]]:
@@ -104,7 +121,7 @@ def _groups(views: Sequence[tuple[_Span, Key]]) -> Iterator[_Group[Key]]:
 
 def stretch(views: Sequence[TensorEntry]) -> tuple[TensorEntry, list[int]]:
     """All elements from the first to the last of tensors that overlap as one flat tensor, and where each begins."""
-    spans = [span for view in views if (span := _span(view)) is not None]
+    spans = [_span(view) for view in views]
     first, itemsize = min([span.start for span in spans]), views[0].itemsize_stored
     shape = ((max([span.end for span in spans]) - first) // itemsize,)
     place = Place(spans[0].extent, first, (1,))

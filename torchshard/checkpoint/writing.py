@@ -26,16 +26,16 @@ def fingerprint(out: Output, to: str) -> str:
     for file in out.files:
         digest.update(repr((file.name, file.nbytes)).encode())
         for entry, offset, box in file.slots:
-            digest.update(repr((offset, box, entry.shape, entry.dtype, entry.stored_dtype)).encode())
+            digest.update(repr((offset, *box, entry.shape, entry.dtype, entry.stored_dtype)).encode())
             for piece in entry.pieces:
-                place = piece.place()
-                digest.update(repr((piece.box, place.start, place.stride, place.extent.file)).encode())
-                sources.setdefault(place.extent[:2], place.extent)
-        for offset, data in file.finish([0] * len(file.slots)):  # names, and all that is no tensor
-            digest.update(repr((offset, len(data))).encode() + data)
+                extent, *place = piece.place()
+                digest.update(repr((*piece.box, *place, extent.file)).encode())
+                sources.setdefault(extent[:2], extent)
+        for data in file.said:
+            digest.update(b"%d " % len(data) + data)
     for extent in sources.values():
         digest.update(repr((os.path.realpath(extent.where), *extent.version)).encode())
-    return f"torchshard conversion 3 {digest.hexdigest()}"
+    return f"torchshard conversion 4 {digest.hexdigest()}"
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ file of torch.distributed.checkpoint is one after another.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -226,20 +226,32 @@ def lay_out(sizes: Sequence[tuple[str, int]]) -> Sequence[Record]:
     return records
 
 
-def frame(records: Sequence[Record], crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """All that surrounds the payloads, as (offset, bytes): local headers, then directory and end records."""
-    directory = []
-    for record, crc in zip(records, crcs, strict=True):
+def around(
+    records: Sequence[Record], bodies: Iterable[bytes | None], crcs: Iterable[int]
+) -> Iterator[tuple[int, bytes]]:
+    """All but the payloads that are None, as (offset, bytes), one for what lies between two of these."""
+    start, run, directory = 0, bytearray(), bytearray()
+    for record, body, crc in zip(records, bodies, crcs, strict=True):
         wide = _wide_field(record.nbytes)
         size = _FULL32 if wide else record.nbytes
         padding = record.payload - record.header - _LOCAL.size - len(record.name) - len(wide) - 4
         extra = wide + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
         fields = (0x0800, 0, 0, 0, crc, size, size, len(record.name))
-        yield record.header, _LOCAL.pack(_LOCAL_SIGN, 45 if wide else 0, *fields, len(extra)) + record.name + extra
-        directory.append(_central(record, crc))
-    at = records[-1].end
-    body = b"".join(directory)
-    yield at, body + _end_records(at, len(body), len(records))
+        run += _LOCAL.pack(_LOCAL_SIGN, 45 if wide else 0, *fields, len(extra)) + record.name + extra
+        directory += _central(record, crc)
+        if body is None:
+            yield start, bytes(run)
+            start, run = record.end, bytearray()
+        else:
+            run += body
+    run += directory + _end_records(records[-1].end, len(directory), len(records))
+    yield start, bytes(run)
+
+
+def crc_places(records: Sequence[Record], i: int) -> tuple[int, int]:
+    """Where the checksum of a record stands: in its header and in the directory."""
+    before = sum([_CENTRAL.size + len(record.name) + len(_central_extra(record)) for record in records[:i]])
+    return records[i].header + 14, records[-1].end + before + 16
 
 
 def frame_size(records: Sequence[Record]) -> int:

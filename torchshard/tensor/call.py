@@ -187,8 +187,14 @@ def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorErr
         if isinstance(x, upstream.DTensor)
         else "distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
         " same on every rank, as what torch and modules make of numbers alone is, with"
-        " torchshard.implicit_replication(): ...",
+        " torchshard.implicit_replication(): ..." + _LOADING * where.startswith("copy_."),
     )
+
+
+_LOADING = (  # load_state_dict copies
+    "; a whole state dict is loaded after torchshard.state_dict.to_dtensor(sd, mesh, placements), or, by torch's"
+    " set_model_state_dict with full_state_dict=True, after torchshard.parallel.fsdp.torch_parameters(model)"
+)
 
 
 def replica(x: Tensor, mesh: Mesh) -> DTensor:

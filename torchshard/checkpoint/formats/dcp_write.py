@@ -4,21 +4,24 @@ Tensors are cut by mesh and placements, as the ranks of that mesh would have sav
 rank that holds it. What is not cut goes to the rank that has least to write.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from torchshard.checkpoint.entries import Index, ObjectEntry, TensorEntry
 from torchshard.checkpoint.formats.dcp import METADATA
-from torchshard.checkpoint.formats.out import Options, OutFile, Output, unsaid
-from torchshard.checkpoint.formats.torch_file import ArchivePlan, lay_out
+from torchshard.checkpoint.formats.out import Options, OutFile, Output, Slot, unsaid, whole_slot
+from torchshard.checkpoint.formats.torch_file import ArchivePlan, lay_out, of_tensor
 from torchshard.checkpoint.pickles.inert import LAYOUT, Global, Record, Size
-from torchshard.checkpoint.pickles.write import Call, View, dump
+from torchshard.checkpoint.pickles.write import Alike, Call, Pairs, View, dump
 from torchshard.checkpoint.sharing import overlapping
 from torchshard.checkpoint.text import printable, said_of
 from torchshard.checkpoint.trees import Steps, leaves, nest
 from torchshard.errors import CheckpointError, ShardingError
-from torchshard.layout import Box, Mesh, Placement, whole
+from torchshard.layout import Box, Mesh, Placement
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -31,11 +34,21 @@ _NAMES = frozenset(
 
 
 class _Item(NamedTuple):
-    """What one archive holds: a box of a tensor, or an object."""
+    """What is stored by itself: a box of a tensor, or an object."""
 
     key: str
     value: object
     box: Box | None
+
+
+class _Archive(NamedTuple):
+    """Where an item is stored: its archive, from which byte of a file on, and the tensors in it."""
+
+    key: str
+    box: Box | None
+    start: int
+    plan: ArchivePlan
+    slots: tuple[Slot, ...]
 
 
 @dataclass(slots=True)
@@ -44,7 +57,7 @@ class _Rank:
 
     number: int
     limit: int | None
-    files: list[list[tuple[_Item, int, ArchivePlan]]] = field(default_factory=list)
+    files: list[list[_Archive]] = field(default_factory=list)
     end: int = 0
     nbytes: int = 0
 
@@ -53,10 +66,16 @@ class _Rank:
         if not self.files or (self.limit is not None and self.end + _size(item) > self.limit and self.files[-1]):
             self.files.append([])
             self.end = 0
-        plan = lay_out(item.value, self.end, item.box)
-        self.files[-1].append((item, self.end, plan))
-        self.nbytes += plan.end - self.end
-        self.end = plan.end
+        key, value, box = item
+        if isinstance(value, TensorEntry) and box is not None:
+            plan = of_tensor(value.dtype, box.size)
+            slots = [Slot(value, self.end + plan.payload(0), box)]
+        else:
+            plan, tensors = lay_out(value)
+            slots = [whole_slot(entry, self.end + plan.payload(i)) for i, entry in enumerate(tensors)]
+        self.files[-1].append(_Archive(key, box, self.end, plan, tuple(slots)))
+        self.nbytes += plan.nbytes
+        self.end += plan.nbytes
 
     def name(self, i: int) -> str:
         """Of the file of this number."""
@@ -77,28 +96,30 @@ def write(index: Index, options: Options) -> Output:
     mesh = options.mesh or Mesh((1,))
     ranks = [_Rank(rank, options.shard_size) for rank in range(mesh.size)]
     chunks: dict[str, list[Box]] = {}
-    places: dict[str, Steps] = {}
     anywhere: list[_Item] = []
     found = list(_leaves(index))
     placements = said_of([key for key, _, value in found if isinstance(value, TensorEntry)], options.placements)
-    for key, path, value in found:
-        places[key] = path
+    for key, _, value in found:
         if not isinstance(value, TensorEntry):
             anywhere.append(_Item(key, value, None))
             continue
         boxes = _boxes(key, value, mesh, placements.get(key))
         chunks[key] = [box for box, _ in boxes]
-        for box, rank in boxes:
+        for box, number in boxes:
             item = _Item(key, value, box)
-            if rank is None:
+            if number is None:
                 anywhere.append(item)
             else:
-                ranks[rank].add(item)
+                ranks[number].add(item)
+    least = [(rank.nbytes, rank.number) for rank in ranks]
+    heapq.heapify(least)
     for item in sorted(anywhere, key=_size, reverse=True):
-        min(ranks, key=lambda rank: rank.nbytes).add(item)
+        rank = ranks[least[0][1]]
+        rank.add(item)
+        heapq.heapreplace(least, (rank.nbytes, rank.number))
     files = [file for rank in ranks for file in _files(rank)]
-    body = _metadata(found, chunks, places, ranks)
-    files.append(OutFile(METADATA, (), len(body), lambda crcs: iter([(0, body)])))
+    body = _metadata(found, chunks, ranks)
+    files.append(OutFile(METADATA, (), len(body), (body,), lambda crcs: iter([(0, body)])))
     tensors = {key: value for key, _, value in found if isinstance(value, TensorEntry)}
     lost = unsaid(index, notes=True, dicts=True)
     return Output(tuple(files), apart=tuple(overlapping(tensors)), unsaid=lost)
@@ -124,7 +145,7 @@ def _boxes(
 ) -> list[tuple[Box, int | None]]:
     """The boxes of a tensor, each with the first rank that holds it; None: any may write it."""
     if placements is None or mesh.size == 1:
-        return [(whole(entry.shape), None)]
+        return [(entry.box, None)]
     try:
         layout = mesh.sharding(placements).layout(entry.shape, (1,) * len(entry.shape), None)
     except ShardingError as error:
@@ -140,41 +161,30 @@ def _boxes(
 
 def _files(rank: _Rank) -> Iterator[OutFile]:
     for i, archives in enumerate(rank.files):
-        slots = tuple([slot for _, _, plan in archives for slot in plan.slots])
-        nbytes = archives[-1][2].end
-        yield OutFile(rank.name(i), slots, nbytes, _finisher([plan for _, _, plan in archives]))
+        slots = tuple([slot for archive in archives for slot in archive.slots])
+        nbytes = archives[-1].start + archives[-1].plan.nbytes
+        objects = [archive.plan.pickle for archive in archives if archive.box is None]
+        yield OutFile(rank.name(i), slots, nbytes, objects, partial(_finish, archives))
 
 
-def _finisher(plans: Sequence[ArchivePlan]) -> Callable[[Sequence[int]], Iterator[tuple[int, bytes]]]:
-    def finish(crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        at = 0
-        for plan in plans:
-            yield from plan.finish(crcs[at : at + len(plan.slots)])
-            at += len(plan.slots)
-
-    return finish
+def _finish(archives: Sequence[_Archive], crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    for _, _, start, plan, slots in archives:
+        for place, body in plan.finish(crcs[at : at + len(slots)]):
+            yield start + place, body
+        at += len(slots)
 
 
 # --- .metadata ---------------------------------------------------------------------------------------------------
 
 
 def _metadata(
-    found: Sequence[tuple[str, Steps, object]],
-    chunks: Mapping[str, Sequence[Box]],
-    places: Mapping[str, Steps],
-    ranks: Sequence[_Rank],
+    found: Sequence[tuple[str, Steps, object]], chunks: Mapping[str, Sequence[Box]], ranks: Sequence[_Rank]
 ) -> bytes:
-    described = {key: _described(value, chunks.get(key, ())) for key, _, value in found}
-    stored: dict[Any, Any] = {}
-    for rank in ranks:
-        for i, archives in enumerate(rank.files):
-            for item, start, plan in archives:
-                info = {"relative_path": rank.name(i), "offset": start, "length": plan.end - start}
-                stored[_index_of(item)] = _record(_STORAGE_INFO, info)
     fields = {
-        "state_dict_metadata": described,
-        "planner_data": dict(places),
-        "storage_data": stored,
+        "state_dict_metadata": Pairs(lambda: _described(found, chunks)),
+        "planner_data": Pairs(lambda: ((key, path) for key, path, _ in found)),
+        "storage_data": Pairs(lambda: _stored(ranks)),
         "storage_meta": None,
         "version": "1.0.0",
     }
@@ -185,15 +195,26 @@ def _metadata(
     return dump(_record(f"{_MODULE}.Metadata", fields), view, _NAMES, shared=False)
 
 
-def _described(value: object, boxes: Sequence[Box]) -> Record:
-    if not isinstance(value, TensorEntry):
-        return _record(f"{_MODULE}.BytesStorageMetadata", None)
+def _described(
+    found: Sequence[tuple[str, Steps, object]], chunks: Mapping[str, Sequence[Box]]
+) -> Iterator[tuple[str, object]]:
+    """Each key and what is stored of it."""
+    alike = functools.lru_cache(maxsize=4096)(_tensor)
+    an_object = Alike(_record(f"{_MODULE}.BytesStorageMetadata", None))
+    for key, _, value in found:
+        if isinstance(value, TensorEntry):
+            yield key, alike(value.dtype, value.shape, tuple(chunks[key]))
+        else:
+            yield key, an_object
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> Alike:
     parts = [
         _record(f"{_MODULE}.ChunkStorageMetadata", {"offsets": Size(box.offset), "sizes": Size(box.size)})
         for box in boxes
     ]
-    fields = {"properties": _properties(value.dtype), "size": Size(value.shape), "chunks": parts}
-    return _record(f"{_MODULE}.TensorStorageMetadata", fields)
+    fields = {"properties": _properties(dtype), "size": Size(shape), "chunks": parts}
+    return Alike(_record(f"{_MODULE}.TensorStorageMetadata", fields))
 
 
 def _properties(dtype: str) -> Record:
@@ -202,9 +223,16 @@ def _properties(dtype: str) -> Record:
     return _record(f"{_MODULE}.TensorProperties", (Global(f"torch.{dtype}"), layout, False, memory_format, False))
 
 
-def _index_of(item: _Item) -> Record:
-    offset = None if item.box is None else Size(item.box.offset)
-    return _record(f"{_MODULE}.MetadataIndex", {"fqn": item.key, "offset": offset, "index": None})
+def _stored(ranks: Sequence[_Rank]) -> Iterator[tuple[Record, Record]]:
+    """Each key with the offset of a box, and where that is."""
+    for rank in ranks:
+        for i, archives in enumerate(rank.files):
+            name = rank.name(i)
+            for key, box, start, plan, _ in archives:
+                offset = None if box is None else Size(box.offset)
+                index = _record(f"{_MODULE}.MetadataIndex", {"fqn": key, "offset": offset, "index": None})
+                info = {"relative_path": name, "offset": start, "length": plan.nbytes}
+                yield index, _record(_STORAGE_INFO, info)
 
 
 def _record(name: str, state: object) -> Record:

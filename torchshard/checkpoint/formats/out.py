@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.entries import Index, TensorEntry
 from torchshard.checkpoint.trees import attributes
-from torchshard.layout import Box, Mesh, Placement, whole
+from torchshard.layout import Box, Mesh, Placement
 
 
 class Slot(NamedTuple):
@@ -41,7 +41,7 @@ def unsaid(index: Index, *, notes: bool, dicts: bool) -> tuple[str, ...]:
 
 def whole_slot(entry: TensorEntry, offset: int) -> Slot:
     """A slot for all of a tensor."""
-    return Slot(entry, offset, whole(entry.shape))
+    return Slot(entry, offset, entry.box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,14 @@ class OutFile:
         name: relative to the destination; "" where the destination is this one file.
         slots: the tensors, in the order of their offsets.
         nbytes: size of the whole file.
+        said: what it says beside the tensors: names, and all that is no tensor.
         finish: takes the crc32 of each slot and gives everything else as (offset, bytes).
     """
 
     name: str
     slots: tuple[Slot, ...]
     nbytes: int
+    said: Sequence[bytes]
     finish: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]]
 
 

@@ -33,4 +33,4 @@ def index_file(
     weight_map = {key: file for file, keys in named(stem, suffix, parts) for key in keys}
     total = sum([entry.nbytes for entry in tensors.values()])
     body = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
-    return OutFile(name, (), len(body), lambda crcs: iter([(0, body)]))
+    return OutFile(name, (), len(body), (body,), lambda crcs: iter([(0, body)]))

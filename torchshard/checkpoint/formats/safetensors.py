@@ -4,6 +4,7 @@ Eight bytes of header length, a header in JSON (for each tensor its type, shape 
 after another without gaps. Only tensors, under flat names; no objects.
 """
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from torchshard.checkpoint.sharing import overlapping
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import spread
 from torchshard.errors import CheckpointError
-from torchshard.layout import contiguous_stride, whole
+from torchshard.layout import Box, contiguous_stride, whole
 
 HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 _METADATA = "__metadata__"
@@ -53,8 +54,8 @@ def read(files: Files, name: str) -> Index:
     entries: dict[str, Entry] = {}
     extent = Extent(files, name, 8 + length, total - 8 - length)
     about = f"{path}: "
-    for key, fields in header.items():
-        entries[key] = _entry(extent, key, fields, about)
+    for key in list(header):
+        entries[key] = _entry(extent, key, header.pop(key), about)  # one takes the place of the other
     _check_ranges(entries, path, 8 + length, total)
     tree: dict[str, Entry] = dict(entries)
     notes = {name: text for name, text in metadata.items() if name not in OF_PIECES}
@@ -80,9 +81,16 @@ def _entry(data: Extent, key: str, fields: Any, about: str) -> TensorEntry:
             where=where,
         )
     start = data.offset + span[0]
-    place = Place(Extent(data.files, data.file, start, nbytes), start, contiguous_stride(shape))
-    pieces = (Piece(whole(shape), place),) if nbytes else ()
-    return TensorEntry(dtype, shape, pieces, key)
+    box, stride = _in_order(shape)
+    place = Place(Extent(data.files, data.file, start, nbytes), start, stride)
+    pieces = (Piece(box, place),) if nbytes else ()
+    return TensorEntry(dtype, box.size, pieces, key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_order(shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
+    """Box and strides of a full tensor, the same objects for all tensors of a shape."""
+    return whole(shape), contiguous_stride(shape)
 
 
 def _check_ranges(entries: dict[str, Entry], path: Path, data_at: int, total: int) -> None:
@@ -137,7 +145,7 @@ def _file(name: str, tensors: dict[str, TensorEntry], notes: Mapping[str, str]) 
     for key in order:
         slots.append(whole_slot(tensors[key], at))
         at += tensors[key].nbytes
-    return OutFile(name, tuple(slots), at, lambda crcs: iter([(0, head)]))
+    return OutFile(name, tuple(slots), at, (head,), lambda crcs: iter([(0, head)]))
 
 
 def _tensors(index: Index) -> tuple[dict[str, TensorEntry], list[str]]:

@@ -5,15 +5,16 @@ small records name the format's version, the byte order and the alignment. See z
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torchshard.checkpoint import zips
 from torchshard.checkpoint.entries import Index, TensorEntry, check_pieces
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import torch_legacy
-from torchshard.checkpoint.formats.out import Options, OutFile, Output, Slot, unsaid, whole_slot
+from torchshard.checkpoint.formats.out import Options, OutFile, Output, unsaid, whole_slot
 from torchshard.checkpoint.formats.parts import index_file, named, parts_of
 from torchshard.checkpoint.moving.checksums import crc32
 from torchshard.checkpoint.pickles.inert import RefusedGlobal
@@ -25,7 +26,7 @@ from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import flatten
 from torchshard.checkpoint.zips import Archive
 from torchshard.errors import CheckpointError
-from torchshard.layout import Box, contiguous_stride
+from torchshard.layout import contiguous_stride
 
 _STEM = "pytorch_model"
 
@@ -66,38 +67,51 @@ def _read_archive(files: Files, name: str) -> object:
     return read_values(archive, ALLOWED)
 
 
-_FEW = 8  # records; a checkpoint folder holds one small archive a tensor, most of them alike
-_alike = functools.lru_cache(maxsize=256)(zips.lay_out)
-
-
 _BESIDE = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"))
 _VERSION = b"3\n"
+_FIRST = 1 + len(_BESIDE)  # number of the first record of a tensor
 
 
-class ArchivePlan(NamedTuple):
-    """An archive that is to lie in a file.
+@dataclass(frozen=True, eq=False)
+class ArchivePlan:
+    """An archive that is to lie somewhere in a file; its places are counted from its own start.
 
     Args:
-        start: its first byte there.
-        end: the first byte after it.
-        slots: where its tensors go.
         pickle: its record data.pkl.
-        records: all of it, that one first, places counted from `start`.
+        records: all of it, that one first.
     """
 
-    start: int
-    end: int
-    slots: tuple[Slot, ...]
     pickle: bytes
     records: Sequence[zips.Record]
 
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.records[-1].end + zips.frame_size(self.records)
+
+    def payload(self, i: int) -> int:
+        """Where the bytes of a tensor begin."""
+        return self.records[_FIRST + i].payload
+
     def finish(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """All bytes that are no tensor's, with their places in the file; takes the crc32 of each slot."""
-        bodies = [self.pickle, *[body for _, body in _BESIDE]]
-        for record, body in zip([*self.records[: len(bodies)], self.records[-1]], [*bodies, _VERSION], strict=True):
-            yield self.start + record.payload, body
-        for at, body in zips.frame(self.records, [*map(crc32, bodies), *crcs, crc32(_VERSION)]):
-            yield self.start + at, body
+        """All bytes that are no tensor's, with their places; takes the crc32 of each tensor."""
+        if len(crcs) != 1:
+            yield from self._around(crcs)
+            return
+        crc = crcs[0].to_bytes(4, "little")
+        for start, run, at in self._around_one:
+            yield start, run[:at] + crc + run[at + 4 :]
+
+    def _around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        before, after = [self.pickle, *[body for _, body in _BESIDE]], _VERSION
+        bodies = itertools.chain(before, itertools.repeat(None, len(crcs)), [after])
+        return zips.around(self.records, bodies, itertools.chain(map(crc32, before), crcs, [crc32(after)]))
+
+    @functools.cached_property
+    def _around_one(self) -> list[tuple[int, bytes, int]]:
+        """Of one tensor: what is before and after it, and where in these its checksum stands."""
+        places = zips.crc_places(self.records, _FIRST)
+        return [(start, run, place - start) for (start, run), place in zip(self._around([0]), places, strict=True)]
 
 
 def write(index: Index, options: Options) -> Output:
@@ -125,42 +139,41 @@ def write(index: Index, options: Options) -> Output:
 
 
 def _file(name: str, tree: object) -> OutFile:
-    archive = lay_out(tree, 0, weights_only=True)
-    return OutFile(name, archive.slots, archive.end, archive.finish)
+    archive, tensors = lay_out(tree, weights_only=True)
+    slots = tuple([whole_slot(entry, archive.payload(i)) for i, entry in enumerate(tensors)])
+    return OutFile(name, slots, archive.nbytes, (archive.pickle,), archive.finish)
 
 
-def lay_out(tree: object, start: int, box: Box | None = None, *, weights_only: bool = False) -> ArchivePlan:
-    """The archive that torch.load reads as `tree`.
+def lay_out(tree: object, *, weights_only: bool = False) -> tuple[ArchivePlan, Sequence[TensorEntry]]:
+    """The archive that torch.load reads as `tree`, and the tensors of its records.
 
     Args:
         tree: plain data, with entries anywhere inside.
-        start: its first byte in the file.
-        box: of the tensor that `tree` is, where only this part of it is stored.
         weights_only: whether torch.load(weights_only=True) is to read it.
 
     Raises:
         CheckpointError: something that is not plain data.
     """
-    numbered = _Numbered(box)
-    shared = not isinstance(tree, TensorEntry)
-    data = dump(tree, numbered.view, grads=box is None, weights_only=weights_only, shared=shared)
-    if box is None and numbered.join():
+    numbered = _Numbered()
+    data = dump(tree, numbered.view, weights_only=weights_only)
+    if numbered.join():
         data = dump(tree, numbered.view, weights_only=weights_only)
-    slots = [whole_slot(entry, 0) if box is None else Slot(entry, 0, box) for entry in numbered.records]
     sizes = [("data.pkl", len(data)), *[(name, len(body)) for name, body in _BESIDE]]
-    first = len(sizes)
-    sizes += [(f"data/{i}", slot.nbytes) for i, slot in enumerate(slots)]
+    sizes += [(f"data/{i}", entry.nbytes) for i, entry in enumerate(numbered.records)]
     sizes.append(("version", len(_VERSION)))
-    records = zips.lay_out(sizes) if len(sizes) > _FEW else _alike(tuple(sizes))
-    placed = [Slot(entry, start + r.payload, box) for (entry, _, box), r in zip(slots, records[first:-1], strict=True)]
-    return ArchivePlan(start, start + records[-1].end + zips.frame_size(records), tuple(placed), data, records)
+    return ArchivePlan(data, zips.lay_out(sizes)), numbered.records
+
+
+@functools.lru_cache(maxsize=4096)
+def of_tensor(dtype: str, shape: tuple[int, ...]) -> ArchivePlan:
+    """The archive of one tensor; a checkpoint folder has one for each, most of them alike."""
+    return lay_out(TensorEntry(dtype, shape, ()))[0]
 
 
 class _Numbered:
     """Gives each tensor its record: one of its own, unless tensors that overlap were joined."""
 
-    def __init__(self, box: Box | None) -> None:
-        self.box = box
+    def __init__(self) -> None:
         self.records: list[TensorEntry] = []
         self.views: dict[object, View] = {}
 
@@ -171,7 +184,7 @@ class _Numbered:
             place = entry.pieces[0].place()
             key = (place.extent[:2], place.start, place.stride, entry.shape, entry.dtype, entry.stored_dtype)
         if key not in self.views:
-            shape = entry.shape if self.box is None else self.box.size
+            shape = entry.shape
             self.views[key] = View(len(self.records), math.prod(shape), 0, shape, contiguous_stride(shape))
             self.records.append(entry)
         return self.views[key]

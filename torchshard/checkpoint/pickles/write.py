@@ -1,11 +1,12 @@
 """Writing pickles that torch.load(weights_only=True) reads, without torch: protocol 2, plain data and tensors."""
 
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torchshard.checkpoint.dtypes import DTYPES
+from torchshard.checkpoint.dtypes import DTYPES, DType
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
 from torchshard.checkpoint.pickles.inert import LAYOUT, Counter, Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
@@ -41,7 +42,6 @@ def dump(
     view: Viewing,
     records: Collection[str] = (),
     *,
-    grads: bool = True,
     weights_only: bool = False,
     shared: bool = True,
 ) -> bytes:
@@ -51,7 +51,6 @@ def dump(
         tree: plain data, with TensorEntries and ObjectEntries anywhere inside.
         view: says in which record a tensor will lie, and how.
         records: names of classes whose Records are written too.
-        grads: whether parameters, and tensors that ask for gradients, stay so.
         weights_only: whether torch.load(weights_only=True) is to read it.
         shared: whether what stands in several places is to be one object there; to know what does, all that is written
             is remembered.
@@ -59,7 +58,7 @@ def dump(
     Raises:
         CheckpointError: something that is not plain data, or that torch would not read, or containers nested too deep.
     """
-    writer = _Writer(view, records, grads, weights_only, shared)
+    writer = _Writer(view, records, weights_only, shared)
     writer.put(tree)
     return b"\x80\x02" + bytes(writer.out) + b"."
 
@@ -71,31 +70,49 @@ class Call(NamedTuple):
     args: tuple[object, ...]
 
 
+class Pairs(NamedTuple):
+    """A dict, to be written, whose items are made one after another."""
+
+    items: Callable[[], Iterable[tuple[object, object]]]
+
+
+@dataclass(slots=True, eq=False, frozen=True)
+class Alike:
+    """A value that stands in many places, to be written: a reader makes one for each."""
+
+    value: object
+
+
 class _Writer:
-    def __init__(self, view: Viewing, records: Collection[str], grads: bool, weights_only: bool, shared: bool) -> None:
+    def __init__(self, view: Viewing, records: Collection[str], weights_only: bool, shared: bool) -> None:
         self.out = bytearray()
-        self.view, self.records, self.grads, self.weights_only = view, records, grads, weights_only
+        self.view, self.records, self.weights_only = view, records, weights_only
         self.shared = shared
-        self.texts: dict[str, int] = {}
-        self.globals: dict[tuple[str, str], int] = {}
+        self.names: dict[str, bytes] = {}  # opcodes that fetch each global name,
+        self.texts: dict[str, bytes] = {}  # and each text
         self.objects: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that the id stays its own
+        self.alike: dict[Hashable, bytes] = {}  # opcodes that are written again and again
         self.slots = 0
         self.depth = 0
         self.key: object = None  # of a dict, last written; for errors
 
     def put(self, value: object) -> None:
         """Append the opcodes that make `value`, or that fetch it where it was made before."""
-        if (atom := _ATOMS.get(type(value))) is not None:
+        kind = type(value)
+        if kind is str and (again := self.texts.get(value)) is not None:  # type: ignore[call-overload]
+            self.out += again
+            return
+        if (atom := _ATOMS.get(kind)) is not None:
             atom(self, value)
             return
         if isinstance(value, ObjectEntry):
             self.put(value.value())
             return
-        step = _STEPS.get(type(value))
+        step = _STEPS.get(kind)
         if step is None:
             raise CheckpointError("This is not plain data, and cannot be written.", got=printable(value), where=self.at)
         if (found := self.objects.get(id(value))) is not None:
-            self._fetch(found[0])
+            self.out += _fetch(found[0])
             return
         self.depth += 1
         if self.depth > NESTING + 10:
@@ -123,8 +140,10 @@ class _Writer:
         self.out += _PUT1(b"q", self.slots) if self.slots < 256 else _PUT4(b"r", self.slots)
         self.slots += 1
 
-    def _fetch(self, slot: int) -> None:
-        self.out += _PUT1(b"h", slot) if slot < 256 else _PUT4(b"j", slot)
+    def _stored(self) -> bytes:
+        """Store what was made last; the opcodes that fetch it."""
+        self._store()
+        return _fetch(self.slots - 1)
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
@@ -132,7 +151,7 @@ class _Writer:
         elif -(2**31) <= value < 2**31:
             self.out += _INT4(b"J", value)
         elif (found := self.objects.get(id(value))) is not None:
-            self._fetch(found[0])
+            self.out += _fetch(found[0])
         else:
             bits = (value if value >= 0 else ~value).bit_length()  # besides that of the sign
             data = value.to_bytes(bits // 8 + 1, "little", signed=True)
@@ -150,36 +169,30 @@ class _Writer:
                 self._remember(value)
 
     def _text(self, value: str) -> None:
-        if value in self.texts:
-            self._fetch(self.texts[value])
-            return
         data = value.encode("utf-8", "surrogatepass")
-        self.out += b"X" + struct.pack("<I", len(data)) + data
-        self.texts[value] = self.slots
-        self._store()
+        self.out += _PUT4(b"X", len(data)) + data
+        self.texts[value] = self._stored()
 
     def _bytes(self, value: bytes) -> None:
-        self._call("_codecs", "encode", (value.decode("latin1"), "latin1"))
+        self._call("_codecs.encode", (value.decode("latin1"), "latin1"))
 
-    def _global(self, module: str, name: str) -> None:
-        slot = self.globals.get((module, name))
-        if slot is not None:
-            self._fetch(slot)
+    def _global(self, dotted: str) -> None:
+        if (again := self.names.get(dotted)) is not None:
+            self.out += again
             return
+        module, _, name = dotted.rpartition(".")
         self.out += f"c{module}\n{name}\n".encode()
-        self.globals[module, name] = self.slots
-        self._store()
+        self.names[dotted] = self._stored()
 
-    def _call(self, module: str, name: str, args: tuple[object, ...]) -> None:
-        self._global(module, name)
+    def _call(self, name: str, args: tuple[object, ...]) -> None:
+        self._global(name)
         self._items(args)
         self.out += b"R"
 
-    def _written_call(self, value: Call) -> None:
-        module, _, name = value.name.rpartition(".")
-        self._call(module, name, value.args)
-
     def _items(self, items: tuple[object, ...]) -> None:
+        if not items:
+            self.out += b")"
+            return
         self.out += b"("
         for item in items:
             self.put(item)
@@ -193,12 +206,22 @@ class _Writer:
             self.put(item)
         self.out += b"e"
 
-    def _dict(self, value: dict[object, object]) -> None:
+    def _dict(self, value: dict[object, object] | Pairs) -> None:
         self.out += b"}"
         self._remember(value)
         self._pairs(value)
 
-    def _pairs(self, value: dict[object, object]) -> None:
+    def _alike(self, key: Hashable, step: Callable[..., None], *args: object) -> None:
+        """What the step appends, which is the same whenever it is called with this key."""
+        if (again := self.alike.get(key)) is not None:
+            self.out += again
+            return
+        start, slots = len(self.out), self.slots
+        step(*args)
+        if self.slots == slots:  # all that it stores is fetched from now on
+            self.alike[key] = bytes(self.out[start:])
+
+    def _pairs(self, value: dict[object, object] | Pairs) -> None:
         self.out += b"("
         for key, item in value.items():
             self.key = key
@@ -207,7 +230,7 @@ class _Writer:
         self.out += b"u"
 
     def _ordered(self, value: OrderedDict) -> None:
-        self._call("collections", "OrderedDict", ())
+        self._call("collections.OrderedDict", ())
         self._remember(value)
         self._pairs(value)
         if value.attributes is not None:
@@ -215,12 +238,11 @@ class _Writer:
             self.out += b"b"
 
     def _record(self, value: Record) -> None:
-        module, _, name = value.name.rpartition(".")
         if value.name in ("torch.device", LAYOUT) and value.state is None:
-            self._call(module, name, value.args)
+            self._call(value.name, value.args)
         elif value.name in self.records:
-            self._global(module, name)
-            self.put(value.args)
+            self._global(value.name)
+            self._items(value.args)
             self.out += b"\x81"  # NEWOBJ
             if value.state is not None:
                 self.put(value.state)
@@ -229,36 +251,47 @@ class _Writer:
             raise CheckpointError("This is not plain data, and cannot be written.", got=value.name, where=self.at)
 
     def _tensor(self, entry: TensorEntry) -> None:
-        grad = self.grads and entry.requires_grad
-        if not (self.grads and entry.parameter):
+        grad = entry.requires_grad
+        if not entry.parameter:
             self._data(entry, grad)
             return
-        self._global("torch._utils", "_rebuild_parameter")
+        self._global("torch._utils._rebuild_parameter")
         self.out += b"("
         self._data(entry, False)
         self.put(grad)
-        self._call("collections", "OrderedDict", ())
+        self._call("collections.OrderedDict", ())
         self.out += b"tR"
 
     def _data(self, entry: TensorEntry, grad: bool) -> None:
-        dtype = DTYPES[entry.dtype]
-        number, length, first, shape, stride = self.view(entry)
-        self._global("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
+        number, *how = self.view(entry)
+        self._alike(entry.dtype, self._before_number, DTYPES[entry.dtype])
+        self.put(str(number))
+        self._alike((entry.dtype, grad, *how), self._after_number, DTYPES[entry.dtype], grad, *how)
+
+    def _before_number(self, dtype: DType) -> None:
+        self._global("torch._utils._rebuild_tensor_v2" if dtype.storage else "torch._utils._rebuild_tensor_v3")
         self.out += b"(("
-        self._text("storage")
-        self._global(*(("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage")))
-        self._text(str(number))
-        self._text("cpu")
+        self.put("storage")
+        self._global(f"torch.{dtype.storage}" if dtype.storage else "torch.storage.UntypedStorage")
+
+    def _after_number(
+        self, dtype: DType, grad: bool, length: int, first: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> None:
+        self.put("cpu")
         self._int(length if dtype.storage else length * dtype.itemsize)
         self.out += b"tQ"
         self._int(first)
         self._items(shape)
         self._items(stride)
         self.put(grad and dtype.storage is not None)  # torch loads no others that ask
-        self._call("collections", "OrderedDict", ())
+        self._call("collections.OrderedDict", ())
         if not dtype.storage:
-            self._global("torch", dtype.name)
+            self._global(f"torch.{dtype.name}")
         self.out += b"tR"
+
+
+def _fetch(slot: int) -> bytes:
+    return _PUT1(b"h", slot) if slot < 256 else _PUT4(b"j", slot)
 
 
 # Tables for all writers: of bound methods they would keep each writer, and all that it has written, as garbage.
@@ -269,23 +302,25 @@ _ATOMS: Mapping[type, Callable[[_Writer, Any], None]] = MappingProxyType(
         int: _Writer._int,
         float: lambda writer, value: writer._raw(b"G" + struct.pack(">d", value)),
         str: _Writer._text,
+        Alike: lambda writer, value: writer._alike(value, writer.put, value.value),
     }
 )
 _STEPS: Mapping[type, Callable[[_Writer, Any], None]] = MappingProxyType(
     {
         bytes: _Writer._bytes,
-        bytearray: lambda writer, value: writer._call("__builtin__", "bytearray", (value.decode("latin1"), "latin1")),
-        complex: lambda writer, value: writer._call("__builtin__", "complex", (value.real, value.imag)),
+        bytearray: lambda writer, value: writer._call("__builtin__.bytearray", (value.decode("latin1"), "latin1")),
+        complex: lambda writer, value: writer._call("__builtin__.complex", (value.real, value.imag)),
         tuple: _Writer._items,
-        Size: lambda writer, value: writer._call("torch", "Size", (tuple(value),)),
-        set: lambda writer, value: writer._call("__builtin__", "set", (list(value),)),
+        Size: lambda writer, value: writer._call("torch.Size", (tuple(value),)),
+        set: lambda writer, value: writer._call("__builtin__.set", (list(value),)),
         list: _Writer._list,
         dict: _Writer._dict,
-        Counter: lambda writer, value: writer._call("collections", "Counter", (dict(value),)),
+        Counter: lambda writer, value: writer._call("collections.Counter", (dict(value),)),
         OrderedDict: _Writer._ordered,
-        Global: lambda writer, value: writer._global(*value.name.rsplit(".", 1)),
+        Global: lambda writer, value: writer._global(value.name),
         Record: _Writer._record,
-        Call: _Writer._written_call,
+        Call: lambda writer, value: writer._call(value.name, value.args),
+        Pairs: _Writer._dict,
         TensorEntry: _Writer._tensor,
     }
 )
