@@ -116,7 +116,7 @@ def _result_lines(call: str, names: Sequence[str], result: str) -> list[str]:
         copied = call.replace("fn(", "copying(", 1)
         return [
             f"try: return new(D, {call}, out0, False)",
-            f"except RuntimeError: return severed(new(D, {copied}, out0, False), {names[int(detail)]})",
+            f"except (RuntimeError, ValueError): return severed(new(D, {copied}, out0, False), {names[int(detail)]})",
         ]
     if kind == "list":
         return [f"return [new(D, o, out, False) for o, out in zip({call}, outs)]"]

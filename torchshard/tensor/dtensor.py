@@ -13,7 +13,7 @@ from torchshard import _torch
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.caching import digest, tie
-from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch, sized
+from torchshard.tensor.layout import SEVERED, TensorLayout, TurnedSharding, from_torch, sized, told_of
 from torchshard.tensor.mesh import PICKLED, bind, restored
 from torchshard.tensor.tangents import Tangent
 
@@ -315,22 +315,25 @@ class DTensor(Tangent, Tensor):
         made.__dict__.update(self.__dict__ if memo is None else copy.deepcopy(self.__dict__, memo))
         return made.requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
-    def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
+    def __tensor_flatten__(self) -> tuple[list[str], Sharding | TurnedSharding]:
         if self._spec.marks & SEVERED:
             self._window.take_apart()
         if self._local_tensor.__class__ is not Tensor:  # while tracing
             _torch.fill_unused_results()
-        return ["_local_tensor"], self._spec.sharding
+        return ["_local_tensor"], told_of(self._spec)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, Tensor], sharding: Sharding, outer_size: Sequence[int], outer_stride: Sequence[int]
+        inner: Mapping[str, Tensor],
+        told: Sharding | TurnedSharding,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
     ) -> "DTensor":
         local = inner["_local_tensor"]
-        if local.__class__ is Tensor:  # not while tracing: lengths are numbers
-            return wrap(local, sharding.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
         local = local.detach() if local.requires_grad else local  # torch warns of parts that require gradients
-        layout = sharding.layout(sized(tuple(outer_size), local.shape, sharding), tuple(outer_stride), local.dtype)
+        if local.__class__ is Tensor:  # not while tracing: lengths are numbers
+            return wrap(local, told.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
+        layout = told.layout(sized(tuple(outer_size), local.shape, told), tuple(outer_stride), local.dtype)
         return _torch.lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
 
     def _stable_hash_for_caching(self) -> str:
