@@ -65,6 +65,23 @@ def test_a_loss_of_plain_targets():
         compiled(logits, target)
 
 
+def loss_inside(logits, target):
+    with loss_parallel():
+        return cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_context_in_a_region_leaves_nothing_that_another_graph_would_stumble_over(fullgraph):
+    logits = ROWS.detach().requires_grad_()
+    target = distribute_tensor(torch.zeros(8, dtype=torch.long), ROWS.device_mesh, [Replicate()])
+    for _ in range(2):
+        torch._dynamo.reset()
+        loss = torch.compile(loss_inside, backend="aot_eager", fullgraph=fullgraph)(logits, target)
+        loss.redistribute(placements=[Replicate()]).backward()
+    with pytest.raises(UnsupportedOperatorError, match="is a plain torch"):
+        ROWS + PLAIN
+
+
 def test_a_graph_is_not_used_for_calls_that_forbid_what_it_gathers():
     compiled = whole(lambda x: torch.pdist(x[:4]))
     with torchshard.fallback("silent"):

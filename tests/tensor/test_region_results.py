@@ -160,6 +160,7 @@ BREAKS = {
     "outside of the region whether": lambda x: hasattr(MESH, "absent"),
     "give the mesh": in_mesh,
     "of a DTensor take full_tensor() first": lambda x: x[x > 0] * 2,
+    "x.full_tensor()[mask.full_tensor()] is traced": lambda x: x[:, : (x.to_local() > 0).sum().item()],
     "storage_offset()": lambda x: x.storage_offset(),
     "ask the tensor": lambda x: layout_of(x * 1).shape,
     "copy outside of the region": copy.deepcopy,
@@ -173,7 +174,7 @@ def test_what_a_region_does_not_take_is_named_with_a_way_around(advice):
     torch._dynamo.reset()
     function = BREAKS[advice]
     try:
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
             taken = torch.compile(function, backend="aot_eager", fullgraph=True)(ROWS)
         reason = ""
     except Exception as refused:

@@ -66,7 +66,7 @@ WAYS_AROUND: Mapping[str, str] = {
     "how to enter a `FakeScriptObject` context manager": "give the mesh to what is called in the region",
     "op: call_method; target: storage_offset": "call storage_offset() outside of the region",
     "how to wrap <class 'torchshard.tensor.layout.TensorLayout'>": "ask the tensor: device_mesh, placements, shape",
-    "(Size-like symbols: u": _VALUES,  # a length that follows from values
+    "Could not guard on data-dependent expression": _VALUES,  # a length, or where to cut, that follows from values
 }
 
 

@@ -245,7 +245,7 @@ def from_local(
     else:
         layout = _even_layout(local, sharding, even)
     shares = not (run_check and R in sharding.placements)  # else it gets a copy of the first replica
-    if shares and not is_traced(local) and not same_order(local.shape, local.stride(), layout.stride):
+    if shares and not same_order(local.shape, local.stride(), layout.stride):
         layout = layout.marked(TURNED)
     grad_sharding = None if grad_placements is None else from_torch(grad_placements, mesh, layout.shape)
     return _FromLocal.apply(local, layout, grad_sharding, run_check)  # type: ignore[no-any-return, no-untyped-call]

@@ -124,7 +124,8 @@ def _result_lines(call: str, names: Sequence[str], result: str) -> list[str]:
         copied = call.replace("__fn(", "__copying(", 1)
         return [
             f"try: return __new(__D, {call}, __out0, False)",
-            f"except RuntimeError: return __severed(__new(__D, {copied}, __out0, False), {names[int(detail)]})",
+            "except (RuntimeError, ValueError): "
+            f"return __severed(__new(__D, {copied}, __out0, False), {names[int(detail)]})",
         ]
     if kind == "list":
         return [f"return [__new(__D, __o, __out, False) for __o, __out in __zip({call}, __outs)]"]

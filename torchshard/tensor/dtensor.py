@@ -11,9 +11,8 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard import _torch
 from torchshard.errors import ShardingError, UnsupportedOperatorError
-from torchshard.layout.layout import Sharding
 from torchshard.tensor.caching import digest, tie
-from torchshard.tensor.layout import SEVERED, TensorLayout, from_torch, sized
+from torchshard.tensor.layout import SEVERED, TensorLayout, Told, from_torch, sized, told_of
 from torchshard.tensor.mesh import PICKLED, bind, restored
 from torchshard.tensor.tangents import Tangent
 
@@ -316,28 +315,29 @@ class DTensor(Tangent, Tensor):
         made.__dict__.update(self.__dict__ if memo is None else copy.deepcopy(self.__dict__, memo))
         return made.requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
-    def __tensor_flatten__(self) -> tuple[list[str], Sharding]:
-        if self._spec.marks & SEVERED:
+    def __tensor_flatten__(self) -> tuple[list[str], Told]:
+        layout = self._spec
+        if layout.marks & SEVERED:
             self._window.take_apart()
         if self._local_tensor.__class__ is not Tensor:  # while tracing
             _torch.fill_unused_results()
-        return ["_local_tensor"], self._spec.sharding
+        return ["_local_tensor"], told_of(layout) if layout.marks else layout.sharding
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, Tensor], sharding: Sharding, outer_size: Sequence[int], outer_stride: Sequence[int]
+        inner: Mapping[str, Tensor], told: Told, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> "DTensor":
         local = inner["_local_tensor"]
-        if local.__class__ is Tensor:  # not while tracing: lengths are numbers
-            return wrap(local, sharding.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
         local = local.detach() if local.requires_grad else local  # torch warns of parts that require gradients
-        layout = sharding.layout(sized(tuple(outer_size), local.shape, sharding), tuple(outer_stride), local.dtype)
+        if local.__class__ is Tensor:  # not while tracing: lengths are numbers
+            return wrap(local, told.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
+        layout = told.layout(sized(tuple(outer_size), local.shape, told), tuple(outer_stride), local.dtype)
         return _torch.lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
 
     def _stable_hash_for_caching(self) -> str:
         """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
         layout, local = self._spec, self._local_tensor
-        kind = layout.sharding, layout.shape, layout.stride, layout.dtype, local.shape, local.stride(), local.device
+        kind = told_of(layout), layout.shape, layout.stride, layout.dtype, local.shape, local.stride(), local.device
         return digest(layout.mesh.cache_key, kind, self.requires_grad)  # type: ignore[attr-defined]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:

@@ -78,7 +78,7 @@ class FirstRun:
         raw = plan_maker(arguments, call.positional, "raw")
         try:
             local = raw(self._first(function), new, DTensor, (), **bound)(*values)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # ValueError: a traced view
             if not self.may_copy:
                 raise
             local, self.copied = raw(self._first(torch.reshape), new, DTensor, (), **bound)(*values), True

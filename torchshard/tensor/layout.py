@@ -3,6 +3,7 @@
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,11 +140,31 @@ def require_strided(x: Any, where: str) -> None:
     )
 
 
-def sized(shape: tuple[int, ...], part: Sequence[int], sharding: Sharding) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class TurnedSharding:
+    """What a graph is told of a tensor that is TURNED, in place of its sharding: where it leaves it is marked again."""
+
+    sharding: Sharding
+
+    def layout(self, shape: Sequence[int], stride: Sequence[int], dtype: Any) -> TensorLayout:
+        """See Sharding.layout."""
+        return layout_for(self.sharding, shape, stride, dtype).marked(TURNED)
+
+
+Told = Sharding | TurnedSharding
+
+
+def told_of(layout: TensorLayout) -> Told:
+    """What a graph is told of a tensor of this layout beside its size, stride and dtype."""
+    return TurnedSharding(layout.sharding) if layout.marks & TURNED else layout.sharding
+
+
+def sized(shape: tuple[int, ...], part: Sequence[int], told: Told) -> tuple[int, ...]:
     """A global shape in a trace, where a length of which every rank has the same fixed number is one too.
 
     torch's symbols are for lengths from 2 on: that of one row for each rank would become a number while it is traced.
     """
+    sharding = told.sharding if isinstance(told, TurnedSharding) else told
     for dim, axes in sharding.splits.items():
         n, held = shape[dim], part[dim] if len(part) == len(shape) else None
         if type(n) is int or type(held) is not int:

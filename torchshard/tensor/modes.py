@@ -63,6 +63,9 @@ def implicit_replication() -> Iterator[None]:
     an operator on both kinds raises UnsupportedOperatorError. For this thread only. Under torch.compile(fullgraph=True)
     it stands around the calls of what is compiled.
     """
+    if torch.compiler.is_dynamo_compiling():  # a graph is made before it would be set, and Dynamo loses _state's writes
+        yield
+        return
     before, _state.implicit_replication = _state.implicit_replication, True
     try:
         yield

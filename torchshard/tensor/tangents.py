@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchshard._torch import is_traced
 from torchshard.layout.layout import Sharding
-from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.layout import TURNED, TensorLayout, layout_for
 
 if TYPE_CHECKING:
     from torchshard.tensor.dtensor import DTensor
@@ -19,10 +19,11 @@ class Tangent:
     _spec: TensorLayout
 
     def __coerce_tangent_metadata__(self: "DTensor") -> "DTensor":  # type: ignore[misc]
-        """The layout that AOTAutograd expects of the gradient of a traced result: gradients are not Partial there."""
+        """The layout that AOTAutograd expects of the gradient of a traced result: neither Partial nor TURNED."""
         from torchshard.tensor import autograd
 
-        return autograd.redistribute(self, self._spec.sharding.without_partial())
+        dense = self.clone() if self._spec.marks & TURNED else self
+        return autograd.redistribute(dense, self._spec.sharding.without_partial())  # type: ignore[arg-type]
 
     def __coerce_same_metadata_as_tangent__(  # type: ignore[misc]
         self: "DTensor", expected: Sharding, expected_type: type[Tensor] | None = None
