@@ -177,6 +177,9 @@ def _without_fake(rank, world):
         assert got.placements == (Shard(0),)
         assert got.stride() == (6, 1)
         torch.testing.assert_close(got.full_tensor(), scaled_product(a, b, 0.5))
+        short = distribute_tensor(full(4, 6)[:1], mesh, [Replicate()])  # as long as a rank's piece of k, but not as k
+        with fallback("silent"), pytest.raises(RuntimeError, match="cannot be multiplied"):
+            scaled_product(distribute_tensor(a[:, :2], mesh, [Shard(1)]), short, 0.5)
     with fallback("silent"), register_rule(scaled_product, "i k b, k j -> i j"):  # fits no matrix: gathered
         got = scaled_product(distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Replicate()]), 0.5)
         torch.testing.assert_close(got.full_tensor(), scaled_product(a, b, 0.5))
