@@ -88,6 +88,9 @@ _MISUSED = """
     x.rot90(1, (0, 2))
     x.sum(2)
     x.gather(2, x.long())
+    s.select_scatter(s, 0, 0)
+    s.slice_scatter(s)
+    s.diagonal_scatter(s)
 """
 MISUSED = {line.strip(): program(f"s = put(torch.tensor(3.0)); {line}") for line in _MISUSED.strip().splitlines()}
 
