@@ -65,6 +65,8 @@ _LINES = """
     x[None] @ put(torch.ones(1, 1, 4))
     torch.dot(x[:2, 0], put(torch.ones(1)))
     y = torch.addmm(x[:1], x, x.t() @ x), torch.baddbmm(x[None, :, :1], x[None], x.t()[None] @ x)
+    x.requires_grad_(); g, = torch.autograd.grad((x.abs() * x).sum(), x, create_graph=True); y = torch.autograd.grad(g.sum(), x)
+    x.requires_grad_(); z = x.t().abs() @ (x.sgn() * x); g, = torch.autograd.grad(z.sum(), x, create_graph=True); y = torch.autograd.grad(g.sum(), x)
 """
 PROGRAMS = {
     line.strip(): program(f"s = put(torch.tensor(3.0)); {line}", math=math) for line in _LINES.strip().splitlines()
