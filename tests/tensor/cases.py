@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ POINTWISE = [
     case("add broadcast 2", lambda a, b: a + b, (5, 1, 3), (4, 1)),
     case("add alpha", lambda a, b: torch.add(a, b, alpha=2), (5, 4), (5, 4)),
     case("add number", lambda a: a + 1.5, (5, 4)),
+    case("prims", lambda a, b: prims.add(a, b) + prims.sub(a, b) + prims.mul(a, b), (5, 4), (5, 4), grad=False),
     case("add scalar tensor", lambda a: a + torch.tensor(1.5), (5, 4)),
     case("sub", lambda a, b: a - b, (7, 3), (7, 1)),
     case("rsub", lambda a: 2 - a, (5, 4)),

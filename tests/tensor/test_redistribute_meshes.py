@@ -172,7 +172,7 @@ TRAINED = {
 def trained_along(rank, world):
     """Optimizers and clipping on a rank outside of the parameters' mesh do nothing; they do not fail."""
     from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
-    from torchshard.errors import UnsupportedOperatorError
+    from torchshard.errors import ShardingError, UnsupportedOperatorError
 
     part, rest, everyone = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2]), init_device_mesh("cpu", (3,))
     whole = torch.linspace(-1, 1, 12).view(4, 3), torch.linspace(0, 1, 3), torch.tensor([0.5])
@@ -196,6 +196,15 @@ def trained_along(rank, world):
     assert x2.full_tensor().unique().tolist() == ([20.0] if rank < 2 else [])
     assert y2.full_tensor().unique().tolist() == ([60.0] if rank == 2 else [])
     assert [n.full_tensor().numel() for n in torch._foreach_max([x, z])] == [int(rank < 2), 1]
+    labels = distribute_tensor(torch.tensor([0, 1, 0]), everyone, [Shard(0)])
+    for meet in (
+        lambda: torch._foreach_add([z, x], [z, z]),
+        lambda: torch._foreach_mul([z, x], distribute_tensor(torch.tensor(2.0), everyone, [Replicate()])),
+        lambda: torch.nn.functional.embedding(labels, x),
+        lambda: torch.nn.functional.cross_entropy(x.redistribute(placements=[Shard(1)]), labels),
+    ):
+        with pytest.raises(ShardingError, match="the arguments live on different meshes"):
+            meet()
     gradients = [torch.nn.Parameter(x), torch.nn.Parameter(z)]
     for p in gradients:
         p.grad = p.detach().clone()

@@ -41,6 +41,11 @@ def doubled(a: torch.Tensor) -> torch.Tensor:
     return 2 * a
 
 
+@torch.library.custom_op("register_rule_test::with_count", mutates_args=())
+def with_count(a: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return 2 * a, len(a)
+
+
 doubled.register_fake(torch.empty_like)
 scaled_product.register_autograd(_backward, setup_context=_setup)
 
@@ -147,6 +152,10 @@ def _with_one_rule_and_another(rank, world):
         with register_rule(doubled, line):
             seen.append((compiled(x).placements, doubled(x).placements))
     with fallback("silent"):
+        for _ in range(2):  # the second call runs by the plan of the first
+            result, count = with_count(x)
+            assert torch.equal(result.full_tensor(), 2 * full(5, 4))
+            assert count == 5
         seen.append((compiled(x).placements, doubled(x).placements))
     return seen
 
@@ -162,6 +171,8 @@ def test_operators_that_rules_do_not_decide_about():
             register_rule(name, "... -> ...", override=True)
     with pytest.raises(ShardingError, match="made of other operators"):
         register_rule("matmul", LINE)
+    with pytest.raises(ShardingError, match="gives what is no tensor"):
+        register_rule(with_count, lambda a: "... -> ..., ")
     with pytest.raises(TypeError, match="expected an operator"):
         register_rule(torch.relu, "... -> ...")
     with pytest.raises(AttributeError, match=r"no operator '.*': expected a name such as 'mm'"):
@@ -177,6 +188,9 @@ def _without_fake(rank, world):
         assert got.placements == (Shard(0),)
         assert got.stride() == (6, 1)
         torch.testing.assert_close(got.full_tensor(), scaled_product(a, b, 0.5))
+        short = distribute_tensor(full(4, 6)[:1], mesh, [Replicate()])  # as long as a rank's piece of k, but not as k
+        with fallback("silent"), pytest.raises(RuntimeError, match="cannot be multiplied"):
+            scaled_product(distribute_tensor(a[:, :2], mesh, [Shard(1)]), short, 0.5)
     with fallback("silent"), register_rule(scaled_product, "i k b, k j -> i j"):  # fits no matrix: gathered
         got = scaled_product(distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Replicate()]), 0.5)
         torch.testing.assert_close(got.full_tensor(), scaled_product(a, b, 0.5))

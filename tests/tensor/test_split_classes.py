@@ -162,6 +162,10 @@ def faults(rank, world):
         with pytest.raises(IndexError):
             F.embedding(numbers, table)
     good = distribute_tensor(torch.tensor([0, 1]), mesh, [Replicate()])
+    for count in (3, 6):  # what a rank has of them might do
+        weight = distribute_tensor(torch.ones(count), mesh, [Replicate()])
+        with pytest.raises(RuntimeError, match="weight tensor should be defined either for all 5 classes"):
+            F.cross_entropy(logits, good, weight)
     with pytest.raises(UnsupportedOperatorError, match="not sparse"):
         F.embedding(good, table, sparse=True)
     one = F.embedding(torch.tensor(4), table.requires_grad_())  # a plain scalar is the same everywhere

@@ -100,7 +100,8 @@ def _spread(dims: Operand, count: int) -> Operand:
 
 
 def _broadcast(dim: Dim, n: int, sizes: Mapping[str, int]) -> Dim:
-    return ONE if len(dim) == 1 and n == 1 and sizes.get(dim[0], 1) != 1 else dim
+    """Dims of "..." may be of length 1 where others are longer; those with a letter are one loop, of one length."""
+    return ONE if dim[0].startswith(".") and n == 1 and sizes.get(dim[0], 1) != 1 else dim
 
 
 def _contradicts(dim: Dim, n: int, sizes: Mapping[str, int]) -> bool:

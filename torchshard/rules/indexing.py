@@ -5,7 +5,7 @@ from itertools import zip_longest
 from typing import Any
 
 from torchshard.layout.layout import Layout
-from torchshard.rules.reducing import letters
+from torchshard.rules.reducing import letters, longer, stretched
 from torchshard.rules.rule import Made, Rule, named, options, reduces
 
 _MASKS = ("bool", "uint8")  # dtypes of indices that are masks: what they select depends on values
@@ -105,6 +105,8 @@ def _indexed(x: Layout, indices: Sequence[Layout | None]) -> tuple[list[str], li
     depth = max(i.ndim for i in given)
     found = [f"g{k}" for k in range(depth)]
     operands = [found[depth - i.ndim :] for i in given]
+    long = longer(operands, given)
+    operands = [stretched(dims, i.shape, long) for dims, i in zip(operands, given, strict=True)]
     adjacent = at[-1] - at[0] == len(at) - 1
     before = names[: at[0]] if adjacent else []
     after = [f for d, f in enumerate(names) if d not in at and not (adjacent and d < at[0])]
@@ -128,7 +130,8 @@ def _index_put(x: Layout, indices: Sequence[Layout | None], values: Layout, adds
     if lines is None or values.ndim > len(lines[2]):
         return None
     names, found, result = lines
-    operands = [names, *found, result[len(result) - values.ndim :]]
+    long = longer([names, *found], [x, *[i for i in indices if i is not None]])
+    operands = [names, *found, stretched(result[len(result) - values.ndim :], values.shape, long)]
     if not adds:
         operands = [[f.upper() if f[0] == "g" and f != "g" else f for f in operand] for operand in operands]
     line = f"{', '.join(map(' '.join, operands))} -> {' '.join(names)}"
@@ -153,17 +156,23 @@ def _isin(x: Layout, among: Layout, **_: Any) -> str:
     return f"..., {' '.join(letters(among.ndim, range(among.ndim)))} -> ..."
 
 
-def _select_scatter(x: Layout, source: Layout, dim: int, *_: Any) -> str:
+def _select_scatter(x: Layout, source: Layout, dim: int, *_: Any) -> str | None:
+    if not x.ndim:
+        return None
     names = _at(x, dim, "V")
     return f"{' '.join(names)}, {' '.join([f for f in names if f != 'V'])} -> {' '.join(names)}"
 
 
-def _slice_scatter(x: Layout, source: Layout, dim: int = 0, *_: Any) -> str:
+def _slice_scatter(x: Layout, source: Layout, dim: int = 0, *_: Any) -> str | None:
+    if not x.ndim:
+        return None
     names = " ".join(_at(x, dim, "V"))
     return f"{names}, {' '.join(_at(x, dim, 'W'))} -> {names}"
 
 
-def _diagonal_scatter(x: Layout, source: Layout, offset: int = 0, one: int = 0, other: int = 1) -> str:
+def _diagonal_scatter(x: Layout, source: Layout, offset: int = 0, one: int = 0, other: int = 1) -> str | None:
+    if x.ndim < 2:
+        return None
     dims = one % x.ndim, other % x.ndim
     names = letters(x.ndim, dims)
     lead = [f for d, f in enumerate(names) if d not in dims]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchshard.layout.layout import Layout, contiguous_stride
+from torchshard.rules.reducing import longer, stretched
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
 
 _LINES = table("""
@@ -36,8 +37,11 @@ def _added(product: str) -> Callable[..., str]:
     """A product to which a first operand is added that broadcasts to the result."""
     result = product.split("->")[1].split()
 
-    def build(bias: Layout, *_: Layout, **__: object) -> str:
-        return f"{' '.join(result[len(result) - bias.ndim :])}, {product}"
+    operands = [dims.split() for dims in product.split("->")[0].split(",")]
+
+    def build(bias: Layout, *factors: Layout, **__: object) -> str:
+        dims = stretched(result[len(result) - bias.ndim :], bias.shape, longer(operands, factors))
+        return f"{' '.join(dims)}, {product}"
 
     return build
 
@@ -113,7 +117,9 @@ def _lu_unpack(lu: Layout, pivots: Layout, unpack_data: bool = True, unpack_pivo
 
 def _cross(a: Layout, b: Layout, *, dim: int = -1) -> str:
     names = ["D" if k == dim % a.ndim else f"d{k}" for k in range(a.ndim)]
-    return f"{' '.join(names)}, {' '.join(names)} -> {' '.join(names)}"
+    long = longer((names, names), (a, b))
+    one, other = (" ".join(stretched(names, x.shape, long)) for x in (a, b))
+    return f"{one}, {other} -> {' '.join(names)}"
 
 
 # The bias counts once, not once for every shard of k.

@@ -9,8 +9,8 @@ from torchshard.rules.rule import Made, Rule, named, table
 from torchshard.rules.terms import converts_sums
 
 _LINES = table("""
-    add.Tensor sub.Tensor                                       | ..., ... -> ...      | lin=0+1
-    mul.Tensor                                                  | ..., ... -> ...      | lin=0,1
+    add.Tensor sub.Tensor prims::add prims::sub                 | ..., ... -> ...      | lin=0+1
+    mul.Tensor prims::mul                                       | ..., ... -> ...      | lin=0,1
     div.Tensor                                                  | ..., ... -> ...      | lin=0 per=other
     div.Scalar                                                  | ... -> ...           | lin=0 per=other
     mul.Scalar neg                                              | ... -> ...           | lin=0

@@ -1,7 +1,7 @@
 """Operators that eliminate dims, or need some of them whole."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchshard.layout.layout import Layout
@@ -13,6 +13,17 @@ Dims = int | Sequence[int] | None
 def letters(ndim: int, whole: Sequence[int] = ()) -> list[str]:
     """A factor for each dim: a, b, c, ..., in upper case for dims that must be whole."""
     return [chr(ord("A" if d in whole else "a") + d) for d in range(ndim)]
+
+
+def stretched(names: Sequence[str], shape: Sequence[int], long: Iterable[str]) -> list[str]:
+    """The factors of an operand that broadcasts against others: its dims of length 1 are none of those in `long`."""
+    return ["1" if n == 1 and f in long else f for f, n in zip(names, shape, strict=False)]
+
+
+def longer(names: Iterable[Sequence[str]], layouts: Iterable[Layout]) -> set[str]:
+    """The factors of operands that are longer than 1 in one of them."""
+    pairs = zip(names, layouts, strict=False)
+    return {f for dims, x in pairs for f, n in zip(dims, x.shape, strict=False) if n != 1}
 
 
 def dims_of(dim: Dims, ndim: int) -> list[int]:

@@ -233,6 +233,11 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
     return [wrapped(x) for x in call.values]
 
 
+# Rooms whose frames may lie between a formula and an operator: those of references run for the shape of a sum, or of a
+# product, with zeros that take no memory, such as the second derivative of abs.
+_BETWEEN = "torchshard.", "torch._ops", "torch._refs", "torch._prims", "torch._compile", "torch._dynamo.eval_frame"
+
+
 def _called_by_formula() -> bool:
     """Whether one of autograd's own formulas calls, which makes plain zeros, masks and indices out of sizes alone, the
     same on every rank. Hooks and functions of the user run in frames of their own.
@@ -240,7 +245,7 @@ def _called_by_formula() -> bool:
     if not in_backward():
         return False
     frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"].startswith(("torchshard.", "torch._ops")):
+    while frame is not None and frame.f_globals["__name__"].startswith(_BETWEEN):
         frame = frame.f_back
     return frame is None or frame.f_globals["__name__"] == "torch.autograd.graph"
 

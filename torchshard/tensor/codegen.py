@@ -72,8 +72,9 @@ def plan_maker(arguments: tuple[Argument, ...], positional: int, result: str) ->
     Args:
         arguments: of the operator, in order.
         positional: how many of them are passed by position.
-        result: "tensor", "list", "raw", "none", "argument:i" (argument i itself), "tuple:101" (0: None, not a tensor),
-            or "view:i": a tensor; if the local operator refuses, `copying` is called, and `severed` told of argument i.
+        result: "tensor", "list", "raw", "none", "argument:i" (argument i itself), "tuple:101" (0: None or a number,
+            as it is), or "view:i": a tensor; if the local operator refuses, `copying` is called, and `severed` told of
+            argument i.
 
     Returns:
         A function of (fn, new, D, outs, **bound) that returns the plan; bound has what `_BOUND` names.
@@ -130,7 +131,7 @@ def _result_lines(call: str, names: Sequence[str], result: str) -> list[str]:
     if kind == "list":
         return [f"return [__new(__D, __o, __out, False) for __o, __out in __zip({call}, __outs)]"]
     if kind == "tuple":
-        wraps = [f"__new(__D, __o[{i}], __out{i}, False)" if c == "1" else "None" for i, c in enumerate(detail)]
+        wraps = [f"__new(__D, __o[{i}], __out{i}, False)" if c == "1" else f"__o[{i}]" for i, c in enumerate(detail)]
         return [f"__o = {call}", f"return ({', '.join(wraps)},)"]
     if kind == "argument":
         return [call, f"return {names[int(detail)]}"]

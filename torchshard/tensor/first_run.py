@@ -85,7 +85,7 @@ class FirstRun:
         if not isinstance(local, (Tensor, tuple, list)):
             return local, raw(function, new, DTensor, (), **bound)
         parts = [local] if isinstance(local, Tensor) else list(local)
-        outs = [None if t is None else self._layout(k, t, shape_of, results) for k, t in enumerate(parts)]
+        outs = [self._layout(k, t, shape_of, results) if isinstance(t, Tensor) else None for k, t in enumerate(parts)]
         if not call.keeps_strides() and any(map(_lies_otherwise, parts, outs)):
             function, parts = partial(_ordering, function, outs), _ordered(parts, outs)
         return self._wrapped(local, parts, outs, arguments, bound, function, window)
@@ -225,19 +225,19 @@ class FirstRun:
         if isinstance(local, Tensor):
             kind = f"view:{base}" if self.may_copy else "tensor"
         else:
-            kind = "list" if is_list else "tuple:" + "".join("0" if t is None else "1" for t in parts)
+            kind = "list" if is_list else "tuple:" + "".join("0" if out is None else "1" for out in outs)
         extra: dict[str, Any] = {}
         if kind.startswith("view"):
             extra = {"copying": torch.reshape, "severed": guards.copied}
         make: Callable[..., Any] = guards.new_view if call.viewed() else new
         plan = plan_maker(arguments, call.positional, kind)(function, make, DTensor, tuple(outs), **bound, **extra)
-        wrapped = [None if t is None else make(DTensor, t, out, False) for t, out in zip(parts, outs, strict=True)]
+        wrapped = [t if out is None else make(DTensor, t, out, False) for t, out in zip(parts, outs, strict=True)]
         if window is not None:
             plan = guards.severing(plan, base, self._there_and_back())
             for view in wrapped:
-                if view is not None:
+                if isinstance(view, DTensor):
                     guards.sever(view, window)
-        elif self.copied and wrapped[0] is not None:
+        elif self.copied and isinstance(wrapped[0], DTensor):
             guards.copied(wrapped[0], call.values[base])
         result = wrapped[0] if isinstance(local, Tensor) else wrapped if is_list else tuple(wrapped)
         return result, plan if self._lasts(outs) else None

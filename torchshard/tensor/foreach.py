@@ -13,7 +13,7 @@ from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
 from torchshard.rules.terms import narrowed
 from torchshard.tensor import linearity, outside
-from torchshard.tensor.call import Call, Operand, refuse_as_eager, run_on_meta, tells_dtypes
+from torchshard.tensor.call import Call, Operand, refuse_as_eager, require_one_mesh, run_on_meta, tells_dtypes
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
 from torchshard.tensor.first_run import Plan, list_mover, mover
@@ -39,8 +39,15 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None
     There is no plan where dtypes of results are those that torch has by default just now.
 
     Raises:
+        ShardingError: tensors of one place, or one that goes with all, live on different meshes.
         UnsupportedOperatorError: a list that is written to holds a Partial tensor that cannot take its value back.
     """
+    together: dict[int | None, list[Operand]] = {}
+    for o in operands:
+        if not o.fixed:  # a plain scalar goes with any mesh
+            together.setdefault(o.item, []).append(o)
+    for item in [o for o in together if o is not None]:
+        require_one_mesh(call, together[item] + together.get(None, []))
     first = next(o.at for o in operands if o.item is not None)
     shapes = _shapes(call, first, operands)
     result, plan = _broadcasting(call, first, shapes) if shapes else _made(call, first, operands)

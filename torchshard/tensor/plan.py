@@ -66,6 +66,8 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
 def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
     handler = handlers.find(call.name)
     if handler is not None:
+        if call.name not in handlers.SEVERAL_MESHES:
+            require_one_mesh(call, operands)
         args, kwargs = call.with_values(call.values)
         result = handler(call.func, *args, **kwargs)
         if result is not NotImplemented:

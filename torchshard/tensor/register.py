@@ -131,6 +131,13 @@ def _require_free(func: Any, name: str, override: bool) -> None:
             expected="an operator that reaches a tensor subclass whole",
             fix="register rules for the operators that it is made of",
         )
+    if not all("Tensor" in str(r.type) for r in schema(func).returns):
+        raise ShardingError(
+            f"{name} gives what is no tensor, and a rank would give that of its piece.",
+            expected="an operator of which all results are tensors",
+            got=f"-> {', '.join([str(r.type) for r in schema(func).returns])}",
+            fix="have it give a tensor instead; without a rule it runs gathered, and all ranks give the same",
+        )
     found = registry.find(name)
     if found is not None and not override:
         raise ShardingError(

@@ -17,6 +17,12 @@ QUIET = frozenset({
     "_assert_async.default", "_assert_async.msg",
 })  # fmt: skip
 
+# Asked of all gradients of a model, whose tensors may live on several meshes.
+SEVERAL_MESHES = frozenset({
+    "_foreach_norm.Scalar", "_foreach_max.default", "_foreach_powsum.Scalar", "stack.default",
+    "_amp_foreach_non_finite_check_and_unscale_.default",
+})  # fmt: skip
+
 # Their meaning lies in the memory of one tensor, which a sharded one does not have.
 _OF_MEMORY = frozenset({"as_strided_.default", "as_strided_scatter.default", "set_.source_Tensor", "resize_.default"})
 

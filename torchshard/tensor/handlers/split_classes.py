@@ -63,6 +63,7 @@ class _SplitClasses:
 
     def terms(self, func: Any, target: Any, weight: Any, reduction: int, ignore: int) -> tuple[DTensor, DTensor]:
         """Loss (a sum, or one for each target) and total weight, each a sum over the ranks that hold other terms."""
+        self._require_shapes(func, target, weight, reduction, ignore)
         loss, total = func(self.scores, self._targets(target, ignore), self._weights(weight), reduction, _IGNORED)
         term = [Partial("sum") if isinstance(p, Shard) else R for p in self.sharding.placements]
         scalar = self.sharding.mesh.sharding(term)
@@ -86,6 +87,14 @@ class _SplitClasses:
         grad = part(grad, self.of_target if reduction == NONE else None)
         targets, weights, whole = self._targets(target, ignore), self._weights(weight), part(total)
         return made_of(func(grad, self.scores, targets, weights, reduction, _IGNORED, whole), self.sharding, self.shape)
+
+    def _require_shapes(self, func: Any, target: Any, weight: Any, reduction: int, ignore: int) -> None:
+        """Raise what the operator raises for shapes that do not go together: kernels see those of parts."""
+        batch = self.shape[: self.dim] + self.shape[self.dim + 1 :]
+        if tuple(target.shape) == batch and (weight is None or tuple(weight.shape) == (self.classes,)):
+            return
+        asked = [x if x is None else self.scores.new_zeros((), dtype=x.dtype).expand(x.shape) for x in (target, weight)]
+        func(self.scores.new_zeros(()).expand(self.shape), *asked, reduction, ignore)
 
     def _targets(self, target: Any, ignore: int) -> Tensor:
         """Targets as numbers of this rank's classes; a number that is no class at all is none here either."""
