@@ -349,6 +349,9 @@ NETWORKS = [
     case("attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
     case("attention causal", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (3, 2, 5, 8), (3, 2, 5, 8), (3, 2, 5, 8)),
     case("attention mask", lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m), (2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8), (5, 6), booleans=(3,)),
+    case("solve with one matrix of many", torch.linalg.solve, (2, 1, 3, 3), (4, 3, 2)),
+    case("solve a batch", lambda a, b: torch.linalg.solve(a, b, left=False), (3, 3), (4, 2, 3)),
+    case("attention mask of a batch", lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m), (2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8), (2, 1, 1, 6), booleans=(3,)),
     *[
         case(f"inference of attention, {name}", run, (3, 5, 8), (24, 8), (24,), (8, 8), (8,), *mask, grad=False, booleans=(5,))
         for name, run, mask in (

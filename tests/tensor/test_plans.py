@@ -97,6 +97,18 @@ def test_arguments_of_operators_have_any_names(mesh):
             assert [each.to_local().tolist() for each in made] == [each.tolist() for each in expected]
 
 
+@pytest.mark.parametrize("shape", [(5, 6), (1, 6), (1, 1, 5, 6), (4, 1, 1, 6), (1, 3, 1, 6), (4, 3, 5, 6)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_masks_for_many_do_not_gather_attention(mesh, shape, dim):
+    query, key = (torch.randn(4, 2 if dim else 3, n, 8) for n in (5, 6))
+    shape = tuple(2 if n == 3 and dim else n for n in shape)
+    q, k = (distribute_tensor(x, mesh, [Shard(dim)]) for x in (query, key))
+    mask = distribute_tensor(torch.randn(shape), mesh, [Replicate()])
+    with fallback("error"):
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask)
+    assert attended.placements == (Shard(dim),)
+
+
 def test_plans_for_the_value_of_a_number_are_for_its_type_too(mesh):
     with torch.library._scoped_library("plans_test", "FRAGMENT") as library:
         library.define("times(Tensor x, Scalar by) -> Tensor")

@@ -133,11 +133,6 @@ class TensorEntry:
         return tuple([piece.box for piece in self.pieces])
 
     @property
-    def box(self) -> Box:
-        """Of the full tensor."""
-        return self.pieces[0].box if len(self.pieces) == 1 else whole(self.shape)
-
-    @property
     def itemsize(self) -> int:
         """Bytes an element."""
         return DTYPES[self.dtype].itemsize
@@ -172,6 +167,11 @@ class TensorEntry:
     def numpy(self) -> "NDArray[Any]":
         """The full tensor."""
         return self[...]
+
+
+def whole_box(entry: TensorEntry) -> Box:
+    """The box of all of a tensor; that of its piece if there is one only, as objects of many tensors are alike."""
+    return entry.pieces[0].box if len(entry.pieces) == 1 else whole(entry.shape)
 
 
 def is_all(box: Box, entry: TensorEntry) -> bool:

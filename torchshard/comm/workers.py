@@ -1,7 +1,8 @@
-"""Threads that do what is asked of them in turn, beside the one that computes."""
+"""Threads beside the one that computes: those that do what is asked of them in turn, and how all come to an end."""
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +13,8 @@ Job = Callable[[], object]
 _NAME = "torchshard sums"
 _AT_EXIT = 1.0
 """Seconds that a thread is waited for: as long as what it does may take that nobody can stop."""
+_MOMENT = 0.01
+"""Seconds in which threads of gloo's let go of collectives that are done."""
 
 
 class Worker:
@@ -54,6 +57,17 @@ def rest() -> None:
 @cache
 def _rest_at_exit() -> None:
     atexit.register(rest)
+
+
+@cache
+def pause_at_exit() -> None:
+    """Have the interpreter give gloo's threads a moment before it ends, where collectives are begun in backwards.
+
+    Such a collective holds an object of Python's (torch.autograd.graph puts the backward's context there). Where it is
+    the thread that lets go of it last, it has to have the interpreter's lock; and one that asks for the lock while the
+    interpreter ends aborts the process (Python 3.11: "terminate called without an active exception").
+    """
+    atexit.register(time.sleep, _MOMENT)
 
 
 def _end(thread: threading.Thread, jobs: "SimpleQueue[Job | None]", last: Job) -> None:

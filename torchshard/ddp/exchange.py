@@ -10,6 +10,7 @@ from torchshard.comm.agreement import Agreement
 from torchshard.comm.packed import packed_all_reduce_of
 from torchshard.comm.summing import all_reduce_of
 from torchshard.comm.waiting import wait_for
+from torchshard.comm.workers import pause_at_exit
 
 
 class Exchange:
@@ -29,6 +30,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, alone: bool = False) -> None:
         self.group, self.device, self.issued = group, device, 0
         self.agreement = Agreement(group, device, alone=alone)
+        pause_at_exit()
 
     def confirm(self, text: str) -> None:
         """Make sure that all ranks are about to do what `text` says."""

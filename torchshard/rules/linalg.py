@@ -67,10 +67,18 @@ def _slogdet(a: Layout) -> Made:
 
 
 def _solve(a: Layout, b: Layout, *, left: bool = True, check_errors: bool = False) -> Made:
-    """The columns that are solved for may be split: all ranks factor the same matrix."""
+    """The columns that are solved for may be split: all ranks factor the same matrix. So may a batch of them for which
+    there is one matrix.
+    """
     vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
-    right = "... N" if vector else "... N k" if left else "... k N"
-    made = _contiguous_alike(f"... M N, {right} -> {right}, ... M N, ... M, ...", a)
+    names = [f"g{d}" for d in range(a.ndim - 2 if vector else max(a.ndim, b.ndim) - 2)]
+    leading = names[len(names) - a.ndim + 2 :], names[len(names) - b.ndim + (1 if vector else 2) :]
+    long = longer(leading, (a, b))
+    of_a, of_b = (stretched(dims, x.shape, long) for dims, x in zip(leading, (a, b), strict=True))
+    columns = "N" if vector else "N k" if left else "k N"
+    batch, matrices, right = (" ".join(dims) for dims in (names, of_a, of_b))
+    line = f"{matrices} M N, {right} {columns} -> {batch} {columns}, {matrices} M N, {matrices} M, {matrices}"
+    made = _contiguous_alike(line, a)
 
     def local(operator: Callable[..., Any], piece: Any, columns: Any, **options: Any) -> Any:
         assert made.local is not None, "see there"
@@ -78,7 +86,7 @@ def _solve(a: Layout, b: Layout, *, left: bool = True, check_errors: bool = Fals
             columns = columns[(None,) * (piece.ndim - columns.ndim)]
         return made.local(operator, piece, columns, **options)
 
-    return replace(made, local=local)
+    return replace(made, local=local, options={"reduces": reduces({f: "same" for f in ("k", *names) if f not in of_a})})
 
 
 def _solve_triangular(a: Layout, b: Layout, *, upper: bool, left: bool = True, unitriangular: bool = False) -> str:
@@ -164,7 +172,7 @@ RULES = {
     **named("_grouped_mm", Rule(_grouped_mm, options("lin=0,1 full"))),
     **named("_linalg_det", Rule(_det)),
     **named("_linalg_slogdet", Rule(_slogdet)),
-    **named("_linalg_solve_ex", Rule(_solve, options("red=k:same"))),
+    **named("_linalg_solve_ex", Rule(_solve)),
     **named("linalg_solve_triangular", Rule(_solve_triangular, options("lin=1"))),
     **named("linalg_lu_solve", Rule(_lu_solve)),
     **named("_cdist_backward", Rule(_cdist_backward, options("lin=0 red=j:sum"))),

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchshard._torch import group_of_members, hash_anew, outside_of_traces, real_object
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.group import Group
+from torchshard.comm.workers import pause_at_exit
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
 from torchshard.layout.layout import Mesh
@@ -86,6 +87,7 @@ class BoundMesh(Mesh):
         return self.group(tuple(range(self.ndim)))
 
     def _make_group(self, axes: tuple[int, ...]) -> Group:
+        pause_at_exit()
         ranks = self.line(axes)
         if len(axes) == 1:
             process_group = self.device_mesh.get_group(axes[0])

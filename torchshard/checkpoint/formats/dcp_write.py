@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from torchshard.checkpoint.entries import Index, ObjectEntry, TensorEntry
+from torchshard.checkpoint.entries import Index, ObjectEntry, TensorEntry, whole_box
 from torchshard.checkpoint.formats.dcp import METADATA
 from torchshard.checkpoint.formats.out import Options, OutFile, Output, Slot, unsaid, whole_slot
 from torchshard.checkpoint.formats.torch_file import ArchivePlan, lay_out, of_tensor
@@ -145,7 +145,7 @@ def _boxes(
 ) -> list[tuple[Box, int | None]]:
     """The boxes of a tensor, each with the first rank that holds it; None: any may write it."""
     if placements is None or mesh.size == 1:
-        return [(entry.box, None)]
+        return [(whole_box(entry), None)]
     try:
         layout = mesh.sharding(placements).layout(entry.shape, (1,) * len(entry.shape), None)
     except ShardingError as error:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchshard.checkpoint.dtypes import DTYPES
-from torchshard.checkpoint.entries import Index, TensorEntry
+from torchshard.checkpoint.entries import Index, TensorEntry, whole_box
 from torchshard.checkpoint.trees import attributes
 from torchshard.layout import Box, Mesh, Placement
 
@@ -41,7 +41,7 @@ def unsaid(index: Index, *, notes: bool, dicts: bool) -> tuple[str, ...]:
 
 def whole_slot(entry: TensorEntry, offset: int) -> Slot:
     """A slot for all of a tensor."""
-    return Slot(entry, offset, entry.box)
+    return Slot(entry, offset, whole_box(entry))
 
 
 @dataclass(frozen=True, slots=True)
