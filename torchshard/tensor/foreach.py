@@ -46,8 +46,9 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None
     for o in operands:
         if not o.fixed:  # a plain scalar goes with any mesh
             together.setdefault(o.item, []).append(o)
-    for item in [o for o in together if o is not None]:
-        require_one_mesh(call, together[item] + together.get(None, []))
+    with_all = together.pop(None, [])
+    for item in together.values():
+        require_one_mesh(call, item + with_all)
     first = next(o.at for o in operands if o.item is not None)
     shapes = _shapes(call, first, operands)
     result, plan = _broadcasting(call, first, shapes) if shapes else _made(call, first, operands)
