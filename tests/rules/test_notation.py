@@ -16,6 +16,7 @@ def test_lines_are_read():
     assert parse("(a B) 1 -> a B").operands == ((("a", "B"), ("1",)),)
     assert parse("... K, -> ...").operands == ((DOTS, ("K",)), ())
     assert parse("a -> ").results == ((),)
+    assert parse("a? (b c)?, b -> a").operands == ((("a", "?"), ("b", "c", "?")), (("b",),))
 
 
 names = st.sampled_from(["a", "b", "c", "d2", "Big", "1"])
@@ -36,7 +37,7 @@ def test_what_is_written_is_read_back(left, right):
     assert read.results == meaning(right)
 
 
-@given(st.text(alphabet="ab1(),.-> \n@", max_size=12))
+@given(st.text(alphabet="ab1?(),.-> \n@", max_size=12))
 def test_anything_else_is_a_sharding_error(text):
     with contextlib.suppress(ShardingError):
         parse(text)
@@ -45,7 +46,18 @@ def test_anything_else_is_a_sharding_error(text):
 class Messages(expecttest.TestCase):
     def test_errors_point_at_the_column(self):
         shown = []
-        for line in ("i k, k j", "i ? -> i", "(a -> b", "() -> a", "a) -> a", "a -> b -> c", "... ... -> a"):
+        for line in (
+            "i k, k j",
+            "i @ -> i",
+            "i ? -> i?",
+            "1? -> ",
+            "(a? b) ->",
+            "(a -> b",
+            "() -> a",
+            "a) -> a",
+            "a -> b -> c",
+            "... ... -> a",
+        ):
             with pytest.raises(ShardingError) as caught:
                 parse(line)
             shown.append(str(caught.value))
@@ -59,9 +71,27 @@ A rule cannot be read at column 9.
                     ^
   fix:      a line such as  i k, k j -> i j
 A rule cannot be read at column 3.
-  expected: a factor, 1, '...', ',', '(', ')' or '->'
+  expected: a factor, 1, '...', ',', '(', ')', '?' or '->'
+  got:      '@'
+            i @ -> i
+              ^
+  fix:      a line such as  i k, k j -> i j
+A rule cannot be read at column 9.
+  expected: '?' behind a factor or a group of an operand
   got:      '?'
-            i ? -> i
+            i ? -> i?
+                    ^
+  fix:      a line such as  i k, k j -> i j
+A rule cannot be read at column 2.
+  expected: '?' behind a factor or a group of an operand
+  got:      '?'
+            1? ->
+             ^
+  fix:      a line such as  i k, k j -> i j
+A rule cannot be read at column 3.
+  expected: factors, and ')' to close the group
+  got:      '?'
+            (a? b) ->
               ^
   fix:      a line such as  i k, k j -> i j
 A rule cannot be read at column 4.

@@ -234,7 +234,7 @@ class Messages(expecttest.TestCase):
             "\n".join(shown),
             """\
 A rule cannot be read at column 10.
-  expected: a factor, 1, '...', ',', '(', ')' or '->'
+  expected: a factor, 1, '...', ',', '(', ')', '?' or '->'
   got:      '>'
             i k, k j > i j
                      ^

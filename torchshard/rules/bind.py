@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchshard.errors import ShardingError
-from torchshard.rules.notation import DOTS, Dim, Operand, Signature
+from torchshard.rules.notation import DOTS, MARK, Dim, Operand, Signature, factors
 
 ONE: Dim = ("1",)
 
@@ -80,28 +80,30 @@ def bind(signature: Signature, shapes: Sequence[Sequence[int]], given: Mapping[s
     sizes = dict(given)
     for dims, shape in zip(spread, shapes, strict=True):
         for dim, n in zip(dims, shape, strict=True):
-            if len(dim) == 1 and dim != ONE and dim[0] not in given and sizes.get(dim[0], 1) == 1:
-                sizes[dim[0]] = n
-    marked = []
+            factor, *more = factors(dim)
+            if not more and dim != ONE and factor not in given and sizes.get(factor, 1) == 1:
+                sizes[factor] = n
+    stretched = []
     for dims, shape in zip(spread, shapes, strict=True):
-        marked.append(tuple([_broadcast(dim, n, sizes) for dim, n in zip(dims, shape, strict=True)]))
-        if any(_contradicts(dim, n, sizes) for dim, n in zip(marked[-1], shape, strict=True)):
+        stretched.append(tuple([_stretched(dim, n, sizes) for dim, n in zip(dims, shape, strict=True)]))
+        if any(_contradicts(dim, n, sizes) for dim, n in zip(stretched[-1], shape, strict=True)):
             return None
-    results = [_spread(dims, max(dots, default=0)) for dims in signature.results]
-    return Bound(tuple(marked), tuple(results), sizes)
+    results = [tuple(map(factors, _spread(dims, max(dots, default=0)))) for dims in signature.results]
+    return Bound(tuple(stretched), tuple(results), sizes)
 
 
 def _spread(dims: Operand, count: int) -> Operand:
-    """`...` as `count` factors, named from the right so that they align."""
+    """`...` as `count` factors that broadcast, named from the right so that they align."""
     if DOTS not in dims:
         return dims
     at = dims.index(DOTS)
-    return (*dims[:at], *[(f".{r}",) for r in reversed(range(count))], *dims[at + 1 :])
+    return (*dims[:at], *[(f".{r}", MARK) for r in reversed(range(count))], *dims[at + 1 :])
 
 
-def _broadcast(dim: Dim, n: int, sizes: Mapping[str, int]) -> Dim:
-    """Dims of "..." may be of length 1 where others are longer; those with a letter are one loop, of one length."""
-    return ONE if dim[0].startswith(".") and n == 1 and sizes.get(dim[0], 1) != 1 else dim
+def _stretched(dim: Dim, n: int, sizes: Mapping[str, int]) -> Dim:
+    """The factors of a dim: none where it broadcasts; without the mark all have the one length of their loop."""
+    found = factors(dim)
+    return ONE if found is not dim and n == 1 and any(sizes.get(f, 1) != 1 for f in found) else found
 
 
 def _contradicts(dim: Dim, n: int, sizes: Mapping[str, int]) -> bool:

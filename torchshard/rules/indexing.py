@@ -5,7 +5,7 @@ from itertools import zip_longest
 from typing import Any
 
 from torchshard.layout.layout import Layout
-from torchshard.rules.reducing import letters, longer, stretched
+from torchshard.rules.reducing import broadcast_shape, broadcasting, letters
 from torchshard.rules.rule import Made, Rule, named, options, reduces
 
 _MASKS = ("bool", "uint8")  # dtypes of indices that are masks: what they select depends on values
@@ -91,8 +91,12 @@ def _index_write(adds: bool) -> Callable[..., str | Made | None]:
     return build
 
 
-def _indexed(x: Layout, indices: Sequence[Layout | None]) -> tuple[list[str], list[list[str]], list[str]] | None:
-    """Dims of the tensor, of each index, and of what `x[indices]` selects; None where masks select."""
+def _indexed(
+    x: Layout, indices: Sequence[Layout | None], factor: str = "g"
+) -> tuple[list[str], list[list[str]], list[str], dict[str, int]] | None:
+    """Dims of the tensor, of each index, and of what `x[indices]` selects, and how long those of the indices are
+    together; None where masks select.
+    """
     given = [i for i in indices if i is not None]
     if not given or len(indices) > x.ndim or any(str(i.dtype).endswith(_MASKS) for i in given):
         return None
@@ -102,15 +106,13 @@ def _indexed(x: Layout, indices: Sequence[Layout | None]) -> tuple[list[str], li
     at = [d for d, i in enumerate(indices) if i is not None]
     for d in at:
         names[d] = f"V{d}"
-    depth = max(i.ndim for i in given)
-    found = [f"g{k}" for k in range(depth)]
-    operands = [found[depth - i.ndim :] for i in given]
-    long = longer(operands, given)
-    operands = [stretched(dims, i.shape, long) for dims, i in zip(operands, given, strict=True)]
+    lengths = broadcast_shape([i.shape for i in given])
+    found = [f"{factor}{k}" for k in range(len(lengths))]
+    operands = [broadcasting(found[len(lengths) - i.ndim :]) for i in given]
     adjacent = at[-1] - at[0] == len(at) - 1
     before = names[: at[0]] if adjacent else []
     after = [f for d, f in enumerate(names) if d not in at and not (adjacent and d < at[0])]
-    return names, operands, [*before, *found, *after]
+    return names, operands, [*before, *found, *after], dict(zip(found, lengths, strict=True))
 
 
 def _broadcast(lengths: Sequence[int]) -> bool:
@@ -121,24 +123,21 @@ def _broadcast(lengths: Sequence[int]) -> bool:
 def _index(x: Layout, indices: Sequence[Layout | None]) -> str | None:
     if (lines := _indexed(x, indices)) is None:
         return None
-    names, found, result = lines
+    names, found, result, _ = lines
     return f"{', '.join(map(' '.join, [names, *found]))} -> {' '.join(result)}"
 
 
 def _index_put(x: Layout, indices: Sequence[Layout | None], values: Layout, adds: bool = False, *_: Any) -> Made | None:
-    lines = _indexed(x, indices)
+    lines = _indexed(x, indices, "g" if adds else "G")
     if lines is None or values.ndim > len(lines[2]):
         return None
-    names, found, result = lines
-    long = longer([names, *found], [x, *[i for i in indices if i is not None]])
-    operands = [names, *found, stretched(result[len(result) - values.ndim :], values.shape, long)]
-    if not adds:
-        operands = [[f.upper() if f[0] == "g" and f != "g" else f for f in operand] for operand in operands]
+    names, found, result, sizes = lines
+    operands = [names, *found, broadcasting(result[len(result) - values.ndim :])]
     line = f"{', '.join(map(' '.join, operands))} -> {' '.join(names)}"
     # Values that broadcast would be added once a rank.
-    sums = {f"g{k}": "sum" for k in range(len(result))} if adds else {}
+    sums = dict.fromkeys(sizes, "sum") if adds else {}
     more: dict[str, Any] = {"linear": ((0, len(operands) - 1),), "reduces": reduces(sums), "plus": (0,)}
-    return Made(line, options=more)
+    return Made(line, sizes, options=more)
 
 
 def _take(x: Layout, index: Layout) -> str:

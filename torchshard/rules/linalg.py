@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchshard.layout.layout import Layout, contiguous_stride
-from torchshard.rules.reducing import longer, stretched
+from torchshard.rules.reducing import broadcasting
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
 
 _LINES = table("""
@@ -35,13 +35,10 @@ _LINES = table("""
 
 def _added(product: str) -> Callable[..., str]:
     """A product to which a first operand is added that broadcasts to the result."""
-    result = product.split("->")[1].split()
+    result = broadcasting(product.split("->")[1].split())
 
-    operands = [dims.split() for dims in product.split("->")[0].split(",")]
-
-    def build(bias: Layout, *factors: Layout, **__: object) -> str:
-        dims = stretched(result[len(result) - bias.ndim :], bias.shape, longer(operands, factors))
-        return f"{' '.join(dims)}, {product}"
+    def build(bias: Layout, *_: Layout, **__: object) -> str:
+        return f"{' '.join(result[len(result) - bias.ndim :])}, {product}"
 
     return build
 
@@ -72,11 +69,10 @@ def _solve(a: Layout, b: Layout, *, left: bool = True, check_errors: bool = Fals
     """
     vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     names = [f"g{d}" for d in range(a.ndim - 2 if vector else max(a.ndim, b.ndim) - 2)]
-    leading = names[len(names) - a.ndim + 2 :], names[len(names) - b.ndim + (1 if vector else 2) :]
-    long = longer(leading, (a, b))
-    of_a, of_b = (stretched(dims, x.shape, long) for dims, x in zip(leading, (a, b), strict=True))
+    right = " ".join(broadcasting(names[len(names) - b.ndim + (1 if vector else 2) :]))
+    of_a = ["1" if n == 1 else f for f, n in zip(names[len(names) - a.ndim + 2 :], a.shape, strict=False)]
     columns = "N" if vector else "N k" if left else "k N"
-    batch, matrices, right = (" ".join(dims) for dims in (names, of_a, of_b))
+    batch, matrices = " ".join(names), " ".join(of_a)
     line = f"{matrices} M N, {right} {columns} -> {batch} {columns}, {matrices} M N, {matrices} M, {matrices}"
     made = _contiguous_alike(line, a)
 
@@ -125,9 +121,8 @@ def _lu_unpack(lu: Layout, pivots: Layout, unpack_data: bool = True, unpack_pivo
 
 def _cross(a: Layout, b: Layout, *, dim: int = -1) -> str:
     names = ["D" if k == dim % a.ndim else f"d{k}" for k in range(a.ndim)]
-    long = longer((names, names), (a, b))
-    one, other = (" ".join(stretched(names, x.shape, long)) for x in (a, b))
-    return f"{one}, {other} -> {' '.join(names)}"
+    operand = " ".join(broadcasting(names))
+    return f"{operand}, {operand} -> {' '.join(names)}"
 
 
 # The bias counts once, not once for every shard of k.

@@ -5,16 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torchshard.layout.layout import Layout
-from torchshard.rules.reducing import argument
+from torchshard.rules.reducing import argument, broadcast_shape
 from torchshard.rules.rule import Made, Rule, named, options, reduces
 
 NONE, MEAN, SUM = 0, 1, 2  # as ATen numbers reductions
-
-
-def _broadcast(layouts: list[Layout]) -> tuple[int, ...]:
-    ndim = max(x.ndim for x in layouts)
-    shapes = [(1,) * (ndim - x.ndim) + tuple(x.shape) for x in layouts]
-    return tuple([next((n for n in lengths if n != 1), 1) for lengths in zip(*shapes, strict=True)])
 
 
 def _loss(at: int) -> Callable[..., Made]:
@@ -26,7 +20,7 @@ def _loss(at: int) -> Callable[..., Made]:
         operands = ", ".join(["..."] * len(layouts))
         if reduction == NONE:
             return Made(f"{operands} -> ...")
-        count = math.prod(_broadcast(layouts))
+        count = math.prod(broadcast_shape([x.shape for x in layouts]))
         more = {"reduces": reduces({"...": "sum"})}
         return Made(f"{operands} -> ", options=more, local=_summed(at, count) if reduction == MEAN else None)
 
@@ -54,7 +48,7 @@ def _loss_backward(at: int) -> Callable[..., Made]:
         reduction = argument(args, kwargs, at + 1, "reduction", MEAN)
         layouts = [a for a in (*args, *kwargs.values()) if isinstance(a, Layout)]
         line = f"{', '.join(['...'] * len(layouts))} -> ..."
-        count = math.prod(_broadcast(layouts[1:]))
+        count = math.prod(broadcast_shape([x.shape for x in layouts[1:]]))
         return Made(line, local=_summed_backward(at, count) if reduction == MEAN else None)
 
     return build

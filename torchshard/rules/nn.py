@@ -6,7 +6,7 @@ from typing import Any
 from torchshard.layout.layout import Layout
 from torchshard.rules.convolution import positions
 from torchshard.rules.losses import MEAN, NONE
-from torchshard.rules.reducing import dims_of, letters, stretched
+from torchshard.rules.reducing import broadcasting, dims_of, letters
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
 
 _LINES = table("""
@@ -189,8 +189,7 @@ def _attention(
     attn_mask: Layout | None = None, scale: float | None = None,
 ) -> Made:  # fmt: skip
     heads, sizes = _heads(q, k)
-    mask = _mask(attn_mask, heads, q, k)
-    return Made(f"b {heads} S E, b h T E, b h T F{mask} -> b {heads} S F, b {heads} S", sizes)
+    return Made(f"b {heads} S E, b h T E, b h T F{_mask(attn_mask, heads)} -> b {heads} S F, b {heads} S", sizes)
 
 
 def _attention_backward(
@@ -199,7 +198,7 @@ def _attention_backward(
 ) -> Made:  # fmt: skip
     heads, sizes = _heads(q, k)
     of_q, kv = f"b {heads} S", "b h T E, b h T F"
-    return Made(f"{of_q} F, {of_q} E, {kv}, {of_q} F, {of_q}{_mask(attn_mask, heads, q, k)} -> {of_q} E, {kv}", sizes)
+    return Made(f"{of_q} F, {of_q} E, {kv}, {of_q} F, {of_q}{_mask(attn_mask, heads)} -> {of_q} E, {kv}", sizes)
 
 
 def _heads(q: Layout, k: Layout) -> tuple[str, dict[str, int]]:
@@ -209,13 +208,11 @@ def _heads(q: Layout, k: Layout) -> tuple[str, dict[str, int]]:
     return "(h R)", {"R": q.shape[1] // max(k.shape[1], 1)}
 
 
-def _mask(mask: Layout | None, heads: str, q: Layout, k: Layout) -> str:
+def _mask(mask: Layout | None, heads: str) -> str:
     """The dims of a mask, which may be one for the whole batch, for all heads, queries or keys."""
     if mask is None:
         return ""
-    sizes = {"b": q.shape[0], heads: q.shape[1], "S": q.shape[2], "T": k.shape[2]}
-    long = [f for f, n in sizes.items() if n != 1]
-    return f", {' '.join(stretched([*sizes][4 - mask.ndim :], mask.shape, long))}"
+    return f", {' '.join(broadcasting(['b', heads, 'S', 'T'][4 - mask.ndim :]))}"
 
 
 def _whole_attention(

@@ -8,14 +8,15 @@ Operands (the operator's tensor arguments, lists flattened) stand left of the ar
 between. An operand names a factor for each of its dims; factors are the loop dimensions of the operator, and a factor
 keeps its name wherever it occurs.
 
-    dim     :=  factor  |  "(" factor+ ")"  |  "..."
+    dim     :=  factor  |  "(" factor+ ")"  |  "..."    and in operands  factor "?"  |  "(" factor+ ")?"
     factor  :=  lower-case name        may be split between ranks
              |  name with an upper-case first letter    must be whole on every rank
              |  "1"                    a dim of length 1
 
-`(a B)` is one dim made of several factors, the first the slowest; only the first may be split, and only evenly. `...`
-stands for leading dims that broadcast against one another, the last ones aligned. An operand without dims (a scalar, or
-nothing between two commas) is written as nothing.
+`(a B)` is one dim made of several factors, the first the slowest; only the first may be split, and only evenly. A dim
+with `?` broadcasts: it may be of length 1 where others with its factors are longer. `...` stands for leading dims that
+broadcast against one another, the last ones aligned. An operand without dims (a scalar, or nothing between two commas)
+is written as nothing.
 """
 
 import functools
@@ -24,11 +25,12 @@ from dataclasses import dataclass
 
 from torchshard.errors import ShardingError
 
-Dim = tuple[str, ...]  # its factors, slowest first
+Dim = tuple[str, ...]  # its factors, slowest first; then MARK if it broadcasts
 Operand = tuple[Dim, ...]
 DOTS: Dim = ("...",)
+MARK = "?"
 
-_TOKEN = re.compile(r"[A-Za-z][A-Za-z0-9_]*|1|\.\.\.|->|,|\(|\)")
+_TOKEN = re.compile(r"[A-Za-z][A-Za-z0-9_]*|1|\.\.\.|->|,|\(|\)|\?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class Signature:
 
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
+
+
+def factors(dim: Dim) -> Dim:
+    """The factors of a dim, without the mark."""
+    return dim[:-1] if dim[-1] == MARK else dim
 
 
 def is_whole(factor: str) -> bool:
@@ -66,6 +73,10 @@ def parse(text: str) -> Signature:
                 sides.append([])
                 if len(sides) > 2:
                     raise tokens.error("one '->'")
+        elif token == MARK:
+            if len(sides) > 1 or not dims or dims[-1][-1] in ("...", "1", MARK):
+                raise tokens.error("'?' behind a factor or a group of an operand")
+            dims[-1] = (*dims[-1], MARK)
         elif token == "..." and DOTS in dims:
             raise tokens.error("one '...' an operand")
         else:
@@ -77,14 +88,14 @@ def parse(text: str) -> Signature:
 
 
 def _group(tokens: "_Tokens") -> Dim:
-    factors: list[str] = []
+    group: list[str] = []
     while (token := tokens.next()) != ")":
-        if token is None or token in ("(", ",", "->", "..."):
+        if token is None or token in ("(", ",", "->", "...", MARK):
             raise tokens.error("factors, and ')' to close the group")
-        factors.append(token)
-    if not factors:
+        group.append(token)
+    if not group:
         raise tokens.error("a factor in the group")
-    return tuple(factors)
+    return tuple(group)
 
 
 class _Tokens:
@@ -101,7 +112,7 @@ class _Tokens:
             return None
         match = _TOKEN.match(self.text, self.column)
         if match is None:
-            raise self.error("a factor, 1, '...', ',', '(', ')' or '->'")
+            raise self.error("a factor, 1, '...', ',', '(', ')', '?' or '->'")
         self.at = match.end()
         return match.group()
 

@@ -1,10 +1,9 @@
 """Operators that work element by element, with broadcasting."""
 
-from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 from torchshard.layout.layout import Layout
+from torchshard.rules.reducing import broadcast_shape
 from torchshard.rules.rule import Made, Rule, named, table
 from torchshard.rules.terms import converts_sums
 
@@ -52,16 +51,10 @@ _LINES = table("""
 def _by_element(*args: Any, out: Layout | None = None, **kwargs: Any) -> str | None:
     """As many operands as there are tensors, broadcast against one another; `out` has the shape that they give."""
     read = [a for a in (*args, *kwargs.values()) if isinstance(a, Layout)]
-    if out is not None and tuple(out.shape) != _broadcast([a.shape for a in read]):
+    if out is not None and tuple(out.shape) != broadcast_shape([a.shape for a in read]):
         return None
     operands = ["..."] * (len(read) + (out is not None))
     return f"{', '.join(operands)} -> ..."
-
-
-def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape that tensors of these shapes have together, if they have one."""
-    dims = zip_longest(*[reversed(shape) for shape in shapes], fillvalue=1)
-    return tuple(next((n for n in lengths if n != 1), 1) for lengths in dims)[::-1]
 
 
 # For all operators that torch itself tags as pointwise; those above have more to say, or no tag.

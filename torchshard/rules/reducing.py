@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torchshard.layout.layout import Layout
@@ -15,15 +16,15 @@ def letters(ndim: int, whole: Sequence[int] = ()) -> list[str]:
     return [chr(ord("A" if d in whole else "a") + d) for d in range(ndim)]
 
 
-def stretched(names: Sequence[str], shape: Sequence[int], long: Iterable[str]) -> list[str]:
-    """The factors of an operand that broadcasts against others: its dims of length 1 are none of those in `long`."""
-    return ["1" if n == 1 and f in long else f for f, n in zip(names, shape, strict=False)]
+def broadcasting(names: Iterable[str]) -> list[str]:
+    """The same factors of an operand that may be of length 1 where others are longer."""
+    return [f"{f}?" for f in names]
 
 
-def longer(names: Iterable[Sequence[str]], layouts: Iterable[Layout]) -> set[str]:
-    """The factors of operands that are longer than 1 in one of them."""
-    pairs = zip(names, layouts, strict=False)
-    return {f for dims, x in pairs for f, n in zip(dims, x.shape, strict=False) if n != 1}
+def broadcast_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that tensors of these shapes have together, if they have one."""
+    dims = zip_longest(*[reversed(shape) for shape in shapes], fillvalue=1)
+    return tuple([next((n for n in lengths if n != 1), 1) for lengths in dims])[::-1]
 
 
 def dims_of(dim: Dims, ndim: int) -> list[int]:

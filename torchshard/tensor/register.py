@@ -10,7 +10,7 @@ import torch
 from torchshard._torch import decomposition, one_operator, schema
 from torchshard.errors import ShardingError
 from torchshard.rules import registry
-from torchshard.rules.notation import Signature, parse
+from torchshard.rules.notation import Signature, factors, parse
 from torchshard.rules.rule import Made, Options, Rule
 from torchshard.rules.rule import options as read_options
 from torchshard.tensor import caching, dispatch, foreach, handlers
@@ -175,7 +175,7 @@ def _require_fit(func: Any, name: str, line: str, options: Options) -> None:
 
 
 def _factors(signature: Signature) -> set[str]:
-    return {factor for dims in signature.operands for dim in dims for factor in dim}
+    return {factor for dims in signature.operands for dim in dims for factor in factors(dim)}
 
 
 def _require_proof(func: Any, name: str, rule: Rule, samples: Iterable[Sequence[Any]]) -> None:
