@@ -5,6 +5,7 @@ switches the optional ones off, so that the fallbacks are tested as they are.
 """
 
 from torchshard._torch.autograd import (
+    Inherited,
     base_of,
     compiled_autograd_may_come,
     has_hooks,
@@ -168,6 +169,7 @@ __all__ = [
     "FSDPGradients",
     "FSDPUser",
     "GraphPass",
+    "Inherited",
     "after_every_forward",
     "aliasing",
     "as_if_uncompiled",

@@ -3,15 +3,18 @@
 import functools
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from torchshard._torch.finding import find
+
+T = TypeVar("T")
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -20,6 +23,38 @@ def queue_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback (2.11-2.15); nothing public tells that a backward has ended.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class Inherited(Generic[T]):
+    """An attribute of which each thread has its own; those in which autograd runs a backward have that of its caller.
+
+    A backward runs in threads of its own on devices other than the CPU, and on the CPU in the depths of backwards that
+    call backward. Engine threads take over what torch keeps for Python (torch._C._stash_obj_in_tls, _get_obj_in_tls,
+    _is_key_in_tls, _remove_obj_from_tls, 2.11-2.15); without it the attribute has its default there.
+    """
+
+    _NAMES = "_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_remove_obj_from_tls"
+
+    def __init__(self, default: T) -> None:
+        self.default = default
+        self._own = threading.local()
+        self._put, self._get, self._has, self._remove = (find(f"_C.{name}") for name in self._NAMES)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = f"{owner.__module__}.{owner.__qualname__}.{name}"
+
+    def __get__(self, instance: object, owner: type) -> T:
+        if self._get is None:
+            return getattr(self._own, "value", self.default)
+        return cast(T, self._get(self._key)) if self._has(self._key) else self.default
+
+    def __set__(self, instance: object, value: T) -> None:
+        if self._put is None:
+            self._own.value = value
+        elif value != self.default or self._remove is None:
+            self._put(self._key, value)
+        elif self._has(self._key):
+            self._remove(self._key)  # to give up an object, a thread that ends needs the interpreter
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -174,7 +174,7 @@ class _Watch:
         self.rows.append(row)
         self.running.append(row)
         try:
-            with self.mode, observing(self.moved, self.ran_by):
+            with self.mode:
                 result, _ = make_plan(call)
         finally:
             self.running.pop()

@@ -1,7 +1,6 @@
 """What a user may allow or forbid for a while: operators without a rule, plain tensors beside DTensors."""
 
 import inspect
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +8,15 @@ from typing import Literal
 
 import torch
 
-from torchshard._torch import guard_attribute, takes_plain_for_replicated, untraced
+from torchshard._torch import Inherited, guard_attribute, takes_plain_for_replicated, untraced
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 
 Fallback = Literal["replicate", "error", "silent"]
 
 
-class _State(threading.local):
-    fallback: Fallback = "replicate"
-    implicit_replication = False
+class _State:
+    fallback = Inherited[Fallback]("replicate")
+    implicit_replication = Inherited(False)
 
 
 _state = _State()
@@ -28,9 +27,10 @@ _NOT_USERS = ("torchshard", "torch")
 
 @contextmanager
 def fallback(mode: Fallback) -> Iterator[None]:
-    """A context in which operators without a rule are handled as `mode` says; for this thread only.
+    """A context in which operators without a rule are handled as `mode` says.
 
-    Under torch.compile(fullgraph=True) it stands around the calls of what is compiled.
+    For this thread and the backwards that it calls. Under torch.compile(fullgraph=True) it stands around the calls of
+    what is compiled.
 
     Args:
         mode: "replicate", the default outside of any context: operands are gathered, so that the operator runs on
@@ -60,8 +60,8 @@ def implicit_replication() -> Iterator[None]:
     """A context in which operators accept plain tensors beside DTensors, and treat them as replicated.
 
     A plain tensor has to have the same values on every rank of the mesh, which is not checked. Outside of the context
-    an operator on both kinds raises UnsupportedOperatorError. For this thread only. Under torch.compile(fullgraph=True)
-    it stands around the calls of what is compiled.
+    an operator on both kinds raises UnsupportedOperatorError. For this thread and the backwards that it calls. Under
+    torch.compile(fullgraph=True) it stands around the calls of what is compiled.
     """
     if torch.compiler.is_dynamo_compiling():  # a graph is made before it would be set, and Dynamo loses _state's writes
         yield

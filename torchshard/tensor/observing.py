@@ -1,22 +1,22 @@
-"""Who is told, in this thread, how operators are run and what is moved; usually nobody.
+"""Who is told, in a thread and the backwards that it calls, how operators are run and what is moved; usually nobody.
 
 `explain` and `debug` listen here. What is told is told where an operator is met for the first time, or where something
 is about to be sent; operators that run from a kept plan on local tensors do not come here.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from torchshard._torch import Inherited
 from torchshard.tensor.layout import TensorLayout
 
 Moved = Callable[[TensorLayout, TensorLayout], None]
 RanBy = Callable[[str, str, list[tuple[str, TensorLayout, TensorLayout]]], None]
 
 
-class _Observers(threading.local):
-    moved: tuple[Moved, ...] = ()
-    ran_by: tuple[RanBy, ...] = ()
+class _Observers:
+    moved = Inherited[tuple[Moved, ...]](())
+    ran_by = Inherited[tuple[RanBy, ...]](())
 
 
 observers = _Observers()
@@ -24,7 +24,7 @@ observers = _Observers()
 
 @contextmanager
 def observing(moved: Moved, ran_by: RanBy | None = None) -> Iterator[None]:
-    """Tell these two as well; once, however often it is said.
+    """Tell these two as well.
 
     Args:
         moved: of every redistribution, before it is done: source and target.
@@ -32,9 +32,8 @@ def observing(moved: Moved, ran_by: RanBy | None = None) -> Iterator[None]:
             which arguments (by name) go from which layout to which.
     """
     before = observers.moved, observers.ran_by
-    if moved not in observers.moved:
-        observers.moved = (*observers.moved, moved)
-    if ran_by is not None and ran_by not in observers.ran_by:
+    observers.moved = (*observers.moved, moved)
+    if ran_by is not None:
         observers.ran_by = (*observers.ran_by, ran_by)
     try:
         yield
