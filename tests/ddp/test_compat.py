@@ -102,7 +102,7 @@ def _other_groups(rank, world):
                 (reference(torch.full((2, 8), 1.0 + r)).square().mean() / len(members)).backward()
             for p, g in zip(reference.parameters(), grads, strict=True):
                 torch.testing.assert_close(g, p.grad)
-    assert len(model.reducer._hooks._handles) == len(model.reducer.params)
+    assert len(model.reducer.hooks._handles) == len(model.reducer.params)
 
 
 def test_the_process_group_can_be_changed():

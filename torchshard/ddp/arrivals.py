@@ -1,7 +1,9 @@
 """What autograd calls when the gradient of a parameter is complete: one function for each parameter of a bucket."""
 
+import functools
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -13,6 +15,18 @@ if TYPE_CHECKING:
     from torchshard.ddp.reducer import Reducer
 
 Hook = Callable[[torch.Tensor], object]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_turn(method: Method) -> Method:
+    """Have this method of a reducer wait for those that other threads are in: autograd has one for each device."""
+
+    @functools.wraps(method)
+    def taking_turns(self: "Reducer", *args: Any) -> Any:
+        with self.hooks.turn:
+            return method(self, *args)
+
+    return cast(Method, taking_turns)
 
 
 class Hooks:
@@ -21,6 +35,7 @@ class Hooks:
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._counts: list[int] = []  # of hooks on each parameter
+        self.turn = threading.RLock()
 
     def __bool__(self) -> bool:
         return bool(self._handles)

@@ -95,7 +95,7 @@ class ObservedReducer(Reducer):
                 "constructed."
             )
         self.usage = StaticUsage(len(self.params))
-        self._hooks.put(self)
+        self.hooks.put(self)
 
     def use_rows(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Send only these rows of sparse gradients, by name of the parameter; ValueError for one that has none."""
@@ -133,7 +133,7 @@ class ObservedReducer(Reducer):
             self.check_group()
         super()._enter(mode)
         if self.step is not None and mode is Mode.SYNC:
-            self.step.begin_backward(self._plan)
+            self.step.begin_backward(self.plan)
 
     def _settle(self, bucket: FlatBucket) -> None:
         super()._settle(bucket)
@@ -208,7 +208,7 @@ class ObservedReducer(Reducer):
             )
         if self.traced is None and _torch.compiled_autograd_may_come():
             self.traced = Traced(self)
-            self._hooks.put(self)
+            self.hooks.put(self)
         if self.traced is not None:
             self.traced.before_forward(self, self._excluded())
         if self.members and sync and not self.in_backward:

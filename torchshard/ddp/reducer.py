@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from torchshard import _torch
-from torchshard.buckets import ONE_BUCKET, BucketPolicy, PlannedBucket, names_text, plan_table
+from torchshard.buckets import ONE_BUCKET, BucketPolicy, names_text, plan_table
 from torchshard.ddp import active, messages
-from torchshard.ddp.arrivals import Hooks
+from torchshard.ddp.arrivals import Hooks, in_turn
 from torchshard.ddp.backwards import Ending, Leaves
 from torchshard.ddp.counters import Counters
 from torchshard.ddp.exchange import Exchange
@@ -48,6 +48,9 @@ class Reducer(ReducerCompatibility):
         sparse: names of the parameters whose gradients are sparse.
         reduce_dtype: of the reduction, if parameters are of lower precision in forward; see `MixedPrecision`.
         verified: the caller knows that parameters and settings are the same on all ranks.
+
+    Attributes:
+        plan: the buckets as they are laid out now; `str(reducer)` shows them as a table.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Reducer(ReducerCompatibility):
         self._again = False  # the last forward ran inside of a backward
         self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
         self._touched: set[int] = set()  # had a gradient under no_sync
-        self._hooks = Hooks()
+        self.hooks = Hooks()
         chosen = set(sparse)
         numbers = frozenset(i for i, n in enumerate(self.names) if n in chosen)
         self._recipe = Recipe(self.params, views_stay, numbers, reduce_dtype)
@@ -105,7 +108,7 @@ class Reducer(ReducerCompatibility):
             return
         if self.is_unfinished:
             raise RuntimeError(messages.UNFINALIZED)
-        self._hooks.move_last(self)
+        self.hooks.move_last(self)
         for bucket in self.buckets:
             if not (self._armed or self._forwards):
                 bucket.heard.clear()  # by a backward that was none of ours
@@ -130,6 +133,7 @@ class Reducer(ReducerCompatibility):
     # ---------------------------------------------------------------------------------------------- backward
 
     @_torch.untraced
+    @in_turn
     def _begin(self, forward: ForwardPass) -> None:
         """A backward has reached an output of this forward."""
         self._forget_failed()
@@ -162,7 +166,7 @@ class Reducer(ReducerCompatibility):
         if not self._listening:
             was, self._listening = self.is_attentive, True
             if not was:
-                self._hooks.put(self)
+                self.hooks.put(self)
 
     def _enter(self, mode: Mode) -> None:
         if _torch.in_compiled_autograd():
@@ -186,11 +190,14 @@ class Reducer(ReducerCompatibility):
                 bucket.begin()
 
     @_torch.untraced
+    @in_turn
     def outside(self, index: int) -> bool:
         """A gradient has arrived while none is reduced. Whether that has to begin now."""
         if self.mode is Mode.LOCAL:
             self._touched.add(index)
             return False
+        if self.mode is Mode.SYNC:  # another thread was here first
+            return True
         if self._armed or self._forwards:
             if self.usage.tolerant and not (self._again or self.in_backward) and _torch.is_nested():
                 raise NotImplementedError(messages.NESTED)  # at whose end all that is missing would count as unused
@@ -210,6 +217,7 @@ class Reducer(ReducerCompatibility):
         raise RuntimeError(better or messages.twice_text(index, name))
 
     @_torch.untraced
+    @in_turn
     def complete(self, full: FlatBucket) -> None:
         """This bucket seems full. Launch those that are, in order, up to the first that is not."""
         self._settle(full)
@@ -307,13 +315,13 @@ class Reducer(ReducerCompatibility):
     def _learn_again(self) -> None:
         """Lay the buckets out anew after the next backward."""
         self.arrived = Events()
-        self._hooks.put(self)
+        self.hooks.put(self)
 
     def _wait(self) -> int:
         """Wait for what was launched; how many buckets that were."""
         launched = [(number, bucket.work) for number, bucket in enumerate(self.buckets) if bucket.work is not None]
         for number, work in launched:
-            self.exchange.wait([work], f"bucket {number} ({names_text(self._plan[number].params)})")
+            self.exchange.wait([work], f"bucket {number} ({names_text(self.plan[number].params)})")
         return len(launched)
 
     def _missing(self) -> list[int]:
@@ -343,6 +351,7 @@ class Reducer(ReducerCompatibility):
 
     # ---------------------------------------------------------------------------------------------- graphs
 
+    @in_turn
     def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> GraphBucket | None:
         """The bucket a segment of which a compiled graph may fill now; None if these gradients go through hooks.
 
@@ -352,7 +361,7 @@ class Reducer(ReducerCompatibility):
             slots: numbers of the parameters, in the graph's order.
             dtype: that the graph writes.
         """
-        if not self._hooks or torch.is_grad_enabled() or len(self._forwards) > 1:
+        if not self.hooks or torch.is_grad_enabled() or len(self._forwards) > 1:
             return None
         if self.mode.is_open and (self._armed or self._forwards) and self.leaves.some_will_run():
             self._enter(Mode.SYNC)
@@ -369,13 +378,8 @@ class Reducer(ReducerCompatibility):
 
     # ---------------------------------------------------------------------------------------------- layout
 
-    @property
-    def plan(self) -> tuple[PlannedBucket, ...]:
-        """The buckets as they are laid out now; `str(reducer)` shows them as a table."""
-        return self._plan
-
     def __str__(self) -> str:
-        return plan_table(self._plan)
+        return plan_table(self.plan)
 
     def _learn(self) -> None:
         """Lay the buckets out by what rank 0 has seen in this backward."""
@@ -387,14 +391,10 @@ class Reducer(ReducerCompatibility):
         self._adopt(decode(numbers))
 
     def _adopt(self, layout: tuple[LaidBucket, ...]) -> None:
-        self._layout, self._plan = layout, planned(layout, self._gradients)
-        self._plan_text = messages.plan_text(self._plan, self.params)
+        self._layout, self.plan = layout, planned(layout, self._gradients)
+        self._plan_text = messages.plan_text(self.plan, self.params)
         if self._verified:
             self.exchange.agreement.adopt(self._plan_text)
         self.buckets = self._recipe.make(layout, self.reduction, self.usage.never)
         self.lending.adopt(self.buckets)
-        self._hooks.put(self)
-
-    def remove_hooks(self) -> None:
-        """Leave the parameters as they were found."""
-        self._hooks.remove()
+        self.hooks.put(self)

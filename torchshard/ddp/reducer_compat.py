@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchshard.ddp.arrivals import Hooks
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.gradbucket import GradBucket
@@ -19,6 +20,7 @@ Future = torch.futures.Future
 class ReducerCompatibility:
     """Methods of torch's dist.Reducer, said with ours."""
 
+    hooks: Hooks
     exchange: Exchange
     params: list[torch.nn.Parameter]
     buckets: list[FlatBucket]
@@ -38,8 +40,8 @@ class ReducerCompatibility:
         raise NotImplementedError
 
     def remove_hooks(self) -> None:
-        """The reducer's own."""
-        raise NotImplementedError
+        """Leave the parameters as they were found."""
+        self.hooks.remove()
 
     def prepare_for_forward(self) -> None:
         """A forward begins whose gradients are to be reduced."""
