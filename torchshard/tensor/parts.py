@@ -21,7 +21,7 @@ from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.naming import name_on, named
 from torchshard.tensor.redistribute import redistribute_local
-from torchshard.tensor.replacing import replacing, successor
+from torchshard.tensor.replacing import replacing, require_replaceable, successor
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -230,7 +230,6 @@ class Owner:
     takes: tuple[type[Tensor], ...] = (DTensor,)
 
     def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
-        self.module = module
         self.placed = {name: Placed.of(p) for name, p in held.items()}
         self._lent: list[list[str]] = []
         for name, p in held.items():
@@ -246,42 +245,70 @@ class Owner:
         """What it is inside, differentiable; None where that cannot be told here."""
         raise NotImplementedError
 
-    def hook_up(self, module: nn.Module) -> None:
-        """Have DTensors in place while `module` runs."""
-        module.register_forward_pre_hook(self._lend, prepend=True)
-        after_every_forward(module, self._take_back)
-
     # Called in a traced forward, these are traced. Called in front of one, they would be frames of their own to Dynamo,
     # compiled anew for each module.
 
     @skip_alone
-    def _lend(self, *_: Any) -> None:
-        own, lent = vars(self.module), []
+    def lend(self, module: nn.Module, *_: Any) -> None:
+        """A forward begins, of the module or of one around it: have DTensors in place."""
+        own, lent = vars(module), []
         for name, placed in self.placed.items():
-            if name not in own and (x := self.inside(getattr(self.module, name), placed)) is not None:
+            if name not in own and (x := self.inside(getattr(module, name), placed)) is not None:
                 own[name] = x  # comes before the parameter, which stays what the module owns
                 lent.append(name)
         self._lent.append(lent)
 
     @skip_alone
-    def _take_back(self, *_: Any) -> None:
+    def take_back(self, module: nn.Module, *_: Any) -> None:
+        """It is over."""
         for name in self._lent.pop():
-            del vars(self.module)[name]
+            del vars(module)[name]
+
+
+class _Around:
+    """Hooks of a module around one with an owner, for parameters that are read elsewhere than in that one's forward.
+
+    Attributes:
+        owner: does not know its module, which has hooks that hold it: the module goes when it is dropped.
+    """
+
+    def __init__(self, owner: Owner, module: nn.Module) -> None:
+        self.owner, self.module = owner, module
+
+    @skip_alone
+    def lend(self, *_: Any) -> None:
+        self.owner.lend(self.module)
+
+    @skip_alone
+    def take_back(self, *_: Any) -> None:
+        self.owner.take_back(self.module)
+
+
+def _hook_up(module: nn.Module, lender: Owner | _Around) -> None:
+    module.register_forward_pre_hook(lender.lend, prepend=True)
+    after_every_forward(module, lender.take_back)
 
 
 def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
-    """Make every module below (and itself) that has DTensor parameters an owner of that kind."""
-    made: dict[int, nn.Parameter] = {}
-    owners = []
+    """Make every module below (and itself) that has DTensor parameters an owner of that kind; all of them, or none.
+
+    Raises:
+        ShardingError: a parameter has hooks.
+    """
+    found: list[tuple[nn.Module, dict[str, Any]]] = []
     for submodule in module.modules():
         named: Any = submodule.named_parameters(recurse=False, remove_duplicate=False)
-        held = {name: p for name, p in named if isinstance(p, kind.takes)}
-        if held:
-            owners.append(kind(submodule, held, made))
-    for owner in owners:
-        owner.hook_up(owner.module)
-        if owner.module is not module:
-            owner.hook_up(module)  # for parameters that are read elsewhere than in their own module's forward
+        if held := {name: p for name, p in named if isinstance(p, kind.takes)}:
+            found.append((submodule, held))
+    for submodule, held in found:
+        for name, p in held.items():
+            require_replaceable(p, submodule, name)
+    made: dict[int, nn.Parameter] = {}
+    owners = [(submodule, kind(submodule, held, made)) for submodule, held in found]
+    for submodule, owner in owners:
+        _hook_up(submodule, owner)
+        if submodule is not module:
+            _hook_up(module, _Around(owner, submodule))
 
 
 class _LocalOwner(Owner):
