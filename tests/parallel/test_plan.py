@@ -13,7 +13,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_in_bac
 from torch.distributed.tensor import parallel as theirs
 
 from tests.ranks import run_ranks
-from torchshard import DTensor, Replicate, Shard, distribute_module, init_device_mesh
+from torchshard import DeviceMesh, DTensor, Replicate, Shard, distribute_module, init_device_mesh
 from torchshard.errors import ShardingError
 from torchshard.parallel import (
     ColwiseParallel,
@@ -194,6 +194,15 @@ def test_what_parameters_carry(mesh):
         for replace in (local_parameters, torch_parameters):
             with pytest.raises(ShardingError, match="weight of Linear"):
                 replace(model)
+
+
+def test_what_torch_cannot_be_told_changes_nothing(mesh):
+    backwards = DeviceMesh("cpu", [3, 2, 1, 0])
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8))
+    parallelize_module(model, backwards, {"0": SequenceParallel(), "1": ColwiseParallel()}, src_data_rank=None)
+    with pytest.raises(ShardingError, match="ascend"):
+        torch_parameters(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 @pytest.mark.parametrize("replace", [local_parameters, torch_parameters])

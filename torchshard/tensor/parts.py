@@ -5,7 +5,7 @@ parallelism go together. torch's own DTensors are treated alike.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -229,21 +229,24 @@ class Owner:
 
     takes: tuple[type[Tensor], ...] = (DTensor,)
 
-    def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
+    def __init__(self, held: Mapping[str, Any]) -> None:
         self.placed = {name: Placed.of(p) for name, p in held.items()}
         self._lent: list[list[str]] = []
-        for name, p in held.items():
-            if id(p) not in made:
-                made[id(p)] = successor(p, self.outside(p), module, name)
-            module.register_parameter(name, made[id(p)])
 
-    def outside(self, x: Any) -> Tensor:
+    @staticmethod
+    def outside(x: Any) -> Tensor:
         """What a parameter is outside of forward."""
         raise NotImplementedError
 
     def inside(self, parameter: Tensor, placed: Placed) -> Tensor | None:
         """What it is inside, differentiable; None where that cannot be told here."""
         raise NotImplementedError
+
+    def move_in(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Put what the parameters are outside of forward in their places, and lend inside from now on."""
+        for name, parameter in parameters.items():
+            module.register_parameter(name, parameter)
+        _hook_up(module, self)
 
     # Called in a traced forward, these are traced. Called in front of one, they would be frames of their own to Dynamo,
     # compiled anew for each module.
@@ -293,20 +296,25 @@ def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
     """Make every module below (and itself) that has DTensor parameters an owner of that kind; all of them, or none.
 
     Raises:
-        ShardingError: a parameter has hooks.
+        ShardingError: a parameter has hooks, or cannot be said outside of forward.
     """
     found: list[tuple[nn.Module, dict[str, Any]]] = []
     for submodule in module.modules():
         named: Any = submodule.named_parameters(recurse=False, remove_duplicate=False)
-        if held := {name: p for name, p in named if isinstance(p, kind.takes)}:
+        held: dict[str, Any] = {name: p for name, p in named if isinstance(p, kind.takes)}
+        if held:
             found.append((submodule, held))
     for submodule, held in found:
         for name, p in held.items():
             require_replaceable(p, submodule, name)
+    owners = [kind(held) for _, held in found]
+    outside = {id(p): kind.outside(p) for _, held in found for p in held.values()}
     made: dict[int, nn.Parameter] = {}
-    owners = [(submodule, kind(submodule, held, made)) for submodule, held in found]
-    for submodule, owner in owners:
-        _hook_up(submodule, owner)
+    for (submodule, held), owner in zip(found, owners, strict=True):  # from here on nothing is refused
+        for name, p in held.items():
+            if id(p) not in made:
+                made[id(p)] = successor(p, outside[id(p)], submodule, name)
+        owner.move_in(submodule, {name: made[id(p)] for name, p in held.items()})
         if submodule is not module:
             _hook_up(module, _Around(owner, submodule))
 
@@ -316,13 +324,14 @@ class _LocalOwner(Owner):
 
     takes = (DTensor, upstream.DTensor)
 
-    def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
-        super().__init__(module, held, made)
+    def move_in(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().move_in(module, parameters)
         module._placed_parts = self.placed  # type: ignore[assignment]
         module.register_state_dict_post_hook(partial(self._saved))  # torch sets an attribute on the hook
         module.register_load_state_dict_pre_hook(self._loaded)
 
-    def outside(self, x: Any) -> Tensor:
+    @staticmethod
+    def outside(x: Any) -> Tensor:
         return x.to_local().detach()  # type: ignore[no-any-return]
 
     def inside(self, parameter: Tensor, placed: Placed) -> Tensor:

@@ -21,7 +21,7 @@ _watched: ContextVar[bool] = ContextVar("watched", default=False)
 """Whether a call around this one looks for optimizers."""
 
 
-def require_replaceable(old: Tensor, module: nn.Module, name: str) -> None:
+def require_replaceable(old: nn.Parameter, module: nn.Module, name: str) -> None:
     """Raise ShardingError if a parameter has hooks, which would not run on another in its place.
 
     Args:
