@@ -257,6 +257,14 @@ def test_a_failure_cleans_up_unless_it_is_to_be_resumed(small, tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_a_file_is_open_until_it_is_on_the_disk(tmp_path, monkeypatch):
+    """Of very many files some are closed while threads open others."""
+    fsync, given = os.fsync, {"": 1}
+    with destination.Destination(tmp_path / "out", given, "", overwrite=False, fsync=True, resume=False) as place:
+        monkeypatch.setattr(os, "fsync", lambda fd: (place._opened.cache_clear(), fsync(fd)))
+        place.write_notes()
+
+
 @pytest.mark.parametrize("call", ["pwrite", "replace", "fsync", "open", "mkdir"])
 def test_a_full_disk_is_a_sentence(small, tmp_path, monkeypatch, call):
     def full(*args, **kwargs):

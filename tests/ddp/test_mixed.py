@@ -108,6 +108,21 @@ def test_what_is_written_between_forward_and_backward_is_kept(alone):
     assert torch.equal(model.module.bias, torch.full((8,), 0.3).bfloat16().float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_module_that_is_converted_stays_so(alone, dtype):
+    model = _wrapped()
+    model.to(dtype)
+    assert {v.dtype for v in model.state_dict().values()} == {dtype}
+    _step(model)
+    model.float()
+    _step(model)
+    model.to(dtype)
+    assert {v.dtype for v in model.state_dict().values()} == {dtype}
+    model.zero_grad()
+    _step(model)
+    assert _dtypes(model) == {dtype}
+
+
 def test_wrapped_anew_and_dropped(alone):
     model = _wrapped()
     loss = model(torch.ones(4, 8)).sum()

@@ -86,6 +86,13 @@ def test_a_module_without_values_is_named(fake_group):
         DistributedDataParallel(mlp().to("meta"))
 
 
+def test_a_module_that_cannot_be_trained_is_refused(fake_group):
+    with torch.inference_mode():
+        module = mlp()
+    with pytest.raises(RuntimeError, match=r"made under torch\.inference_mode\(\) .* make the module outside of it"):
+        DistributedDataParallel(module)
+
+
 OURS = {
     "negative cap": ({"bucket_cap_mb": -1}, ValueError, "cannot hold less than nothing"),
     "negative cap in the list": ({"bucket_cap_mb_list": [1, -2]}, ValueError, "cap of -2 MiB"),

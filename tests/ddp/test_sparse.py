@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -136,7 +137,21 @@ def _rows_known(rank, world):
         model(torch.tensor([7]))
 
 
+def _uneven(rank, world):
+    """A rank without inputs has no rows: it makes them where the parameters are, and torch does not warn of it."""
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(Words())
+    with warnings.catch_warnings(record=True) as caught, torch.device("meta"), model.join():
+        for step in range(1 + rank):
+            model.zero_grad()
+            model(torch.full((3,), step + rank, device="cpu")).sum().backward()
+    assert not caught
+    return model.module.table.weight.grad.coalesce().indices().tolist()
+
+
 def _all(rank, world):
+    assert _uneven(rank, world) == [[[0, 1]], [[2]]][rank]
     _rows_known(rank, world)
     plan = _sparse(rank, world)
     _unused(rank, world)

@@ -1,6 +1,9 @@
 """parallelize_module: patterns, warnings, shared parameters, sources, errors."""
 
+import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_in_bac
 from torch.distributed.tensor import parallel as theirs
 
 from tests.ranks import run_ranks
-from torchshard import Replicate, Shard, distribute_module, init_device_mesh
+from torchshard import DeviceMesh, DTensor, Replicate, Shard, distribute_module, init_device_mesh
 from torchshard.errors import ShardingError
 from torchshard.parallel import (
     ColwiseParallel,
@@ -28,6 +31,13 @@ from torchshard.parallel.fsdp import torch_parameters
 def mesh():
     dist.init_process_group("fake", rank=0, world_size=4)
     yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     dist.destroy_process_group()
 
 
@@ -99,8 +109,9 @@ def test_what_is_no_plan(mesh):
         parallelize_module(module, mesh, [])
     with pytest.raises(TypeError, match=r"torch\.distributed\.tensor\.parallel\.style\.ColwiseParallel"):
         parallelize_module(module, mesh, {"head": theirs.ColwiseParallel()})
-    with pytest.raises(TypeError, match=r"parallelize_plan\['head'\] .* make one of it: ColwiseParallel\(\)"):
-        parallelize_module(module, mesh, {"head": ColwiseParallel})
+    with pytest.raises(TypeError, match=r"parallelize_plan\[''\]\['head'\] .* make one of it: ColwiseParallel\(\)"):
+        parallelize_module(module, mesh, {"head": ColwiseParallel(), "": {"head": ColwiseParallel}})
+    assert not isinstance(module.head.weight, DTensor)  # nothing was done before all was looked at
     with pytest.raises(
         NotImplementedError, match=r"takes nn\.Linear and nn\.Embedding, and this is a LayerNorm"
     ) as error:
@@ -183,6 +194,38 @@ def test_what_parameters_carry(mesh):
         for replace in (local_parameters, torch_parameters):
             with pytest.raises(ShardingError, match="weight of Linear"):
                 replace(model)
+
+
+def test_what_torch_cannot_be_told_changes_nothing(mesh):
+    backwards = DeviceMesh("cpu", [3, 2, 1, 0])
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8))
+    parallelize_module(model, backwards, {"0": SequenceParallel(), "1": ColwiseParallel()}, src_data_rank=None)
+    with pytest.raises(ShardingError, match="ascend"):
+        torch_parameters(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("replace", [local_parameters, torch_parameters])
+def test_parameters_are_replaced_all_or_none_and_go_with_their_module(mesh_of_one, replace):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    expected = model(torch.ones(2, 4)).detach()
+    parallelize_module(model, mesh_of_one, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    hook = model[1].weight.register_hook(print)
+    with pytest.raises(ShardingError, match="weight of Linear"):
+        replace(model)
+    assert torch.equal(model(torch.ones(2, 4)), expected)
+    hook.remove()
+    replace(model)
+    assert torch.equal(copy.deepcopy(model)(torch.ones(2, 4)), expected)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    gone = weakref.ref(model[0].weight)
+    gc.collect()  # the error above, and what its traceback holds
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_styles_as_text():

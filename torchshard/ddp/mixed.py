@@ -212,4 +212,5 @@ def _version(param: torch.Tensor) -> int:
 
 
 def _is_low(param: Any) -> bool:
-    return param.dtype is not param._fp_param.dtype
+    """Whether its data is the low one, and not what somebody has converted it to since."""
+    return param.dtype is param._mp_param.dtype and bool(param.is_set_to(param._mp_param))

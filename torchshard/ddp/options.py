@@ -70,6 +70,11 @@ def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
             "Run a dummy forward pass to correctly initialize the modules"
         )
+    if any(p.requires_grad and p.is_inference() for p in [*parameters, *delayed]):
+        raise RuntimeError(
+            "DistributedDataParallel: parameters that were made under torch.inference_mode() never get a gradient; "
+            "make the module outside of it"
+        )
 
 
 def require_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -118,7 +118,7 @@ class SparseBucket(FlatBucket):
         with torch.no_grad():
             grad, result = self._param.grad, self.outgoing()
             if self._rows is not None:
-                result = torch.sparse_coo_tensor(self._rows[None], result, self._param.shape, check_invariants=True)
+                result = _over_rows(self._rows[None], result, self._param, check_invariants=True)
             if grad is not None and grad.is_sparse == result.is_sparse:
                 grad.copy_(result)
             else:
@@ -133,4 +133,9 @@ class SparseBucket(FlatBucket):
 def _no_rows(param: torch.Tensor) -> torch.Tensor:
     """A sparse gradient of zero, in the layout that embeddings make: sparse over rows, dense in each row."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
-    return torch.sparse_coo_tensor(indices, param.new_empty(0, *param.shape[1:]), param.shape)
+    return _over_rows(indices, param.new_empty(0, *param.shape[1:]), param, check_invariants=False)
+
+
+def _over_rows(indices: torch.Tensor, rows: torch.Tensor, param: torch.Tensor, check_invariants: bool) -> torch.Tensor:
+    """On the parameter's device, whatever the default one is; torch warns where nobody says whether to check."""
+    return torch.sparse_coo_tensor(indices, rows, param.shape, device=param.device, check_invariants=check_invariants)

@@ -65,7 +65,11 @@ def parallelize_module(
 
 
 def _require_plan(plan: object, where: str) -> None:
-    if isinstance(plan, ParallelStyle | Mapping):
+    if isinstance(plan, Mapping):
+        for path, style in plan.items():
+            _require_plan(style, f"{where}[{path!r}]")
+        return
+    if isinstance(plan, ParallelStyle):
         return
     got = type(plan).__module__ + "." + type(plan).__qualname__
     if isinstance(plan, type) and issubclass(plan, ParallelStyle):
@@ -81,7 +85,6 @@ def _carry_out(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | No
             _tie(places)
         return
     for path, style in plan.items():
-        _require_plan(style, f"parallelize_plan[{path!r}]")
         matched = _matches(module, path)
         if not matched:
             warnings.warn(

@@ -5,7 +5,7 @@ parallelism go together. torch's own DTensors are treated alike.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.naming import name_on, named
 from torchshard.tensor.redistribute import redistribute_local
-from torchshard.tensor.replacing import replacing, successor
+from torchshard.tensor.replacing import replacing, require_replaceable, successor
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -229,16 +229,12 @@ class Owner:
 
     takes: tuple[type[Tensor], ...] = (DTensor,)
 
-    def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
-        self.module = module
+    def __init__(self, held: Mapping[str, Any]) -> None:
         self.placed = {name: Placed.of(p) for name, p in held.items()}
         self._lent: list[list[str]] = []
-        for name, p in held.items():
-            if id(p) not in made:
-                made[id(p)] = successor(p, self.outside(p), module, name)
-            module.register_parameter(name, made[id(p)])
 
-    def outside(self, x: Any) -> Tensor:
+    @staticmethod
+    def outside(x: Any) -> Tensor:
         """What a parameter is outside of forward."""
         raise NotImplementedError
 
@@ -246,42 +242,81 @@ class Owner:
         """What it is inside, differentiable; None where that cannot be told here."""
         raise NotImplementedError
 
-    def hook_up(self, module: nn.Module) -> None:
-        """Have DTensors in place while `module` runs."""
-        module.register_forward_pre_hook(self._lend, prepend=True)
-        after_every_forward(module, self._take_back)
+    def move_in(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Put what the parameters are outside of forward in their places, and lend inside from now on."""
+        for name, parameter in parameters.items():
+            module.register_parameter(name, parameter)
+        _hook_up(module, self)
 
     # Called in a traced forward, these are traced. Called in front of one, they would be frames of their own to Dynamo,
     # compiled anew for each module.
 
     @skip_alone
-    def _lend(self, *_: Any) -> None:
-        own, lent = vars(self.module), []
+    def lend(self, module: nn.Module, *_: Any) -> None:
+        """A forward begins, of the module or of one around it: have DTensors in place."""
+        own, lent = vars(module), []
         for name, placed in self.placed.items():
-            if name not in own and (x := self.inside(getattr(self.module, name), placed)) is not None:
+            if name not in own and (x := self.inside(getattr(module, name), placed)) is not None:
                 own[name] = x  # comes before the parameter, which stays what the module owns
                 lent.append(name)
         self._lent.append(lent)
 
     @skip_alone
-    def _take_back(self, *_: Any) -> None:
+    def take_back(self, module: nn.Module, *_: Any) -> None:
+        """It is over."""
         for name in self._lent.pop():
-            del vars(self.module)[name]
+            del vars(module)[name]
+
+
+class _Around:
+    """Hooks of a module around one with an owner, for parameters that are read elsewhere than in that one's forward.
+
+    Attributes:
+        owner: does not know its module, which has hooks that hold it: the module goes when it is dropped.
+    """
+
+    def __init__(self, owner: Owner, module: nn.Module) -> None:
+        self.owner, self.module = owner, module
+
+    @skip_alone
+    def lend(self, *_: Any) -> None:
+        self.owner.lend(self.module)
+
+    @skip_alone
+    def take_back(self, *_: Any) -> None:
+        self.owner.take_back(self.module)
+
+
+def _hook_up(module: nn.Module, lender: Owner | _Around) -> None:
+    module.register_forward_pre_hook(lender.lend, prepend=True)
+    after_every_forward(module, lender.take_back)
 
 
 def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
-    """Make every module below (and itself) that has DTensor parameters an owner of that kind."""
-    made: dict[int, nn.Parameter] = {}
-    owners = []
+    """Make every module below (and itself) that has DTensor parameters an owner of that kind; all of them, or none.
+
+    Raises:
+        ShardingError: a parameter has hooks, or cannot be said outside of forward.
+    """
+    found: list[tuple[nn.Module, dict[str, Any]]] = []
     for submodule in module.modules():
         named: Any = submodule.named_parameters(recurse=False, remove_duplicate=False)
-        held = {name: p for name, p in named if isinstance(p, kind.takes)}
+        held: dict[str, Any] = {name: p for name, p in named if isinstance(p, kind.takes)}
         if held:
-            owners.append(kind(submodule, held, made))
-    for owner in owners:
-        owner.hook_up(owner.module)
-        if owner.module is not module:
-            owner.hook_up(module)  # for parameters that are read elsewhere than in their own module's forward
+            found.append((submodule, held))
+    for submodule, held in found:
+        for name, p in held.items():
+            require_replaceable(p, submodule, name)
+    owners = [kind(held) for _, held in found]
+    outside = {id(p): kind.outside(p) for _, held in found for p in held.values()}
+    made: dict[int, nn.Parameter] = {}
+    for (submodule, held), owner in zip(found, owners, strict=True):  # from here on nothing is refused
+        for name, p in held.items():
+            if id(p) not in made:
+                made[id(p)] = successor(p, outside[id(p)], submodule, name)
+        owner.move_in(submodule, {name: made[id(p)] for name, p in held.items()})
+        if submodule is not module:
+            _hook_up(module, _Around(owner, submodule))
 
 
 class _LocalOwner(Owner):
@@ -289,13 +324,14 @@ class _LocalOwner(Owner):
 
     takes = (DTensor, upstream.DTensor)
 
-    def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
-        super().__init__(module, held, made)
+    def move_in(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().move_in(module, parameters)
         module._placed_parts = self.placed  # type: ignore[assignment]
         module.register_state_dict_post_hook(partial(self._saved))  # torch sets an attribute on the hook
         module.register_load_state_dict_pre_hook(self._loaded)
 
-    def outside(self, x: Any) -> Tensor:
+    @staticmethod
+    def outside(x: Any) -> Tensor:
         return x.to_local().detach()  # type: ignore[no-any-return]
 
     def inside(self, parameter: Tensor, placed: Placed) -> Tensor:

@@ -21,17 +21,13 @@ _watched: ContextVar[bool] = ContextVar("watched", default=False)
 """Whether a call around this one looks for optimizers."""
 
 
-def successor(old: nn.Parameter, value: Tensor, module: nn.Module, name: str) -> nn.Parameter:
-    """A parameter that takes the place of another, with the attributes that users have given that one.
+def require_replaceable(old: nn.Parameter, module: nn.Module, name: str) -> None:
+    """Raise ShardingError if a parameter has hooks, which would not run on another in its place.
 
     Args:
         old: the parameter.
-        value: without history.
         module: whose parameter it is.
         name: its name there.
-
-    Raises:
-        ShardingError: it has hooks, which would run no more.
     """
     if has_hooks(old) or has_hooks_at_end(old):
         raise ShardingError(
@@ -42,6 +38,16 @@ def successor(old: nn.Parameter, value: Tensor, module: nn.Module, name: str) ->
             fix="register them afterwards, on the new parameter; for DistributedDataParallel(device_mesh=) after "
             "torchshard.parallel.local_parameters(module)",
         )
+
+
+def successor(old: nn.Parameter, value: Tensor, module: nn.Module, name: str) -> nn.Parameter:
+    """A parameter that takes the place of another, with the attributes that users have given that one.
+
+    Args:
+        old, module, name: as for require_replaceable, which raises.
+        value: without history.
+    """
+    require_replaceable(old, module, name)
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})
     _new[old] = new

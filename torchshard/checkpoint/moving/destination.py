@@ -134,7 +134,8 @@ class Destination:
 
     def _sync(self) -> None:
         for name in self.files:
-            os.fsync(self.fd(name).fd)
+            handle = self.fd(name)
+            os.fsync(handle.fd)
         if self.data.is_dir():
             _sync_folder(self.data)
 

@@ -219,9 +219,9 @@ class _Run:
         if self.target is None or crcs is None or job.move.file is None:
             return crcs
         _, offset, nbytes = job.name
-        data = room.out[:nbytes]
+        data, handle = room.out[:nbytes], self.target.fd(job.move.file)
         try:
-            got = os.preadv(self.target.fd(job.move.file).fd, [data], offset)
+            got = os.preadv(handle.fd, [data], offset)
         except OSError:
             return None
         return crcs if got == len(data) and crc32(data) == crcs[0] else None

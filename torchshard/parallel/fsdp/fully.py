@@ -6,6 +6,7 @@ has gathered; everything else (optimizers, state dicts, checkpoints) sees torch'
 """
 
 import math
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -109,12 +110,13 @@ def torch_parameters(module: nn.Module) -> nn.Module:
 class _TorchOwner(Owner):
     """Outside of forward, parameters are torch's DTensors."""
 
-    def __init__(self, module: nn.Module, held: dict[str, Any], made: dict[int, nn.Parameter]) -> None:
-        super().__init__(module, held, made)
+    def move_in(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().move_in(module, parameters)
         module.register_load_state_dict_pre_hook(self._loaded)
 
-    def outside(self, x: DTensor) -> Tensor:
-        return to_torch(x.detach())  # type: ignore[arg-type]
+    @staticmethod
+    def outside(x: Any) -> Tensor:
+        return to_torch(x.detach())
 
     def inside(self, parameter: Tensor, placed: Placed) -> Tensor | None:
         mesh: Any = placed.layout.mesh
