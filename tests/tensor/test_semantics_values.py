@@ -140,6 +140,7 @@ def told(rank, world):
         "vmap": lambda: torch.vmap(lambda k: x["S0"] * k)(torch.arange(3.0)),
         "norm with a view": lambda: [(n.detach(), n.pow_(2)) for n in [x["S0"].norm(dim=0)]],
         "nested": lambda: torch._nested_tensor_from_mask(x["S0"].view(1, 5, 3), x["S0"][None, :, 0] < 8),
+        "grown": lambda: x["S0"].sum(1, True).addbmm_(x["S0"][None], x["R"].t()[None]),
         "load": lambda: _load_alone(x["S0"]),
         "load another's": lambda: _load_anothers(x["S0"], rank),
     }
@@ -248,6 +249,10 @@ class Sentences(expecttest.TestCase):
 [nested] UnsupportedOperatorError: _nested_tensor_from_mask.default gives a nested tensor, which a DTensor cannot hold.
   expected: strided tensors
   fix:      use it on x.to_local(), or on x.full_tensor(); nn.TransformerEncoder(..., enable_nested_tensor=False) does without
+[grown] UnsupportedOperatorError: addbmm_.default would change the shape of a DTensor in place.
+  expected: an output of shape (5, 5)
+  got:      one of shape (5, 1)
+  fix:      use the operator's variant that returns its result
 [load] returned A DTensor can be loaded only where its ranks can talk.
   expected: a process group
   got:      none
