@@ -57,6 +57,19 @@ def same(mesh, dtype, call):
         assert bits([t.to_local() for t in results]) == bits(wanted)
 
 
+@pytest.mark.parametrize("call", [
+    lambda xs: torch._foreach_mul(xs, [1.0] * 3),
+    lambda xs: torch._foreach_div_(xs, [2.0] * 5),
+    lambda xs: torch._foreach_add(xs, []),
+    lambda xs: torch._foreach_addcmul(xs, xs, xs, [0.5]),
+    lambda xs: torch._foreach_add(xs, xs[:2]),
+    lambda xs: torch._foreach_copy_(xs[:2], xs),
+    lambda xs: torch._foreach_lerp(xs, xs[:1], 0.5),
+])  # fmt: skip
+def test_lists_of_other_lengths_are_refused_as_in_eager_torch(mesh, call):
+    same(mesh, torch.float32, call)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str)
 def test_one_number_and_one_for_each(mesh, dtype):
     for function, number in itertools.product(BY_ONE, NUMBERS):

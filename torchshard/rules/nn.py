@@ -80,7 +80,9 @@ def _of_classes(x: Layout) -> tuple[str, str]:
 
 def _group_norm(
     x: Layout, weight: Layout | None, bias: Layout | None, n: int, c: int, space: int, groups: int, eps: float
-) -> Made:
+) -> Made | None:
+    if x.ndim < 2 or tuple(x.shape[:2]) != (n, c):  # the kernel asks for the count of elements alone
+        return None
     rows = " ".join(["n", "C", *positions(x.ndim, "X")])
     weights = ["C"] * ((weight is not None) + (bias is not None))
 

@@ -28,10 +28,18 @@ def broadcast_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def dims_of(dim: Dims, ndim: int) -> list[int]:
-    """Dims as torch means them: negative ones from the end; all for None and for an empty list."""
+    """Dims as torch means them: negative ones from the end; all for None and for an empty list.
+
+    Raises:
+        IndexError: there is no such dim; in eager torch's words.
+    """
     if dim is None or (not isinstance(dim, int) and not len(dim)):
         return list(range(ndim))
-    return [d % max(ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)] if ndim else []
+    given, end = [dim] if isinstance(dim, int) else dim, max(ndim, 1)  # a scalar has the dims 0 and -1, too
+    for d in given:
+        if not -end <= d < end:
+            raise IndexError(f"Dimension out of range (expected to be in range of [{-end}, {end - 1}], but got {d})")
+    return [d % end for d in given] if ndim else []
 
 
 def _eliminated(x: Layout, dims: Sequence[int], keepdim: bool, whole: Sequence[int] = ()) -> str:

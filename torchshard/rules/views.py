@@ -298,8 +298,10 @@ def _new(x: Layout, size: Sequence[int], *_: Any, **__: Any) -> Made:
     return Made(_line(letters(x.ndim, range(x.ndim)), whole), {f"Z{d}": n for d, n in enumerate(size)}, local_size=1)
 
 
-def _new_strided(x: Layout, size: Sequence[int], stride: Sequence[int], **_: Any) -> Made:
+def _new_strided(x: Layout, size: Sequence[int], stride: Sequence[int], **_: Any) -> Made | None:
     """new_empty_strided: autograd asks for it where a gradient's strides are not its parameter's."""
+    if len(stride) != len(size) or any(step < 0 for step in stride):  # the kernel refuses them
+        return None
     made = _new(x, size)
     return Made(made.line, made.sizes, local_size=1, local_stride=2)
 

@@ -317,7 +317,7 @@ def run_on_meta(call: Call, stand_ins: Mapping[torch.dtype, torch.dtype] = Mappi
             if "device" in kwargs:
                 kwargs["device"] = device
             return call.func(*args, **kwargs)
-    except ZeroDivisionError as error:  # by the number of elements, in a formula of torch's that is none of a kernel
+    except (ZeroDivisionError, TypeError) as error:  # of no elements, in formulas that are none of a kernel
         raise NotImplementedError(str(error)) from error
     except RuntimeError as error:
         if lacks_fake(error):

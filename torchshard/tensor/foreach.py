@@ -69,8 +69,11 @@ def _shapes(call: Call, first: int, operands: Sequence[Operand]) -> dict[int, tu
     """For each item the shape that its tensors, numbers apart, broadcast to; empty where all items have one shape.
 
     Raises:
-        RuntimeError: what the operator says of shapes that do not.
+        RuntimeError: what the operator says of shapes that do not, and of lists of several lengths.
     """
+    lengths = {len(value) for part, value in zip(call.parts, call.values, strict=True) if part == "tensors"}
+    if len(lengths) > 1 and call.name.startswith("_foreach_"):
+        refuse_as_eager(call)
     found: dict[int, set[tuple[int, ...]]] = {}
     for o in operands:
         if o.item is not None and call.name.startswith("_foreach_") and (o.at == first or o.layout.shape):

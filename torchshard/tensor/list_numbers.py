@@ -56,8 +56,8 @@ def _of_equal_numbers(each: Callable[..., Any], alike: Callable[..., Any]) -> Ca
 
     def run(*values: Any) -> Any:
         *lists, numbers = values
-        first = numbers[0]
-        if first and numbers.count(first) == len(numbers):  # 0.0 equals -0.0
+        first = numbers[0] if numbers else 0
+        if first and numbers.count(first) == len(numbers) == len(lists[0]):  # 0.0 equals -0.0
             return alike(*lists, first)
         return each(*values)
 

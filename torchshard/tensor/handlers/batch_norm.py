@@ -3,7 +3,7 @@
 Written as formulas of DTensors, whose sums are reduced over ranks where the batch is split.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torchshard.tensor.handlers.parts import wide
 def _forward(
     func: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    if not training or x.is_complex():
+    if not training or not _fits(x, [t for t in (weight, bias, mean, var) if t is not None]):
         return NotImplemented
     dims = [d for d in range(x.ndim) if d != 1]
-    count = x.numel() // max(x.shape[1], 1)
+    count = x.numel() // x.shape[1]
     values = wide(x)
     now = values.mean(dims)
     centred = values - _by_channel(now, x)
@@ -33,6 +33,14 @@ def _forward(
     if var is not None:
         var.lerp_((spread * (count / max(count - 1, 1))).to(var.dtype), momentum)
     return _as_kernels_lay(result.to(x.dtype), x), now, rstd
+
+
+def _fits(x: Any, given: Sequence[Any]) -> bool:
+    """Whether kernels take a batch with what is given for its channels; where they do not, they shall say so."""
+    dtypes = {t.dtype for t in given}
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    known = len(dtypes) < 2 and dtypes <= {x.dtype, torch.float32 if half else x.dtype}
+    return x.is_floating_point() and x.numel() > 0 and x.ndim > 1 and known and all(t.ndim == 1 for t in given)
 
 
 def _as_kernels_lay(result: Any, x: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchshard.comm import collectives
+from torchshard.rules.reducing import dims_of
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import made_of, part, wide
 from torchshard.tensor.layout import TensorLayout
@@ -56,9 +57,10 @@ def _by_rows(x: DTensor, dim: int, dtype: torch.dtype, compute: Callable[[_Rows]
     """What `compute` makes of each piece, split as `x` is; left to the rule where x is not split along `dim`."""
     if type(x) is not DTensor or not x.ndim or not x.dtype.is_floating_point or not x.numel():
         return NotImplemented
-    if dim % x.ndim not in x._spec.sharding.splits:
+    (along,) = dims_of(dim, x.ndim)
+    if along not in x._spec.sharding.splits:
         return NotImplemented
-    rows = _Rows(x._spec, dim % x.ndim)
+    rows = _Rows(x._spec, along)
     return rows.wrapped(x._local_tensor.new_empty(0) if rows.outside else compute(rows), x.shape, dtype)
 
 
@@ -98,7 +100,7 @@ def _softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype
         weighted = parts * rows.piece(grad)
         return weighted - parts * rows.total(weighted)
 
-    return _by_rows(output, dim, dtype, compute)
+    return _by_rows(output, dim, dtype, compute) if _alike(grad, output) else NotImplemented
 
 
 def _log_softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype: torch.dtype) -> Any:
@@ -106,7 +108,12 @@ def _log_softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, d
         piece = rows.piece(grad)
         return piece - rows.piece(output).exp() * rows.total(piece)
 
-    return _by_rows(output, dim, dtype, compute)
+    return _by_rows(output, dim, dtype, compute) if _alike(grad, output) else NotImplemented
+
+
+def _alike(grad: DTensor, output: DTensor) -> bool:
+    """Whether a gradient goes with its result; where it does not, the kernel says so."""
+    return grad.shape == output.shape and grad.dtype == output.dtype
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {

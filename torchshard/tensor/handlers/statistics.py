@@ -67,7 +67,7 @@ def _trace(func: Any, x: Any) -> Any:
     x = in_boxes(x)
     layout = x._spec
     adds = all(isinstance(p, Shard) or p is R or (isinstance(p, Partial) and p.op == "sum") for p in layout.placements)
-    if x.ndim != 2 or not adds or layout.box is None:
+    if x.ndim != 2 or x.dtype is torch.bool or not adds or layout.box is None:  # the kernel refuses truth values
         return NotImplemented
     found = part(x, layout.sharding).diagonal(layout.box.offset[0] - layout.box.offset[1]).sum()
     return made_of(found, layout.mesh.sharding([p if p is R else Partial("sum") for p in layout.placements]), ())
