@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_pieces
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_boxes
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import torch_file
 from torchshard.checkpoint.pickles.inert import OrderedDict
@@ -157,7 +157,7 @@ def _merged(key: str, entries: Sequence[Entry], where: Path) -> Entry | None:
     for piece in [piece for entry in tensors for piece in entry.pieces]:
         pieces.setdefault(piece.box, piece)  # of replicas, the first rank's
     made = replace(first, pieces=tuple(pieces.values()))
-    check_pieces(made.shape, made.pieces, f"{where}: {printable(key)}")
+    check_boxes(made.shape, made.boxes, f"{where}: {printable(key)}")
     return made
 
 

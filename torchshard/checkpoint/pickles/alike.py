@@ -1,0 +1,89 @@
+"""Objects of a pickle that are spelled alike, byte for byte: the first is read, and stands for the others too.
+
+The metadata of a checkpoint describe thousands of tensors of a few shapes. What a description is follows from its bytes
+alone, as these refer to what came before by numbers that are given once. (Old pickles may give a number again. They
+spell objects otherwise, so nothing of them is taken for alike.)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchshard.checkpoint.pickles.inert import Global, Record
+from torchshard.checkpoint.pickles.opcodes import STEPS, Step
+from torchshard.checkpoint.pickles.unpickle import Machine
+
+_OBJECT = b"\x81\x94}"  # after ")": a new object, which is remembered, and an empty dict for its attributes
+_TRIES = 64  # objects of a class of which none was like another, after which no more are compared
+_LENGTHS = 8  # of objects of a class that are compared
+
+
+class _Class:
+    """Objects of one class: by their bytes, from the arguments of the constructor on, with what was remembered."""
+
+    __slots__ = ("found", "lengths", "tries")
+
+    def __init__(self) -> None:
+        self.found: dict[bytes, tuple[Record, Sequence[Any]]] = {}
+        self.lengths: list[int] = []
+        self.tries = _TRIES
+
+    def add(self, spelled: bytes, made: Record, remembered: Sequence[Any]) -> None:
+        """One more, that is like none before."""
+        self.tries -= 1
+        self.found[spelled] = made, remembered
+        if len(spelled) not in self.lengths:
+            self.lengths = [len(spelled), *self.lengths[: _LENGTHS - 1]]
+
+
+class AlikeMachine(Machine):
+    """A machine that gives one Record for all objects that are spelled alike: for values that nobody changes."""
+
+    __slots__ = ("begun", "classes")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.steps = _STEPS
+        self.classes: dict[Global, _Class] = {}
+        self.begun: dict[int, tuple[_Class, int, int]] = {}  # by id: class, first byte, what was remembered before
+
+
+def _arguments(m: Any) -> None:
+    """No arguments: if an object is made next, the one that was spelled like it; else it is begun."""
+    stack, memo, start = m.stack, m.memo, m.at
+    made = stack[-1] if stack else None
+    if m.data[start : start + 3] != _OBJECT or type(made) is not Global:
+        stack.append(())
+        return
+    its = m.classes.get(made)
+    if its is None:
+        its = m.classes[made] = _Class()
+    for length in its.lengths if its.tries > 0 else ():
+        found = its.found.get(m.data[start : start + length])
+        if found is not None:
+            stack[-1], remembered = found
+            memo.update(enumerate(remembered, len(memo)))
+            m.at = start + length
+            its.tries = _TRIES
+            return
+    made = m.call(made, ())
+    if its.tries > 0:
+        m.begun[id(made)] = its, start, len(memo)
+    memo[len(memo)] = stack[-1] = made
+    stack.append({})
+    m.at = start + 3
+
+
+def _build(m: Any) -> None:
+    """An object gets its attributes, and is complete."""
+    STEPS[_BUILD](m)
+    made = m.stack[-1]
+    begun = m.begun.pop(id(made), None)
+    if begun is not None:
+        its, start, before = begun
+        its.add(m.data[start : m.at], made, [m.memo[i] for i in range(before, len(m.memo))])
+
+
+_BUILD = ord("b")
+_STEPS: tuple[Step, ...] = tuple(
+    [{ord(")"): _arguments, _BUILD: _build}.get(code, step) for code, step in enumerate(STEPS)]
+)
