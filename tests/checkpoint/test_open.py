@@ -165,6 +165,10 @@ def test_what_is_no_checkpoint(tmp_path):
         with pytest.raises(CheckpointError, match=message) as caught:
             checkpoint.open(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
+    for name in ("optimizer.pt", "pytorch_model.bin", "readme.txt"):
+        (tmp_path / "folder" / name).touch()
+    with pytest.raises(CheckpointError, match="fix: *Name one of its files: optimizer.pt, pytorch_model.bin$"):
+        checkpoint.open(tmp_path / "folder")
     for call in (
         checkpoint.open, checkpoint.inspect, lambda path: checkpoint.load_into(path, {}),
         lambda path: checkpoint.convert(path, "a", to="torch"), lambda path: checkpoint.convert("a", path, to="torch"),

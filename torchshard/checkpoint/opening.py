@@ -150,8 +150,19 @@ def _read_folder(path: Path) -> Index:
         return hugging_face.read_folder(parts)
     if ranks := rank_files.find(path):
         return rank_files.read(ranks)
-    raise _not_one(path, "a folder without the file .metadata (which is written last), safetensors files or rank files")
+    names = ", ".join([printable(one.name) for one in state_files(path)])
+    raise _not_one(
+        path,
+        "a folder without the file .metadata (which is written last), safetensors files or rank files",
+        f"Name one of its files: {names}" if names else None,
+    )
 
 
-def _not_one(path: Path, got: str) -> CheckpointError:
-    return CheckpointError("This is no checkpoint that is read here.", expected=_FORMATS, got=got, where=path)
+def state_files(folder: Path) -> list[Path]:
+    """The files of a folder that are state dicts by their names, whether they are read with the folder or not."""
+    suffixes = (*rank_files.SUFFIXES, ".pkl", ".safetensors")
+    return sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
+
+
+def _not_one(path: Path, got: str, fix: str | None = None) -> CheckpointError:
+    return CheckpointError("This is no checkpoint that is read here.", expected=_FORMATS, got=got, where=path, fix=fix)

@@ -26,7 +26,7 @@ from torchshard.errors import CheckpointError
 from torchshard.layout import Box
 
 _RANK = re.compile(r"(.*?rank[_-]?)(\d{1,6})(\D*)\Z", re.DOTALL)
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 
 def find(folder: Path) -> list[Path]:
@@ -37,7 +37,7 @@ def find(folder: Path) -> list[Path]:
     """
     sets: dict[tuple[str, str], dict[int, Path]] = {}
     for path in folder.iterdir():
-        if path.suffix in _SUFFIXES and (match := _RANK.match(path.name)):
+        if path.suffix in SUFFIXES and (match := _RANK.match(path.name)):
             sets.setdefault((match[1], match[3]), {})[int(match[2])] = path
     if len(sets) > 1:
         names = ", ".join(sorted(f"{head}*{tail}" for head, tail in sets))
