@@ -128,6 +128,10 @@ def _read(path: Path) -> Index:
         return _read_folder(path)
     if not path.exists() and "*" in path.name and (matching := sorted(path.parent.glob(path.name))):
         return rank_files.read(rank_files.ordered(matching))
+    if dcp.is_part(path) and path.exists():
+        raise CheckpointError(
+            "The file is part of a folder of torch.distributed.checkpoint.", where=path, fix="Open the folder."
+        )
     files = Files(path.parent, path.name)
     if path.name.endswith(".json"):
         return hugging_face.read_indexed(files, path.name)

@@ -29,6 +29,11 @@ from torchshard.layout import Box
 METADATA = ".metadata"
 
 
+def is_part(path: Path) -> bool:
+    """Whether a file has a name of those that make up a folder. With one piece in it, it looks like a whole archive."""
+    return path.name == METADATA or path.suffix == ".distcp"
+
+
 def _path(*parts: Any) -> str:
     return "/".join([part for part in parts if isinstance(part, str)])
 
