@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import io
 import os
 import pickle
 import struct
@@ -365,6 +366,19 @@ def test_objects_that_are_spelled_alike_are_read_as_if_each_were_read(some, rand
 
 def test_what_is_spelled_alike_is_one_object_and_costs_one_step():
     data = pickle.dumps([Thing({"k": [i % 3, {"l": 5}]}) for i in range(300)], 4)
-    found = load(data, {f"{__name__}.Thing": record("T")}, "x", machine=AlikeMachine)
-    assert [thing.state["k"][0] for thing in found] == [i % 3 for i in range(300)]
-    assert len(set(found)) <= 4  # the first spells the names too
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 4)
+    pickler.fast = True  # remembers nothing
+    pickler.dump(pickle.loads(data))
+    for spelled in (data, file.getvalue()):
+        found = load(spelled, {f"{__name__}.Thing": record("T")}, "x", machine=AlikeMachine)
+        assert [thing.state["k"][0] for thing in found] == [i % 3 for i in range(300)]
+        assert len(set(found)) <= 4  # the first spells the names too
+
+
+@pytest.mark.parametrize("again", [b"q\x00", b"r\x00\x00\x00\x00", b"p0\n"])
+def test_where_a_number_is_given_again_nothing_is_taken_for_alike(again):
+    thing = b"h\x01)\x81}\x8c\x01kh\x00sb"
+    data = b"](\x8c\x01aq\x000cx\nT\nq\x010" + thing + b"\x8c\x01b" + again + b"0" + thing + b"e."
+    found = load(data, {"x.T": record("T")}, "x", machine=AlikeMachine)
+    assert [thing.state for thing in found] == [{"k": "a"}, {"k": "b"}]

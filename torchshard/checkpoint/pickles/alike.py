@@ -1,8 +1,8 @@
 """Objects of a pickle that are spelled alike, byte for byte: the first is read, and stands for the others too.
 
 The metadata of a checkpoint describe thousands of tensors of a few shapes. What a description is follows from its bytes
-alone, as these refer to what came before by numbers that are given once. (Old pickles may give a number again. They
-spell objects otherwise, so nothing of them is taken for alike.)
+alone, as these refer to what came before by numbers, and a number is given once, the next after the last. (A pickle may
+give them otherwise; where one does, nothing more is taken for alike.)
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from torchshard.checkpoint.pickles.inert import Global, Record
 from torchshard.checkpoint.pickles.opcodes import STEPS, Step
 from torchshard.checkpoint.pickles.unpickle import Machine
 
-_OBJECT = b"\x81\x94}"  # after ")": a new object, which is remembered, and an empty dict for its attributes
+_OBJECT = b"\x81}"  # after ")": a new object, and an empty dict for its attributes
+_REMEMBERED = b"\x81\x94}"  # the same, and the object is given a number
 _TRIES = 64  # objects of a class of which none was like another, after which no more are compared
 _LENGTHS = 8  # of objects of a class that are compared
 
@@ -38,26 +39,29 @@ class _Class:
 class AlikeMachine(Machine):
     """A machine that gives one Record for all objects that are spelled alike: for values that nobody changes."""
 
-    __slots__ = ("begun", "classes")
+    __slots__ = ("begun", "classes", "in_order")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.steps = _STEPS
         self.classes: dict[Global, _Class] = {}
         self.begun: dict[int, tuple[_Class, int, int]] = {}  # by id: class, first byte, what was remembered before
+        self.in_order = True  # whether numbers were given one after another
 
 
 def _arguments(m: Any) -> None:
     """No arguments: if an object is made next, the one that was spelled like it; else it is begun."""
     stack, memo, start = m.stack, m.memo, m.at
     made = stack[-1] if stack else None
-    if m.data[start : start + 3] != _OBJECT or type(made) is not Global:
+    remember = m.data[start : start + 3] == _REMEMBERED
+    if type(made) is not Global or not (remember or m.data[start : start + 2] == _OBJECT):
         stack.append(())
         return
     its = m.classes.get(made)
     if its is None:
         its = m.classes[made] = _Class()
-    for length in its.lengths if its.tries > 0 else ():
+    compare = m.in_order and its.tries > 0
+    for length in its.lengths if compare else ():
         found = its.found.get(m.data[start : start + length])
         if found is not None:
             stack[-1], remembered = found
@@ -65,12 +69,13 @@ def _arguments(m: Any) -> None:
             m.at = start + length
             its.tries = _TRIES
             return
-    made = m.call(made, ())
-    if its.tries > 0:
+    stack[-1] = made = m.call(made, ())
+    if compare:
         m.begun[id(made)] = its, start, len(memo)
-    memo[len(memo)] = stack[-1] = made
+    if remember:
+        memo[len(memo)] = made
     stack.append({})
-    m.at = start + 3
+    m.at = start + (3 if remember else 2)
 
 
 def _build(m: Any) -> None:
@@ -83,7 +88,16 @@ def _build(m: Any) -> None:
         its.add(m.data[start : m.at], made, [m.memo[i] for i in range(before, len(m.memo))])
 
 
+def _put(step: Step) -> Step:
+    def put(m: Any) -> None:
+        number = len(m.memo)
+        step(m)
+        m.in_order = m.in_order and len(m.memo) == number + 1 and number in m.memo
+        m.begun.clear()  # what is given a number by name is spelled so once
+
+    return put
+
+
 _BUILD = ord("b")
-_STEPS: tuple[Step, ...] = tuple(
-    [{ord(")"): _arguments, _BUILD: _build}.get(code, step) for code, step in enumerate(STEPS)]
-)
+_OTHERS = {ord(")"): _arguments, _BUILD: _build} | {code: _put(STEPS[code]) for code in b"qrp"}
+_STEPS: tuple[Step, ...] = tuple([_OTHERS.get(code, step) for code, step in enumerate(STEPS)])
