@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import zipfile
 
 import pytest
@@ -374,6 +375,30 @@ def test_what_is_spelled_alike_is_one_object_and_costs_one_step():
         found = load(spelled, {f"{__name__}.Thing": record("T")}, "x", machine=AlikeMachine)
         assert [thing.state["k"][0] for thing in found] == [i % 3 for i in range(300)]
         assert len(set(found)) <= 4  # the first spells the names too
+
+
+OBJECT = b"h\x00)\x81}\x8c\x01k"
+BUILT = b"sb"
+SPELLED = {
+    "one in another": OBJECT * 10_000 + b"N" + BUILT * 10_000,
+    "many that are short, and a few that are long": b"("
+    + b"".join([OBJECT + b"\x8d" + struct.pack("<Q", 100_000 + i) + b"a" * (100_000 + i) + BUILT for i in range(8)])
+    + (OBJECT + b"K\x00" + BUILT + b"".join([OBJECT + b"M" + struct.pack("<H", i) + BUILT for i in range(30)])) * 200
+    + b"t",
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_comparing_what_is_spelled_costs_what_the_pickle_is_long(name):
+    data = b"\x80\x04cx\nT\n\x940" + SPELLED[name] + b"."
+    tracemalloc.start()
+    try:
+        start = time.process_time()
+        load(data, {"x.T": record("T")}, "x", machine=AlikeMachine)
+        assert time.process_time() - start < 10
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("again", [b"q\x00", b"r\x00\x00\x00\x00", b"p0\n"])

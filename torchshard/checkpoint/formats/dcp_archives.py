@@ -16,7 +16,8 @@ from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.zips import Archive, Stretch
 from torchshard.errors import CheckpointError
 
-_KINDS = 256  # archives that are remembered, each in some KiB
+_KINDS = 256  # archives that are remembered
+_MOST = 2**14  # bytes that were read of one that is; of what torch writes it is one KiB
 _SUM = 4  # bytes of a checksum
 
 
@@ -55,7 +56,7 @@ class Archives:
                 where=archive,
             )
         place = tensor.pieces[0].place()
-        if known is not None or len(self._known) < _KINDS:
+        if archive.read_bytes <= _MOST and (known is not None or len(self._known) < _KINDS):
             self._known[kind] = archive.known(place)
         return place
 
@@ -111,6 +112,11 @@ class _Watched(Archive):
     def read(self, name: str) -> bytes:
         self._read.add(name)
         return super().read(name)
+
+    @property
+    def read_bytes(self) -> int:
+        """How much was read of it."""
+        return sum([len(data) for _, data in self._seen])
 
     def known(self, place: Place) -> _Known:
         """What was found: the place of its only tensor."""

@@ -16,6 +16,7 @@ _OBJECT = b"\x81}"  # after ")": a new object, and an empty dict for its attribu
 _REMEMBERED = b"\x81\x94}"  # the same, and the object is given a number
 _TRIES = 64  # objects of a class of which none was like another, after which no more are compared
 _LENGTHS = 8  # of objects of a class that are compared
+_KEPT = 16  # what it costs to keep a byte, where it costs 1 to compare one in vain
 
 
 class _Class:
@@ -30,22 +31,26 @@ class _Class:
 
     def add(self, spelled: bytes, made: Record, remembered: Sequence[Any]) -> None:
         """One more, that is like none before."""
-        self.tries -= 1
         self.found[spelled] = made, remembered
         if len(spelled) not in self.lengths:
             self.lengths = [len(spelled), *self.lengths[: _LENGTHS - 1]]
 
 
 class AlikeMachine(Machine):
-    """A machine that gives one Record for all objects that are spelled alike: for values that nobody changes."""
+    """A machine that gives one Record for all objects that are spelled alike: for values that nobody changes.
 
-    __slots__ = ("begun", "classes", "in_order")
+    What it compares in vain, and keeps, goes with the length of the pickle: objects may lie in one another.
+    """
+
+    __slots__ = ("begun", "classes", "in_order", "room")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.steps = _STEPS
         self.classes: dict[Global, _Class] = {}
-        self.begun: dict[int, tuple[_Class, int, int]] = {}  # by id: class, first byte, what was remembered before
+        # By id: the object itself, its class, its first byte, how much was remembered before.
+        self.begun: dict[int, tuple[Record, _Class, int, int]] = {}
+        self.room = _KEPT * len(self.data)
         self.in_order = True  # whether numbers were given one after another
 
 
@@ -60,7 +65,7 @@ def _arguments(m: Any) -> None:
     its = m.classes.get(made)
     if its is None:
         its = m.classes[made] = _Class()
-    compare = m.in_order and its.tries > 0
+    compare = m.in_order and its.tries > 0 and m.room > 0
     for length in its.lengths if compare else ():
         found = its.found.get(m.data[start : start + length])
         if found is not None:
@@ -71,7 +76,9 @@ def _arguments(m: Any) -> None:
             return
     stack[-1] = made = m.call(made, ())
     if compare:
-        m.begun[id(made)] = its, start, len(memo)
+        its.tries -= 1
+        m.room -= sum(its.lengths)
+        m.begun[id(made)] = made, its, start, len(memo)
     if remember:
         memo[len(memo)] = made
     stack.append({})
@@ -84,7 +91,9 @@ def _build(m: Any) -> None:
     made = m.stack[-1]
     begun = m.begun.pop(id(made), None)
     if begun is not None:
-        its, start, before = begun
+        _, its, start, before = begun
+        m.room -= _KEPT * (m.at - start)
+    if begun is not None and m.room > 0:
         its.add(m.data[start : m.at], made, [m.memo[i] for i in range(before, len(m.memo))])
 
 
