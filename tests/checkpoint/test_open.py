@@ -165,6 +165,10 @@ def test_what_is_no_checkpoint(tmp_path):
         with pytest.raises(CheckpointError, match=message) as caught:
             checkpoint.open(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
+    for name in ("optimizer.pt", "pytorch_model.bin", "readme.txt"):
+        (tmp_path / "folder" / name).touch()
+    with pytest.raises(CheckpointError, match=r"fix: *Name one of its files: optimizer\.pt, pytorch_model\.bin$"):
+        checkpoint.open(tmp_path / "folder")
     for call in (
         checkpoint.open, checkpoint.inspect, lambda path: checkpoint.load_into(path, {}),
         lambda path: checkpoint.convert(path, "a", to="torch"), lambda path: checkpoint.convert("a", path, to="torch"),
@@ -173,6 +177,14 @@ def test_what_is_no_checkpoint(tmp_path):
             call("a\0b")
     with pytest.raises(CheckpointError, match="does not exist"):
         checkpoint.open(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_file_of_a_dcp_folder_is_not_taken_for_a_checkpoint(tmp_path, name):
+    """One with a single piece is an archive such as torch.save writes."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "ck", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"part of a folder of torch.distributed.checkpoint[^$]*Open the folder"):
+        checkpoint.open(tmp_path / "ck" / name)
 
 
 def test_nothing_imports_torch(dcp_mesh, tmp_path):

@@ -2,12 +2,14 @@
 
 import builtins
 import contextlib
+import io
 import os
 import pickle
 import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import zipfile
 
 import pytest
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 from tests.checkpoint.sources import python
 from torchshard import checkpoint
 from torchshard.checkpoint.formats.dcp import ALLOWED as METADATA
-from torchshard.checkpoint.pickles.inert import Global, RefusedGlobal
+from torchshard.checkpoint.pickles.alike import AlikeMachine
+from torchshard.checkpoint.pickles.inert import Global, Record, RefusedGlobal, record
 from torchshard.checkpoint.pickles.sharded_values import ALLOWED as SHARDED
 from torchshard.checkpoint.pickles.torch_values import ALLOWED
 from torchshard.checkpoint.pickles.unpickle import load
@@ -313,3 +316,94 @@ def test_allowed_names_are_inert():
     assert "os" in sys.modules
     for table in (METADATA, ALLOWED):
         assert not [name for name in table if name.startswith(("os", "posix", "subprocess", "builtins.eval"))]
+
+
+class Thing:
+    """Has attributes, or none, or is built of a tuple."""
+
+    def __init__(self, state):
+        self.__dict__.update(state)
+
+
+class Odd(Thing):
+    def __getstate__(self):
+        return tuple(self.__dict__.items())
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+
+
+def plain(value):
+    """With Records as tuples, to be compared."""
+    if isinstance(value, Record):
+        return value.name, value.args, plain(value.state)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+KEYS = st.sampled_from("kl")
+THINGS = st.recursive(
+    st.integers(0, 3) | st.sampled_from(["a", "b"]) | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.builds(lambda kind, state: kind(state), st.sampled_from([Thing, Odd]), st.dictionaries(KEYS, inner))
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(THINGS, max_size=4), st.randoms(use_true_random=False), st.integers(2, 5))
+def test_objects_that_are_spelled_alike_are_read_as_if_each_were_read(some, random, protocol):
+    """Of some things many, copies of them and the same ones again, in one pickle."""
+    chosen = [random.choice(some) for _ in range(20 if some else 0)]
+    things = [thing if random.random() < 0.2 else pickle.loads(pickle.dumps(thing)) for thing in chosen]
+    data = pickle.dumps({"things": things, "more": [(thing, i) for i, thing in enumerate(things)]}, protocol)
+    allowed = {f"{__name__}.{kind.__name__}": record(f"{kind.__name__}") for kind in (Thing, Odd)}
+    one, each = load(data, allowed, "x", machine=AlikeMachine), load(data, allowed, "x")
+    assert plain(one) == plain(each)
+
+
+def test_what_is_spelled_alike_is_one_object_and_costs_one_step():
+    data = pickle.dumps([Thing({"k": [i % 3, {"l": 5}]}) for i in range(300)], 4)
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 4)
+    pickler.fast = True  # remembers nothing
+    pickler.dump(pickle.loads(data))
+    for spelled in (data, file.getvalue()):
+        found = load(spelled, {f"{__name__}.Thing": record("T")}, "x", machine=AlikeMachine)
+        assert [thing.state["k"][0] for thing in found] == [i % 3 for i in range(300)]
+        assert len(set(found)) <= 4  # the first spells the names too
+
+
+OBJECT = b"h\x00)\x81}\x8c\x01k"
+BUILT = b"sb"
+SPELLED = {
+    "one in another": OBJECT * 10_000 + b"N" + BUILT * 10_000,
+    "many that are short, and a few that are long": b"("
+    + b"".join([OBJECT + b"\x8d" + struct.pack("<Q", 100_000 + i) + b"a" * (100_000 + i) + BUILT for i in range(8)])
+    + (OBJECT + b"K\x00" + BUILT + b"".join([OBJECT + b"M" + struct.pack("<H", i) + BUILT for i in range(30)])) * 200
+    + b"t",
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_comparing_what_is_spelled_costs_what_the_pickle_is_long(name):
+    data = b"\x80\x04cx\nT\n\x940" + SPELLED[name] + b"."
+    tracemalloc.start()
+    try:
+        start = time.process_time()
+        load(data, {"x.T": record("T")}, "x", machine=AlikeMachine)
+        assert time.process_time() - start < 10
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("again", [b"q\x00", b"r\x00\x00\x00\x00", b"p0\n"])
+def test_where_a_number_is_given_again_nothing_is_taken_for_alike(again):
+    thing = b"h\x01)\x81}\x8c\x01kh\x00sb"
+    data = b"](\x8c\x01aq\x000cx\nT\nq\x010" + thing + b"\x8c\x01b" + again + b"0" + thing + b"e."
+    found = load(data, {"x.T": record("T")}, "x", machine=AlikeMachine)
+    assert [thing.state for thing in found] == [{"k": "a"}, {"k": "b"}]

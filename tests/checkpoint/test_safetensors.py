@@ -153,6 +153,21 @@ def test_what_an_index_does_not_name_is_said(tmp_path):
     assert opened["b"].numpy().tolist() == [0, 0]
 
 
+def test_files_of_tensors_beside_the_checkpoint_of_a_folder_are_named(tmp_path):
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    safetensors.torch.save_file({"a": torch.ones(1)}, folder / "model.safetensors")
+    torch.save({"b": torch.zeros(2)}, folder / "optimizer.bin")
+    torch.save({"c": 1}, folder / "scheduler.bin")
+    (folder / "config.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"^the folder holds more, .*left out: optimizer\.bin, scheduler\.bin$"):
+        checkpoint.convert(folder, tmp_path / "a.pt", to="torch")
+    sources = [folder, folder / "optimizer.bin", folder / "scheduler.bin"]
+    with warnings.catch_warnings(action="error"):
+        checkpoint.convert(sources, tmp_path / "b.pt", to="torch")
+    assert list(torch.load(tmp_path / "b.pt")) == ["a", "b", "c"]
+
+
 def test_an_index_of_pieces_is_refused(tmp_path):
     """A piece would pass for its tensor."""
     said = json.dumps({"w": {"saved_offsets": [2]}})

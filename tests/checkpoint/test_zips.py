@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from torchshard import checkpoint
 from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.formats.dcp_archives import Archives
 from torchshard.checkpoint.formats.torch_file import of_tensor
 from torchshard.checkpoint.moving.checksums import combine
 from torchshard.checkpoint.pickles.write import View, dump
-from torchshard.checkpoint.zips import ALIGNMENT, Archive, around, frame_size, lay_out
+from torchshard.checkpoint.zips import ALIGNMENT, Archive, Stretch, around, frame_size, lay_out
 from torchshard.errors import CheckpointError
 
 
@@ -36,7 +37,7 @@ def assemble(bodies):
 
 def opened(tmp_path, data, start=0, length=None):
     (tmp_path / "a.zip").write_bytes(data)
-    return Archive(Files(tmp_path), "a.zip", start, length)
+    return Archive(Stretch(Files(tmp_path), "a.zip", start, length))
 
 
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=6))
@@ -108,7 +109,7 @@ def test_tensors_beyond_four_gib(tmp_path):
 def test_compressed_and_encrypted_members_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"x" * 1000)
-    archive = Archive(Files(tmp_path), "a.zip")
+    archive = Archive(Stretch(Files(tmp_path), "a.zip"))
     with pytest.raises(CheckpointError, match="compressed or encrypted") as caught:
         archive.read("data.pkl")
     assert "a.zip, member data.pkl" in str(caught.value)
@@ -148,3 +149,41 @@ def test_the_checksum_of_an_only_tensor_goes_where_that_of_one_among_many_would(
     assert zipfile.ZipFile(out).testzip() is None
     out.seek(0)
     assert torch.equal(torch.load(out, weights_only=True), values)
+
+
+def outcome(archives, at, size):
+    """The place of a box but for the objects that stand for its files, or what is wrong."""
+    try:
+        place = archives.place("w", size, "float32", at)
+    except CheckpointError as error:
+        return str(error)
+    return place.extent[1:], place.start, place.stride
+
+
+@pytest.mark.parametrize(("rows", "step"), [(4, 1), (400, 2)])
+def test_an_archive_like_another_is_found_to_be_as_if_it_were_gone_through(tmp_path, monkeypatch, rows, step):
+    """Each byte of the second archive is changed, and what comes out is what comes out for an archive by itself."""
+    first, second = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(rows, 4), first)
+    torch.save(torch.ones(rows, 4), second)
+    a, b = first.getvalue(), second.getvalue()
+    (tmp_path / "x").write_bytes(a + b)
+    files, size = Files(tmp_path), (rows, 4)
+    places = (("x", 0, len(a)), ("x", len(a), len(b)))
+    both, gone_through = Archives(files), []
+    monkeypatch.setattr(Archive, "_members", lambda *args, real=Archive._members: gone_through.append(1) or real(*args))
+    found = [outcome(both, at, size) for at in places]
+    assert len(gone_through) == 1
+    assert found == [outcome(Archives(files), at, size) for at in places]
+    errors = 0
+    with open(tmp_path / "x", "r+b", buffering=0) as file:
+        ends = [i for i in range(len(b)) if i < 1000 or i > len(b) - 1200]
+        for i in ends[::step]:
+            os.pwrite(file.fileno(), bytes([b[i] ^ 255]), len(a) + i)
+            here = outcome(both, places[1], size)
+            assert here == outcome(Archives(files), places[1], size), i
+            errors += isinstance(here, str)
+            os.pwrite(file.fileno(), b[i : i + 1], len(a) + i)
+            outcome(both, places[0], size)  # is known again
+    assert errors > 100
+    assert "An archive holds something else" in outcome(both, places[1], (2, 2 * rows))

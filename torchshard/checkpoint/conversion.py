@@ -128,7 +128,8 @@ def convert(
 
     Warns:
         UserWarning: names the keys and the metadata of safetensors files that the format of the destination cannot
-            hold, and the keys whose tensors share memory in the source, but cannot in the destination.
+            hold, the keys whose tensors share memory in the source, but cannot in the destination, and the files of
+            state dicts that lie in a source folder and are no part of what was read.
 
     Example:
         >>> convert("step_1000", "model.safetensors", to="safetensors")  # doctest: +SKIP
@@ -151,13 +152,21 @@ def convert(
             destination.check(target, out.nbytes, overwrite=overwrite, folder=out.is_folder)
         if not dry_run:
             writing.run(overwrite=overwrite, fsync=fsync, resume=resume)
-    _warn_of_losses(out, to)
+    _warn_of_losses(out, to, _beside(sources, indices))
     return _done(sources, target, to, out, time.perf_counter() - start, written=not dry_run)
 
 
-def _warn_of_losses(out: Output, to: str) -> None:
+def _beside(sources: Sequence[Path], indices: Sequence[Index]) -> list[str]:
+    """Files of state dicts that lie in a source folder and are no part of what was read."""
+    read = {os.path.realpath(files.root / name) for index in indices for files in index.opened for name in index.files}
+    found = [path for source in sources if source.is_dir() for path in opening.state_files(source)]
+    return [printable(path.name) for path in found if os.path.realpath(path) not in read]
+
+
+def _warn_of_losses(out: Output, to: str, beside: Sequence[str]) -> None:
     """Say what the destination does not hold, although the sources do."""
     losses = {
+        "the folder holds more, which can be further sources; left out": beside,
         f"{to} holds tensors only; left out": out.left_out,
         f"{to} has no place for metadata of the source; left out": list(map(printable, out.unsaid)),
         "Tensors that share memory in the source are written apart": [

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -243,10 +243,9 @@ _MANY = 2000  # boxes: which of more are wrong would take long to find
 _INCOMPLETE = "Not all ranks' parts are here; save again, or copy the missing files."
 
 
-def check_pieces(shape: tuple[int, ...], pieces: tuple[Piece, ...], where: str, fix: str = _INCOMPLETE) -> None:
-    """Raise CheckpointError unless the pieces hold every element of a tensor of `shape` exactly once."""
-    boxes = [piece.box for piece in pieces]
-    if boxes == [whole(shape)] or tiles(shape, boxes):
+def check_boxes(shape: tuple[int, ...], boxes: Sequence[Box], where: str, fix: str = _INCOMPLETE) -> None:
+    """Raise CheckpointError unless the boxes of its pieces hold every element of a tensor of `shape` exactly once."""
+    if list(boxes) == [whole(shape)] or tiles(shape, boxes):
         return
     if len(boxes) > _MANY:
         raise CheckpointError(

@@ -128,6 +128,10 @@ def _read(path: Path) -> Index:
         return _read_folder(path)
     if not path.exists() and "*" in path.name and (matching := sorted(path.parent.glob(path.name))):
         return rank_files.read(rank_files.ordered(matching))
+    if dcp.is_part(path) and path.exists():
+        raise CheckpointError(
+            "The file is part of a folder of torch.distributed.checkpoint.", where=path, fix="Open the folder."
+        )
     files = Files(path.parent, path.name)
     if path.name.endswith(".json"):
         return hugging_face.read_indexed(files, path.name)
@@ -150,8 +154,19 @@ def _read_folder(path: Path) -> Index:
         return hugging_face.read_folder(parts)
     if ranks := rank_files.find(path):
         return rank_files.read(ranks)
-    raise _not_one(path, "a folder without the file .metadata (which is written last), safetensors files or rank files")
+    names = ", ".join([printable(one.name) for one in state_files(path)])
+    raise _not_one(
+        path,
+        "a folder without the file .metadata (which is written last), safetensors files or rank files",
+        f"Name one of its files: {names}" if names else None,
+    )
 
 
-def _not_one(path: Path, got: str) -> CheckpointError:
-    return CheckpointError("This is no checkpoint that is read here.", expected=_FORMATS, got=got, where=path)
+def state_files(folder: Path) -> list[Path]:
+    """The files of a folder that are state dicts by their names, whether they are read with the folder or not."""
+    suffixes = (*rank_files.SUFFIXES, ".pkl", ".safetensors")
+    return sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
+
+
+def _not_one(path: Path, got: str, fix: str | None = None) -> CheckpointError:
+    return CheckpointError("This is no checkpoint that is read here.", expected=_FORMATS, got=got, where=path, fix=fix)

@@ -26,10 +26,17 @@ _LOCAL_SIGN, _CENTRAL_SIGN, _END_SIGN, _END64_SIGN, _LOCATOR64_SIGN = (
     int.from_bytes(b"PK" + tail, "little") for tail in (b"\3\4", b"\1\2", b"\5\6", b"\6\6", b"\6\7")
 )
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+# Enough for all but the values of an archive of one tensor.
+_HEAD, _TAIL = 1024, 2048
 
 
 class Member(NamedTuple):
-    """One record of an archive, as its central directory has it; `header` counts from the archive's start."""
+    """One record of an archive, as its central directory has it; `header` and `record` count from the archive's start.
+
+    Args:
+        header: where the header before its payload is.
+        record: where the directory has it.
+    """
 
     name: bytes
     method: int
@@ -37,55 +44,82 @@ class Member(NamedTuple):
     crc32: int
     nbytes: int
     header: int
+    record: int
+
+    @property
+    def checksums(self) -> tuple[int, int]:
+        """Where its checksum stands, in the header and in the directory."""
+        return self.header + 14, self.record + 16
 
 
-class Archive:
-    """The archive at [start, start + length) of a file; members by name without the common first folder.
+class Stretch:
+    """The bytes of an archive at [start, start + length) of a file. What lies near its ends takes one read for each.
 
     Args:
         files: where it is.
         file: its name there.
         start: its first byte.
         length: its bytes; None is all to the end of the file.
+    """
+
+    __slots__ = ("_head", "_tail", "_tail_at", "file", "files", "length", "start")
+
+    def __init__(self, files: Files, file: str, start: int = 0, length: int | None = None) -> None:
+        self.files, self.file, self.start = files, file, start
+        self.length = files.size(file) - start if length is None else length
+        self._tail_at = max(0, self.length - _TAIL)
+        self._tail = files.read(file, start + self._tail_at, self.length - self._tail_at)
+        self._head = b""
+
+    def bytes_at(self, offset: int, length: int) -> bytes:
+        """Some of them, which must lie within."""
+        if offset >= self._tail_at:
+            return self._tail[offset - self._tail_at : offset - self._tail_at + length]
+        if offset + length <= _HEAD:
+            self._head = self._head or self.files.read(self.file, self.start, min(_HEAD, self.length))
+            return self._head[offset : offset + length]
+        return self.files.read(self.file, self.start + offset, length)
+
+
+class Archive:
+    """An archive; members by name without the common first folder.
+
+    Args:
+        stretch: where it is.
         about: the key of a checkpoint that it belongs to, for errors.
 
     Raises:
         CheckpointError: no archive, cut off, damaged, or a directory that contradicts itself.
     """
 
-    def __init__(
-        self, files: Files, file: str, start: int = 0, length: int | None = None, about: str | None = None
-    ) -> None:
-        self.files, self.file, self.start, self.about = files, file, start, about
-        self.length = files.size(file) - start if length is None else length
-        # Enough for the directory of a one-tensor archive, so that those take one read.
-        tail_size = min(self.length, 2048)
-        self._tail = files.read(file, start + self.length - tail_size, tail_size)
+    def __init__(self, stretch: Stretch, about: str | None = None) -> None:
+        self.stretch, self.about = stretch, about
+        self.length = stretch.length
         offset, size, count = self._find_directory()
         self.members = self._members(self._bytes(offset, size), count, offset)
 
     def __str__(self) -> str:
-        path = f"{self.files.root / self.file}"
-        return path if self.about is None else f"{path}: {printable(self.about)} (archive at byte {self.start})"
+        path = f"{self.stretch.files.root / self.stretch.file}"
+        about = f"{path}: {printable(self.about)} (archive at byte {self.stretch.start})"
+        return path if self.about is None else about
 
     def damaged(self, why: str) -> CheckpointError:
         """An error that names the archive."""
         return CheckpointError(f"The zip archive is damaged or cut off: {why}.", where=self)
 
     def _bytes(self, offset: int, length: int) -> bytes:
+        """All that is read goes through here."""
         if offset < 0 or length < 0 or offset + length > self.length:
             raise self.damaged(f"bytes {offset} to {offset + length} of {self.length} are wanted")
-        tail_at = self.length - len(self._tail)
-        if offset >= tail_at:
-            return self._tail[offset - tail_at : offset - tail_at + length]
-        return self.files.read(self.file, self.start + offset, length)
+        return self.stretch.bytes_at(offset, length)
 
     def _find_directory(self) -> tuple[int, int, int]:
         """Offset, size and number of members of the central directory."""
         end = self.length - _END.size
-        if end < 0 or self._tail[-_END.size :][:4] != b"PK\5\6":
+        record = b"" if end < 0 else self._bytes(end, _END.size)
+        if record[:4] != b"PK\5\6":
             raise self.damaged("it does not end in a directory")
-        sign, disk, first, here, count, size, offset, comment = _END.unpack(self._tail[-_END.size :])
+        sign, disk, first, here, count, size, offset, comment = _END.unpack(record)
         if disk or first or here != count or comment:
             raise self.damaged("its end record is not one that torch writes")
         if end >= _LOCATOR64.size + _END64.size:
@@ -109,7 +143,7 @@ class Archive:
         for _ in range(count):
             if at + _CENTRAL.size > len(directory):
                 raise self.damaged(f"its directory holds fewer than {count} members")
-            member, at = self._member(directory, at)
+            member, at = self._member(directory, at, limit)
             top, slash, name = _decoded(member.name).partition("/")
             folder = top if folder is None else folder
             if not slash or top != folder or name in members:
@@ -120,7 +154,7 @@ class Archive:
         self._check_disjoint(members, limit)
         return members
 
-    def _member(self, directory: bytes, at: int) -> tuple[Member, int]:
+    def _member(self, directory: bytes, at: int, start: int) -> tuple[Member, int]:
         f = _CENTRAL.unpack_from(directory, at)
         name_at = at + _CENTRAL.size
         extra_at, end = name_at + f[10], name_at + f[10] + f[11] + f[12]
@@ -132,7 +166,7 @@ class Archive:
             nbytes, stored, header = wide
         if f[4] == 0 and stored != nbytes:
             raise self.damaged("a member has two sizes")
-        return Member(directory[name_at:extra_at], f[4], f[3], f[7], nbytes, header), end
+        return Member(directory[name_at:extra_at], f[4], f[3], f[7], nbytes, header, start + at), end
 
     def _wide(self, extra: bytes, fields: list[int]) -> list[int]:
         """The fields, those of 32 full bits replaced by their 64-bit values from the extra field."""
@@ -180,12 +214,13 @@ class Archive:
         if offset + member.nbytes > self.length:
             raise self.damaged(f"member {printable(name)} reaches beyond its end")
         # torch can be told not to compute checksums, and then stores zero.
-        return Extent(self.files, self.file, self.start + offset, member.nbytes, member.crc32 or None)
+        stretch = self.stretch
+        return Extent(stretch.files, stretch.file, stretch.start + offset, member.nbytes, member.crc32 or None)
 
     def read(self, name: str) -> bytes:
         """The payload of a small member."""
         extent = self.extent(name)
-        body = self._bytes(extent.offset - self.start, extent.nbytes)
+        body = self._bytes(extent.offset - self.stretch.start, extent.nbytes)
         if extent.crc32 not in (None, crc32(body)):
             raise self.damaged(f"member {printable(name)} does not match its checksum")
         return body

@@ -5,26 +5,33 @@ is an object), and for each box the file, offset and length of a torch.save arch
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torchshard.checkpoint.dtypes import DTYPES
-from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, Place, TensorEntry, check_pieces
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_boxes
 from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.formats.dcp_archives import Archives
+from torchshard.checkpoint.pickles.alike import AlikeMachine
 from torchshard.checkpoint.pickles.inert import Global, Record, record
 from torchshard.checkpoint.pickles.torch_values import ALLOWED as TORCH_VALUES
 from torchshard.checkpoint.pickles.torch_values import attribute, read_values, sizes
 from torchshard.checkpoint.pickles.unpickle import load
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import Steps, contradiction, nest
-from torchshard.checkpoint.zips import Archive
+from torchshard.checkpoint.zips import Archive, Stretch
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box
 
 METADATA = ".metadata"
+
+
+def is_part(path: Path) -> bool:
+    """Whether a file has a name of those that make up a folder. With one piece in it, it looks like a whole archive."""
+    return path.name == METADATA or path.suffix == ".distcp"
 
 
 def _path(*parts: Any) -> str:
@@ -79,11 +86,14 @@ class _Reader:
 
     def __init__(self, folder: Path) -> None:
         self.files = Files(folder)
+        self.archives = Archives(self.files)
         self.where = f"{folder / METADATA}"
-        metadata = load(self.files.read(METADATA, 0, self.files.size(METADATA)), ALLOWED, self.where)
+        data = self.files.read(METADATA, 0, self.files.size(METADATA))
+        metadata = load(data, ALLOWED, self.where, machine=AlikeMachine)
         self.metadata = self.expect(metadata, Record, "metadata", f"{_METADATA}.Metadata")
         self.stored = self.storage_infos()
         self.used = {METADATA}
+        self.kinds: dict[Record, tuple[str, tuple[int, ...], Sequence[Box]]] = {}
 
     def expect(self, value: Any, kind: type, field: str, name: str | None = None, key: str | None = None) -> Any:
         """The value of a field (of a key), if it is of the kind, and the record of the class, that it should be."""
@@ -151,24 +161,30 @@ class _Reader:
         return paths
 
     def tensor_entry(self, key: str, description: Record) -> TensorEntry:
-        """A tensor, its boxes checked to make it up and to fit into their archives."""
+        """A tensor, its boxes checked to fit into their archives."""
+        # Descriptions that are spelled alike are one.
+        kind = self.kinds.get(description)
+        if kind is None:
+            kind = self.kinds[description] = self.kind(key, description)
+        dtype, shape, boxes = kind
+        return TensorEntry(dtype, shape, tuple([self.piece(key, box, dtype) for box in boxes]))
+
+    def kind(self, key: str, description: Record) -> tuple[str, tuple[int, ...], Sequence[Box]]:
+        """Type and shape of a tensor, and its boxes, checked to make it up."""
         where = self.at(key)
         shape = sizes(description.field("size"), "size", where)
         dtype = self.dtype(key, description)
-        pieces = []
-        boxes = set()
+        boxes: dict[Box, None] = {}
         for chunk in self.expect(description.field("chunks"), list, "chunks", key=key):
             chunk = self.expect(chunk, Record, "chunks", _CHUNK, key)
             box = Box(sizes(chunk.field("offsets"), "offsets", where), sizes(chunk.field("sizes"), "sizes", where))
             if len(box.offset) != len(shape) or len(box.size) != len(shape):
                 raise CheckpointError("A box has another number of dims than its tensor.", got=box, where=where)
             # Ranks that hold nothing say so with an empty box; ranks that hold the same share one archive.
-            if box.numel and box not in boxes:
-                boxes.add(box)
-                pieces.append(self.piece(key, box, dtype))
-        entry = TensorEntry(dtype, shape, tuple(pieces))
-        check_pieces(shape, entry.pieces, where)
-        return entry
+            if box.numel:
+                boxes[box] = None
+        check_boxes(shape, list(boxes), where)
+        return dtype, shape, list(boxes)
 
     def dtype(self, key: str, description: Record) -> str:
         """The type's name; the other properties are not used since they say nothing about the bytes."""
@@ -192,7 +208,7 @@ class _Reader:
                 got=f"{length} bytes",
                 where=self.at(key),
             )
-        return Piece(box, partial(self.place, key, box.size, dtype, (file, offset, length)))
+        return Piece(box, partial(self.archives.place, key, box.size, dtype, (file, offset, length)))
 
     def archive(self, key: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
         """File, offset and length of the archive of a box; the file is there and long enough."""
@@ -218,21 +234,7 @@ class _Reader:
         self.used.add(file)
         return file, at, length
 
-    def place(self, key: str, size: tuple[int, ...], dtype: str, at: tuple[str, int, int]) -> Place:
-        """Read the small archive of a box, which must hold just this box."""
-        archive = Archive(self.files, *at, key)
-        tensor = read_values(archive)
-        if not isinstance(tensor, TensorEntry) or tensor.shape != size or tensor.dtype != dtype:
-            held = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, TensorEntry) else printable(tensor)
-            raise CheckpointError(
-                "An archive holds something else than the metadata says.",
-                expected=f"{dtype} {size}",
-                got=held,
-                where=archive,
-            )
-        return tensor.pieces[0].place()
-
     def object_entry(self, key: str) -> ObjectEntry:
         """An object, unread."""
-        file, offset, length = self.archive(key, None)
-        return ObjectEntry(lambda: read_values(Archive(self.files, file, offset, length, key)), length)
+        files, (file, offset, length) = self.files, self.archive(key, None)
+        return ObjectEntry(lambda: read_values(Archive(Stretch(files, file, offset, length), key)), length)

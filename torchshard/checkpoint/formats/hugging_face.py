@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchshard.checkpoint.entries import Entry, Index, TensorEntry, check_pieces, common_notes, narrowed
+from torchshard.checkpoint.entries import Entry, Index, TensorEntry, check_boxes, common_notes, narrowed
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import safetensors, torch_file
 from torchshard.checkpoint.formats.json_text import parse
@@ -173,7 +173,7 @@ def _assembled(parts: list[tuple[tuple[int, ...], TensorEntry]], where: str) -> 
         offset: narrowed(piece, piece.box, offset, first.itemsize) for offset, entry in parts for piece in entry.pieces
     }
     made = replace(first, shape=shape, pieces=tuple(pieces.values()))
-    check_pieces(shape, made.pieces, where)
+    check_boxes(shape, made.boxes, where)
     return made
 
 

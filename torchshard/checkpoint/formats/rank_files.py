@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_pieces
+from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_boxes
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import torch_file
 from torchshard.checkpoint.pickles.inert import OrderedDict
@@ -26,7 +26,7 @@ from torchshard.errors import CheckpointError
 from torchshard.layout import Box
 
 _RANK = re.compile(r"(.*?rank[_-]?)(\d{1,6})(\D*)\Z", re.DOTALL)
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 
 def find(folder: Path) -> list[Path]:
@@ -37,7 +37,7 @@ def find(folder: Path) -> list[Path]:
     """
     sets: dict[tuple[str, str], dict[int, Path]] = {}
     for path in folder.iterdir():
-        if path.suffix in _SUFFIXES and (match := _RANK.match(path.name)):
+        if path.suffix in SUFFIXES and (match := _RANK.match(path.name)):
             sets.setdefault((match[1], match[3]), {})[int(match[2])] = path
     if len(sets) > 1:
         names = ", ".join(sorted(f"{head}*{tail}" for head, tail in sets))
@@ -157,7 +157,7 @@ def _merged(key: str, entries: Sequence[Entry], where: Path) -> Entry | None:
     for piece in [piece for entry in tensors for piece in entry.pieces]:
         pieces.setdefault(piece.box, piece)  # of replicas, the first rank's
     made = replace(first, pieces=tuple(pieces.values()))
-    check_pieces(made.shape, made.pieces, f"{where}: {printable(key)}")
+    check_boxes(made.shape, made.boxes, f"{where}: {printable(key)}")
     return made
 
 

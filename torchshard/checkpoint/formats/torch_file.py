@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchshard.checkpoint import zips
-from torchshard.checkpoint.entries import Index, TensorEntry, check_pieces
+from torchshard.checkpoint.entries import Index, TensorEntry, check_boxes
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats import torch_legacy
 from torchshard.checkpoint.formats.out import Options, OutFile, Output, unsaid, whole_slot
@@ -24,7 +24,7 @@ from torchshard.checkpoint.pickles.write import View, dump
 from torchshard.checkpoint.sharing import overlapping, stretch
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import flatten
-from torchshard.checkpoint.zips import Archive
+from torchshard.checkpoint.zips import Archive, Stretch
 from torchshard.errors import CheckpointError
 from torchshard.layout import contiguous_stride
 
@@ -41,7 +41,7 @@ def read(files: Files, name: str) -> Index:
     about = f"{files.root / name}: "
     for key, entry in index.entries.items():
         if isinstance(entry, TensorEntry):
-            check_pieces(entry.shape, entry.pieces, about + printable(key), fix=_ALL_RANKS)
+            check_boxes(entry.shape, entry.boxes, about + printable(key), fix=_ALL_RANKS)
     return index
 
 
@@ -57,7 +57,7 @@ def read_part(files: Files, name: str) -> Index:
 
 
 def _read_archive(files: Files, name: str) -> object:
-    archive = Archive(files, name)
+    archive = Archive(Stretch(files, name))
     if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
         raise CheckpointError(
             "This is a zip archive, but not one that torch.save made of a state dict.",

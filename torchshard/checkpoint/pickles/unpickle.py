@@ -26,6 +26,7 @@ def load(
     *,
     persistent: Callable[[object], object] | None = None,
     advice: Callable[[str], str | None] = lambda name: None,
+    machine: "type[Machine] | None" = None,
 ) -> object:
     """The value of a pickle, made of plain data, Records and what `allowed` makes.
 
@@ -35,12 +36,13 @@ def load(
         where: file and field, for errors.
         persistent: what a persistent id stands for; None refuses them.
         advice: what to do about a refused name.
+        machine: what reads it, by default a Machine.
 
     Raises:
         RefusedGlobal: a name that is not allowed.
         CheckpointError: damaged, cut off, or with an opcode that is not read.
     """
-    return load_next(data, 0, allowed, where, persistent=persistent, advice=advice)[0]
+    return load_next(data, 0, allowed, where, persistent=persistent, advice=advice, machine=machine)[0]
 
 
 def load_next(
@@ -51,6 +53,7 @@ def load_next(
     *,
     persistent: Callable[[object], object] | None = None,
     advice: Callable[[str], str | None] = lambda name: None,
+    machine: "type[Machine] | None" = None,
 ) -> tuple[object, int]:
     """The value of the pickle that begins at `start`, and where it ends; for files of several pickles.
 
@@ -58,10 +61,10 @@ def load_next(
         CutOff: the data end before the pickle.
         CheckpointError: as `load` does.
     """
-    machine = Machine(data, allowed, where, persistent, advice)
-    machine.at = start
+    reader = (machine or Machine)(data, allowed, where, persistent, advice)
+    reader.at = start
     try:
-        return machine.run(), machine.at
+        return reader.run(), reader.at
     except CheckpointError as error:
         if error.where is not None:
             raise
@@ -69,10 +72,10 @@ def load_next(
         raise CheckpointError(error.what, **parts, where=where) from error
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         # The machine leaves it to Python to notice a stack that is empty or a value of the wrong type.
-        cut_off = isinstance(error, _TooShort) or machine.at >= len(machine.data)
-        raise _damaged(machine, f"{type(error).__name__}: {printable(str(error))}", cut_off) from error
+        cut_off = isinstance(error, _TooShort) or reader.at >= len(reader.data)
+        raise _damaged(reader, f"{type(error).__name__}: {printable(str(error))}", cut_off) from error
     except struct.error as error:
-        raise _damaged(machine, "it ends too early", True) from error
+        raise _damaged(reader, "it ends too early", True) from error
 
 
 class CutOff(CheckpointError):
@@ -92,7 +95,7 @@ class Machine:
     """The stack machine: data and position, stack, marks, memo."""
 
     __slots__ = (
-        "advice", "allowed", "at", "budget", "data", "hashes", "marks", "memo", "persistent", "stack", "where",
+        "advice", "allowed", "at", "budget", "data", "hashes", "marks", "memo", "persistent", "stack", "steps", "where",
     )  # fmt: skip
 
     def __init__(
@@ -111,10 +114,11 @@ class Machine:
         # What calls may make out of values that the pickle holds once and refers to often.
         self.budget = 8 * len(data) + 65536
         self.hashes = Hashes()
+        self.steps = STEPS
 
     def run(self) -> object:
         """Do step after step until STOP."""
-        data, memo, steps = self.data, self.memo, STEPS
+        data, memo, steps = self.data, self.memo, self.steps
         while True:
             opcode = data[self.at]
             self.at += 1
