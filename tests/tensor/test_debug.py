@@ -84,6 +84,32 @@ def test_counts_agree_with_explain_and_with_torch(mesh):
     assert ours == dict(explained.collectives)
 
 
+def test_small_sums_go_together(mesh):
+    shapes = [[Shard(0), Shard(1)], [Replicate(), Shard(0)], [Replicate(), Replicate()]] * 10
+    parameters = [zeros(8, 8, device_mesh=mesh, placements=p, requires_grad=True) for p in shapes]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    with CommDebugMode() as mode:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)  # norms of each kind, over one axis or both
+    assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 2}
+    logits, target = zeros(8, 8, device_mesh=mesh, placements=[Shard(0)] * 2), torch.arange(8)
+    with mode:  # the sum of losses, and that of weights
+        torch.nn.functional.cross_entropy(logits, distribute_tensor(target, mesh, [Shard(0)] * 2, src_data_rank=None))
+    assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}
+    split, target = torch.zeros(8, 8).log_softmax(1), distribute_tensor(target, mesh, src_data_rank=None)
+    with mode:  # of split classes, too
+        torch.nn.functional.nll_loss(distribute_tensor(split, mesh, [Shard(1)] * 2, src_data_rank=None), target)
+    assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}
+    x = zeros(8, 4, device_mesh=mesh, placements=[Shard(0), Replicate()]).requires_grad_()
+    mean, variance, weight = (zeros(4, device_mesh=mesh) for _ in range(3))
+    with mode:  # mean and variance, one after the other, however often they are used
+        y = torch.nn.functional.batch_norm(x, mean, variance, weight.requires_grad_(), weight, training=True)
+    assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 2}
+    with mode:  # two sums a channel
+        y.backward(x.detach())
+    assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}
+
+
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -123,7 +123,7 @@ def sent(rank, world):
 
 def test_only_a_few_numbers_a_row_are_sent():
     for forward, backward, embedding, layouts in run_ranks(2, sent):
-        assert [name for name, _ in forward] == ["all_reduce"] * 4  # largest, sum of exponentials, loss, weight
+        assert [name for name, _ in forward] == ["all_reduce"] * 3  # largest, sum of exponentials, loss with weight
         assert sum(n for _, n in forward) == 6 + 6 + 1 + 1
         assert backward == [("all_reduce", 6)]
         assert embedding == []

@@ -97,12 +97,14 @@ def broadcast_coalesced(
             if len(chosen) == 1 and chosen[0].is_contiguous() and not (chosen[0].is_conj() or chosen[0].is_neg()):
                 wait([_broadcast(chosen[0], group, source)])
                 continue
+            if group.rank() != source:
+                flat = chosen[0].new_empty(sum([t.numel() for t in chosen]))
+                wait([_broadcast(flat, group, source)])
+                _torch.copy_all(chosen, _torch.unflatten(flat, chosen))
+                continue
             with _torch.without_autocast(chosen[0].device):  # a forward may run under it
                 flat = torch.cat([t.reshape(-1) for t in chosen])
             wait([_broadcast(flat, group, source)])
-            if group.rank() != source:
-                for t, piece in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
-                    t.copy_(piece.view(t.shape))
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:

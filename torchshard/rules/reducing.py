@@ -75,11 +75,15 @@ def _mean(x: Layout, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
     return Made(_eliminated(x, dims, keepdim), options={"reduces": gone}, local=weighted if x.ndim else None)
 
 
+def reduction_of_norms(order: float) -> str:
+    """What makes the norm of a tensor of those of its parts. They are not negative, so some orders have a plain one."""
+    order = float(order)
+    return {0.0: "sum", 1.0: "sum", math.inf: "max", -math.inf: "min"}.get(order, f"norm({order})")
+
+
 def _vector_norm(x: Layout, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Made:
     dims = dims_of(dim, x.ndim)
-    # Norms are not negative, so these orders have a plain reduction.
-    op = {0.0: "sum", 1.0: "sum", math.inf: "max", -math.inf: "min"}.get(float(ord), f"norm({float(ord)})")
-    gone = reduces({f: op for d, f in enumerate(letters(x.ndim)) if d in dims})
+    gone = reduces({f: reduction_of_norms(ord) for d, f in enumerate(letters(x.ndim)) if d in dims})
     return Made(_eliminated(x, dims, keepdim), options={"reduces": gone})
 
 

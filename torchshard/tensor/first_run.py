@@ -18,7 +18,7 @@ from torchshard.tensor.call import Call, Operand, run_on_meta, tells_dtypes
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
-from torchshard.tensor.redistribute import in_memory_order, redistribute_local
+from torchshard.tensor.redistribute import in_memory_order, redistribute_local, redistribute_together
 from torchshard.tensor.refusing import reading_first, refusing
 
 Plan = Callable[..., Any]
@@ -275,10 +275,16 @@ def mover(source: TensorLayout, target: TensorLayout) -> Callable[[Tensor], Tens
 
 
 def list_mover(pairs: dict[int, tuple[TensorLayout, TensorLayout]]) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function of a list of tensors that gives local tensors, each brought to its layout in `pairs`."""
-    movers = {k: mover(source, target) for k, (source, target) in pairs.items()}
+    """A function of a list of tensors that gives local tensors to read, each brought to its layout in `pairs`."""
+    turned = [(k, source) for k, (source, _) in pairs.items() if source.marks & TURNED]
 
     def move(items: Sequence[Any]) -> list[Any]:
-        return [movers[k](x._local_tensor) if type(x) is DTensor else x for k, x in enumerate(items)]
+        found, places = list(items), [k for k in pairs if type(items[k]) is DTensor]
+        parts = redistribute_together([items[k]._local_tensor for k in places], [pairs[k] for k in places])
+        for k, part in zip(places, parts, strict=True):
+            found[k] = part
+        for k, source in turned:
+            found[k] = in_memory_order(found[k], source)
+        return found
 
     return move

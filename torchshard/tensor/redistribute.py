@@ -4,14 +4,14 @@ For each transition a program is made once: functions of the local tensor, one a
 groups worked out. Between two meshes it is that of crossing.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced
+from torchshard._torch import flatten, is_traced, unflatten
 from torchshard.comm.comparing import differing
 from torchshard.errors import RankMismatchError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, contiguous_stride
@@ -24,6 +24,7 @@ from torchshard.tensor.pending import Pending
 from torchshard.tensor.steps import Action, Run, Start, actions
 
 MAX_PROGRAMS = 4096  # kept a mesh; when full, all are dropped
+SMALL = 16 * 1024  # bytes up to which a part is packed with others: a link carries them while a collective starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,14 @@ class Program:
         before: what comes before the last communication.
         last: that communication; None where there is none.
         after: what comes after it.
+        by_element: whether it only reduces, element by element, so that it is the same for tensors of any shape.
     """
 
     runs: Sequence[Run]
     before: Sequence[Run]
     last: Start | None
     after: Sequence[Run]
+    by_element: bool = False
 
 
 def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
@@ -64,6 +67,38 @@ def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) ->
     for run in _program(source, target, traced).runs:
         x = run(x)
     return x
+
+
+def redistribute_together(parts: Sequence[Tensor], moves: Sequence[tuple[TensorLayout, TensorLayout]]) -> list[Tensor]:
+    """redistribute_local of many parts: small ones that are only reduced, and alike, go in one collective.
+
+    Returns:
+        What redistribute_local gives; those that went together share memory, and are there to be read.
+    """
+    found, packs = list(parts), dict[Hashable, tuple[Program, list[int]]]()
+    for k, (x, (source, target)) in enumerate(zip(parts, moves, strict=True)):
+        if not (source.sharding.partial and source.sharding is not target.sharding and _is_small(x)):
+            found[k] = redistribute_local(x, source, target)
+            continue
+        if source.assumed:
+            check_assumed(x, source)
+        program = _program(source, target, is_traced(x))
+        if program.by_element:
+            packs.setdefault((source.sharding, target.sharding, x.dtype), (program, []))[1].append(k)
+        else:
+            found[k] = _run(program.runs, x)
+    for program, together in packs.values():
+        terms = [parts[k] for k in together]
+        made = unflatten(_run(program.runs, flatten(terms)), terms) if len(terms) > 1 else [_run(program.runs, *terms)]
+        for k, x in zip(together, made, strict=True):
+            found[k] = x
+    return found
+
+
+def _is_small(x: Tensor) -> bool:
+    """Whether a part is sent sooner with others than alone. Those that are added up are of one size on all ranks."""
+    count = x.numel()
+    return type(count) is int and 0 < count * x.itemsize <= SMALL and not (x.is_conj() or x.is_neg())
 
 
 def redistribute_later(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
@@ -135,7 +170,7 @@ def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, t
     last = max((k for k, step in enumerate(steps) if step.start), default=None)
     if last is None:
         return Program(runs, runs, None, ())
-    return Program(runs, runs[:last], steps[last].start, runs[last + 1 :])
+    return Program(runs, runs[:last], steps[last].start, runs[last + 1 :], all(step.by_element for step in steps))
 
 
 def _actions_within(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, traced: bool) -> list[Action]:

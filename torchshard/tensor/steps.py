@@ -33,10 +33,12 @@ class Action:
     Attributes:
         run: from the local tensor before to the one after.
         start: where the step communicates: the same without waiting.
+        by_element: whether each element of the result is made of those at its place alone, whatever the shape.
     """
 
     run: Run
     start: Start | None = None
+    by_element: bool = False
 
 
 def actions(plan: Transition, mesh: BoundMesh) -> list[Action]:
@@ -44,14 +46,14 @@ def actions(plan: Transition, mesh: BoundMesh) -> list[Action]:
     return [
         Action(_LOCAL[step.kind](step, plan, mesh))
         if step.kind in _LOCAL
-        else communicating(_STARTED[step.kind](step, plan, mesh))
+        else communicating(_STARTED[step.kind](step, plan, mesh), step.kind == "all_reduce")
         for step in plan.steps
     ]
 
 
-def communicating(start: Start) -> Action:
+def communicating(start: Start, by_element: bool = False) -> Action:
     """The action that waits for what `start` starts."""
-    return Action(lambda x: start(x).wait(), start)
+    return Action(lambda x: start(x).wait(), start, by_element)
 
 
 def _line_lengths(step: Step, plan: Transition, mesh: BoundMesh, dim: int) -> list[int]:

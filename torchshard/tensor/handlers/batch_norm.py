@@ -1,6 +1,7 @@
 """Batch normalisation in training: one set of statistics for the whole batch, however it is split.
 
-Written as formulas of DTensors, whose sums are reduced over ranks where the batch is split.
+Written as formulas of DTensors. Where the batch is split, forward reduces its mean and then its variance, each once,
+and backward its two sums together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchshard.tensor.handlers.parts import wide
+from torchshard.tensor.handlers.parts import reduced, wide
 
 
 def _forward(
@@ -19,9 +20,9 @@ def _forward(
     dims = [d for d in range(x.ndim) if d != 1]
     count = x.numel() // x.shape[1]
     values = wide(x)
-    now = values.mean(dims)
+    (now,) = reduced(values.mean(dims))
     centred = values - _by_channel(now, x)
-    spread = centred.square().mean(dims)
+    (spread,) = reduced(centred.square().mean(dims))
     rstd = torch.rsqrt(spread + eps)
     result = centred * _by_channel(rstd, x)
     if weight is not None:
@@ -74,14 +75,13 @@ def _backward(
     count = max(x.numel() // max(x.shape[1], 1), 1)
     grad, dtype = wide(grad), grad.dtype
     normed = (wide(x) - _by_channel(saved_mean, x)) * _by_channel(saved_rstd, x)
-    sums = grad.sum(dims)
-    moments = (grad * normed).sum(dims)
+    sums, moments = reduced(grad.sum(dims), (grad * normed).sum(dims))
     scale = saved_rstd if weight is None else saved_rstd * weight
     inner = grad - (_by_channel(sums, x) + normed * _by_channel(moments, x)) / count
     return (
         (inner * _by_channel(scale, x)).to(dtype) if mask[0] else None,
-        moments.to(scale.dtype) if mask[1] else None,
-        sums.to(scale.dtype) if mask[2] else None,
+        moments.to(scale.dtype, copy=True) if mask[1] else None,
+        sums.to(scale.dtype, copy=True) if mask[2] else None,
     )
 
 

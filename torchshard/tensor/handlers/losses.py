@@ -3,13 +3,12 @@
 from typing import Any
 
 from torchshard.rules.losses import MEAN, SUM
-from torchshard.tensor.autograd import redistribute
+from torchshard.tensor.handlers.parts import reduced
 
 
 def nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
     """The mean is a sum over a total weight, and both are sums over the ranks' parts of the batch."""
     if reduction != MEAN:
         return NotImplemented
-    loss, total = func(x, target, weight, SUM, ignore)
-    loss, total = (redistribute(t, t._spec.mesh.replicated()) for t in (loss, total))
+    loss, total = reduced(*func(x, target, weight, SUM, ignore))
     return loss / total, total

@@ -10,7 +10,7 @@ from torchshard.layout.runs import without
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import layout_for
-from torchshard.tensor.redistribute import check_assumed, redistribute_local
+from torchshard.tensor.redistribute import check_assumed, moved, redistribute_local, redistribute_together
 
 
 def part(x: Any, sharding: Sharding | None = None) -> Tensor:
@@ -25,6 +25,13 @@ def part(x: Any, sharding: Sharding | None = None) -> Tensor:
     if layout.assumed:
         check_assumed(x._local_tensor, layout)
     return redistribute_local(x._local_tensor, layout.plain, layout.to(sharding or layout.mesh.replicated()))
+
+
+def reduced(*tensors: Any) -> list[DTensor]:
+    """DTensors without Partial, below autograd: small ones of one kind by one collective. They are there to be read."""
+    moves = [(x._spec, x._spec.to(x._spec.sharding.without_partial())) for x in tensors]
+    parts = redistribute_together([x._local_tensor for x in tensors], moves)
+    return [wrap(x, moved(*move)) for x, move in zip(parts, moves, strict=True)]
 
 
 def made_of(local: Tensor, sharding: Sharding, shape: tuple[int, ...]) -> DTensor:

@@ -16,7 +16,7 @@ from torchshard.rules.losses import MEAN, NONE, SUM
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers import losses
-from torchshard.tensor.handlers.parts import in_boxes, made_of, part
+from torchshard.tensor.handlers.parts import in_boxes, made_of, part, reduced
 
 _IGNORED = -100  # what a rank's kernel is to ignore
 
@@ -30,7 +30,7 @@ def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignor
     loss, total = split.terms(func, target, weight, NONE if reduction == NONE else SUM, ignore)
     if reduction != MEAN:
         return redistribute(loss, split.reduced(loss)), total
-    loss, total = (redistribute(t, t._spec.mesh.replicated()) for t in (loss, total))
+    loss, total = reduced(loss, total)
     return loss / total, total
 
 
