@@ -113,18 +113,18 @@ class Window:
             self.outer.write_back()
 
 
-_counted_apart: "WeakValueDictionary[int, torch.UntypedStorage]" = WeakValueDictionary()
-"""Memory of local tensors that other wrappers hold whose versions are not those of the first, by its address."""
+_counted_apart: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
+"""Local tensors that other wrappers hold whose versions are not those of the first, by their addresses."""
 
 
 def count_apart(x: DTensor) -> None:
-    """Another wrapper of the same local tensor is made, as `x.data`, and may write unseen to it and to its views."""
-    _counted_apart[memory_of(x._local_tensor)] = x._local_tensor.untyped_storage()
+    """Another wrapper of the same local tensor is made, as `x.data`, and may write to it unseen."""
+    _counted_apart[id(x._local_tensor)] = x._local_tensor
 
 
 def _version(base: DTensor) -> int:
     local = base._local_tensor
-    if base.is_inference() or local.is_inference() or (_counted_apart and memory_of(local) in _counted_apart):
+    if base.is_inference() or local.is_inference() or id(local) in _counted_apart:
         return _UNKNOWN
     return base._version + local._version
 
