@@ -362,7 +362,7 @@ class Chain:
         versions = [plain._version for plain, _ in pairs]
         try:
             plain = call(0)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError) as error:
             if versions != [plain._version for plain, _ in pairs]:  # something was written
                 raise Over from error
             return

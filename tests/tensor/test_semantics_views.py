@@ -111,6 +111,8 @@ _READS = """
     v = x.t(); x.data = put(V) * 3; y = v + 1
     v = x[1:3]; x.data.mul_(2); y = v.sum(), v + 1
     v = x.view(-1); x.data.mul_(2); v[0] = 5.0; y = v * 2
+    v = x.view(5, 1, 3)[1:4]; w = x.t()[1:, 1:4]; x.data.mul_(2); y = v + 1, w + 1
+    w = x.t()[1:, 1:]; getattr(x, "to_local", lambda: x)().mul_(2); y = w + 1
     x.requires_grad_(); v = x[1:3]; x.data.mul_(2); v.square().sum().backward(); y = x.grad
     x.data = put(V)[:2] * 1; y = x.sum(), tuple(x.shape)
     x.data = put(V).double(); y = x.dtype, x + 1

@@ -4,7 +4,7 @@ Eager torch's view sees later writes to its base, and writes to it reach the bas
 to be gathered is made of a copy. Such a result is marked (its layout is SEVERED) and keeps a *window*: the moved copy
 that it is a view of, and the way between the copy and the base. Before it is read, the copy is fetched again if the
 base has changed; after it is written to, the copy is given back. Autograd's version counters, which views share with
-their base, tell whether the base has changed: that of the base, and that of its local tensor, which users can have.
+their base, tell whether the base has changed: that of the base, and those of local tensors, which users can have.
 Inference tensors have none, and `x.data` counts by itself, so there the copy is fetched at every use.
 """
 
@@ -45,7 +45,8 @@ class Window:
     """The moved copy that a severed view is a view of.
 
     Attributes:
-        base: of which it should be a view; counts versions. It may be given other data or dims later.
+        counted: whose versions tell that the base has changed: the base, of which the copy should be a view; its local
+            tensor; and, where the base is a view itself, the local tensor of what it is a view of.
         layout: that the base had when the view was taken.
         held: the local tensor that the base had when the view was taken.
         outer: the window of the base, if that is severed itself.
@@ -53,9 +54,10 @@ class Window:
         fetch: makes the copy from the local tensor of the base.
         give: makes the local tensor of the base from the copy.
         version: of the base when the copy was last like it.
+        fetched: how often the copy was made like the base; a window on a view of the copy cannot see it otherwise.
     """
 
-    base: DTensor
+    counted: tuple[Tensor, ...]
     layout: TensorLayout
     held: Tensor
     outer: "Window | None"
@@ -63,22 +65,27 @@ class Window:
     fetch: Move
     give: Move
     version: int
+    fetched: int = 0
 
     @classmethod
     def on(cls, base: DTensor, local: Tensor, fetch: Move, give: Move) -> "Window":
         """The window to a copy that is like the base now."""
         outer = base._window if base._spec.marks & SEVERED else None
-        return cls(base, base._spec, base._local_tensor.detach(), outer, local, fetch, give, _version(base))
+        root = base_of(base)
+        counted = (base, base._local_tensor, *([root._local_tensor] if isinstance(root, DTensor) else []))
+        held = base._local_tensor.detach()
+        return cls(counted, base._spec, held, outer, local, fetch, give, _version(counted, outer))
 
     def refresh(self) -> None:
         """Make the copy like the base."""
         if self.outer:
             self.outer.refresh()
-        version = _version(self.base)
+        version = _version(self.counted, self.outer)
         if version == _UNKNOWN or version != self.version:
             with torch.inference_mode(self.local.is_inference()):  # elsewhere torch writes to no such tensor
                 self.local.copy_(self.fetch(self.held))
             self.version = version
+            self.fetched += 1
 
     def take_apart(self) -> None:
         """Make the copy like the base, before a view is taken apart; there, a trace may be over already.
@@ -113,20 +120,20 @@ class Window:
             self.outer.write_back()
 
 
-_counted_apart: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
-"""Local tensors that other wrappers hold whose versions are not those of the first, by their addresses."""
+_counted_apart: "WeakValueDictionary[int, torch.UntypedStorage]" = WeakValueDictionary()
+"""Memory of local tensors that other wrappers hold whose versions are not those of the first, by its address."""
 
 
 def count_apart(x: DTensor) -> None:
-    """Another wrapper of the same local tensor is made, as `x.data`, and may write to it unseen."""
-    _counted_apart[id(x._local_tensor)] = x._local_tensor
+    """Another wrapper of the same local tensor is made, as `x.data`, and may write unseen to it and to its views."""
+    _counted_apart[memory_of(x._local_tensor)] = x._local_tensor.untyped_storage()
 
 
-def _version(base: DTensor) -> int:
-    local = base._local_tensor
-    if base.is_inference() or local.is_inference() or id(local) in _counted_apart:
+def _version(counted: tuple[Tensor, ...], outer: Window | None) -> int:
+    """A number that grows when one of the tensors, or the outer window's copy, changes; _UNKNOWN if nobody counts."""
+    if any(x.is_inference() for x in counted) or (_counted_apart and memory_of(counted[1]) in _counted_apart):
         return _UNKNOWN
-    return base._version + local._version
+    return sum([x._version for x in counted]) + (outer.fetched if outer else 0)
 
 
 def new_view(cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_grad: bool) -> DTensor:
