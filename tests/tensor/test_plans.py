@@ -120,6 +120,18 @@ def test_plans_for_the_value_of_a_number_are_for_its_type_too(mesh):
             assert [layout_of(times(x, by)).dtype for by in (2, 2.0, 2)] == [torch.int64, torch.float32, torch.int64]
 
 
+def test_fake_groups_take_a_rank_that_gives_nothing():
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (8,))
+        x = distribute_tensor(torch.ones(9, 4), mesh, [Shard(0)])
+        assert x.redistribute(placements=[Shard(1)]).to_local().shape == (9, 0)
+        few = distribute_tensor(torch.ones(3, 8), mesh, [Shard(0)])
+        assert few.redistribute(placements=[Shard(1)]).to_local().shape == (3, 1)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_mesh_whose_groups_were_destroyed_is_not_used_again():
     meshes = []
     for groups_before in (3, 0):  # so that the new mesh's groups have other names

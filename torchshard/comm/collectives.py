@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchshard._torch import functional_collectives, group_named, run_collectives_once, without_autocast
@@ -153,7 +154,17 @@ def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], gr
         pieces = got[0].split(taken)
         return [pieces[seat].view(*shape) for seat, shape in zip(seats, shapes, strict=True)]
 
-    return Started(group, (_sent(group, _c10d.all_to_all_single, packed, taken, given),), unpack)
+    return Started(group, (_sent(group, _exchanged, packed, taken, given),), unpack)
+
+
+def _exchanged(packed: Tensor, taken: list[int], given: list[int], name: str) -> Tensor:
+    try:
+        sent: Tensor = _c10d.all_to_all_single(packed, taken, given, name)
+    except RuntimeError:
+        if any(given) or dist.get_backend(group_named(name)) != "fake":
+            raise
+        return packed.new_zeros(sum(taken))  # before torch 2.15 a fake group wants something to copy to what is taken
+    return sent
 
 
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:

@@ -96,7 +96,8 @@ class BoundMesh(Mesh):
             self._process_groups.append(process_group)
         self._by_axes[axes] = process_group
         members = dist.get_process_group_ranks(process_group)
-        seats = tuple([members.index(rank) for rank in ranks])
+        seat_of = {rank: seat for seat, rank in enumerate(members)}
+        seats = tuple([seat_of[rank] for rank in ranks])
         position = ranks.index(self.ranks[self.linear(self.coordinate or ())])
         return Group(process_group.group_name, len(ranks), position, None if seats == tuple(sorted(seats)) else seats)
 
