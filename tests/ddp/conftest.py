@@ -16,8 +16,8 @@ def both_ways(request, monkeypatch):
 
 
 @pytest.fixture
-def fake_group():
-    """A group of 8 in which nothing is computed: for plans, messages and shapes."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+def fake_group(request):
+    """A group of 8 in which nothing is computed: for plans, messages and shapes. This is rank 0, or the given one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=getattr(request, "param", 0), world_size=8)
     yield dist.group.WORLD
     dist.destroy_process_group()

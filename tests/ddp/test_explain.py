@@ -140,6 +140,7 @@ def test_explain(tmp_path):
     assert any(line.startswith("bucket 0") and "=" in line for line in lines)
 
 
+@pytest.mark.parametrize("fake_group", [0, 5], indirect=True)
 def test_on_a_fake_group(fake_group):
     from torchshard.ddp import DistributedDataParallel
 
@@ -147,6 +148,7 @@ def test_on_a_fake_group(fake_group):
     model(torch.ones(1, 8)).sum().backward()
     assert model.explain().step.number == 1
     assert model._get_ddp_logging_data()["world_size"] == dist.get_world_size()
+    assert sum(len(bucket.gradients) for bucket in model.reducer.plan) == len(list(model.parameters()))
 
 
 def test_averages_are_of_the_steps_that_are_sampled(fake_group):

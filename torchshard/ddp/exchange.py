@@ -73,7 +73,7 @@ class Exchange:
         size = torch.tensor([len(numbers)], dtype=torch.int64, device=self.device)
         self._broadcast(size)
         sent = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        if self.group.rank():
+        if int(size) != len(numbers):
             sent = sent.new_empty(int(size))
         self._broadcast(sent)
         return [int(n) for n in sent.tolist()]
