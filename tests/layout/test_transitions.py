@@ -191,3 +191,20 @@ class TestPaths(TestCase):
             (8, 8),
             """all_gather(dp x tp) (S(0), S(0)) -> (R, R), 224 bytes""",
         )
+        # along later dims first, so that the last and largest gather need not rearrange what comes
+        self.path(
+            s((Shard(0), Shard(1))),
+            s((R, R)),
+            (64, 64),
+            """\
+all_gather(tp) (S(0), S(1)) -> (S(0), R), 6144 bytes
+all_gather(dp) (S(0), R) -> (R, R), 8192 bytes""",
+        )
+        self.path(
+            s((Shard(1), Shard(0))),
+            s((R, R)),
+            (64, 64),
+            """\
+all_gather(dp) (S(1), S(0)) -> (R, S(0)), 2048 bytes
+all_gather(tp) (R, S(0)) -> (R, R), 12288 bytes""",
+        )

@@ -17,6 +17,8 @@ more than twice the larger of its two parts beside the one that it starts from, 
 
 The byte counts of gather, scatter and reduction are those of ring algorithms, which no algorithm beats. An exchange
 counts as two launches: its blocks are irregular and have to be packed and unpacked, so a regular collective is better.
+Of ways that cost the same, one gathers along later dims first: pieces along dim 0 already lie as they should where they
+arrive, and the last gather is the largest.
 """
 
 import heapq
@@ -37,6 +39,8 @@ from torchshard.layout.placements import Partial, R, Shard
 from torchshard.layout.reductions import masking, may_mix
 
 Kind = Literal["all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "exchange", "mask"]
+
+_PER_DIM = 1e-9  # of a gather's cost: decides between equal ones, and nothing else
 
 MAX_CACHED = 4096  # transitions kept a mesh; when full, all are dropped (they are cheap to find again)
 
@@ -221,7 +225,8 @@ def _dijkstra(
             if roof is not None and beside > roof and not (here is source and step.after is target):
                 over_roof = True
                 continue
-            total = cost + step.seconds(links)
+            seconds = step.seconds(links)
+            total = cost + (seconds * (1 + _PER_DIM * step.dim(here)) if step.kind == "all_gather" else seconds)
             if step.after is target:
                 bound = min(bound, total)
             if total + (0.0 if _only_local(step.after, target) else least) <= bound:
