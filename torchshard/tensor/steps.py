@@ -49,8 +49,6 @@ def actions(plan: Transition, mesh: BoundMesh) -> list[Action]:
 def _action(step: Step, plan: Transition, mesh: BoundMesh) -> Action:
     if step.kind in _LOCAL:
         return Action(_LOCAL[step.kind](step, plan, mesh))
-    if all(mesh.shape[a] == 1 for a in step.axes):  # nobody to send to: a piece is the whole, a term the value
-        return Action(lambda x: x.clone(memory_format=torch.contiguous_format))
     if step.kind == "exchange" and not step.nbytes:  # every rank has what it shall hold
         return Action(_kept(step, plan, mesh))
     return communicating(_STARTED[step.kind](step, plan, mesh), step.kind == "all_reduce")
