@@ -1,6 +1,7 @@
 """Counting collectives, showing pieces, refusing implicit redistributions; against torch's own on its own tensors."""
 
 import inspect
+import itertools
 import warnings
 
 import pytest
@@ -49,6 +50,22 @@ def test_collectives_are_counted(mesh):
     with mode:
         torch.relu(x)
     assert mode.get_total_counts() == 0
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_nothing_is_sent_along_an_axis_of_one_rank(mesh, alone):
+    flat = init_device_mesh("cpu", (1, 8) if alone == 0 else (8, 1))
+    values = torch.arange(64.0).view(8, 8)
+    for other, before, after in itertools.product(
+        [Shard(0), Shard(1), Replicate(), Partial()],
+        [Shard(0), Shard(1), Replicate(), Partial()],
+        [Shard(0), Shard(1), Replicate()],
+    ):
+        x = DTensor.from_local(values.clone(), flat, [before, other] if alone == 0 else [other, before], run_check=True)
+        with CommDebugMode() as mode:
+            y = x.redistribute(placements=[after, other] if alone == 0 else [other, after])
+        assert mode.get_total_counts() == 0, (before, after, other)
+        assert torch.equal(y.to_local(), values)
 
 
 def test_backward_is_counted(mesh):

@@ -303,13 +303,14 @@ def other_kinds(rank, world, how):
         "dtype": torch.ones(2, dtype=(torch.float32, torch.float64)[rank]),
         "dims": torch.ones((2,) * (rank + 1)),
         "sizes": torch.ones(2 + rank),
+        "gradients": torch.ones(2, requires_grad=rank > 0),
     }[how.removesuffix(", asked")]
     return said(
         {"": lambda: DTensor.from_local(mine, mesh, [Partial()], run_check=how.endswith("asked")).full_tensor()}
     )[""].split(":")[0]
 
 
-@pytest.mark.parametrize("how", ["dtype", "dims", "sizes", "dtype, asked", "dims, asked"])
+@pytest.mark.parametrize("how", ["dtype", "dims", "sizes", "dtype, asked", "dims, asked", "gradients, asked"])
 def test_terms_of_other_kinds_are_refused_on_every_rank(how):
     assert run_ranks(2, other_kinds, how, timeout=30) == ["RankMismatchError"] * 2
 

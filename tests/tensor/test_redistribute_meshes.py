@@ -98,6 +98,9 @@ def as_users_do_it(rank, world):
     (back.to_local() * (rank + 1)).sum().backward()
     term = torch.ones(3, 2) * (rank + 1) if rank < 2 else torch.empty(0)
     summed = DTensor.from_local(term, part, [Partial()], shape=(3, 2), stride=(2, 1)).redistribute(whole, [Replicate()])
+    even = DTensor.from_local(torch.full((2, 3), rank + 1.0).t(), part, [Shard(1)]) * 2
+    assert (even.shape, even.stride()) == ((3, 4), (1, 3))  # on ranks outside, too
+    columns = even.sum(0).redistribute(whole, [Replicate()])
     nobody = x.redistribute(part, [Shard(0)]).redistribute(part, [Replicate()])
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for one, other in [(square["a"], square["b"]), (square["a"], square), (square, square["b"])]:
@@ -114,6 +117,7 @@ def as_users_do_it(rank, world):
         "mesh": z.device_mesh is rest,
         "values": torch.equal(back.full_tensor(), full),
         "gradient": torch.equal(x.grad.to_local(), torch.full(x.to_local().shape, rank + 1.0)),
+        "of even pieces": columns.to_local().tolist() == [6.0, 6.0, 12.0, 12.0],
         "reduced first": torch.equal(summed.to_local(), torch.full((3, 2), 3.0)),
         "from slice to slice, as the error says": torch.equal(lowered.full_tensor(), full),
         "moved within": nobody.to_local().shape == ((5, 4) if rank < 2 else (0,)),

@@ -141,6 +141,8 @@ def test_a_rule_may_be_a_function():
     with register_rule(scaled_product, line, reads="factor", samples=[SAMPLES[1]]) as handle:
         report = validate_rule(scaled_product, SAMPLES, backward=False)
         assert {o.line for o in report.right if o.operator == handle.name} == {LINE, "I K, K J -> I J"}
+    with pytest.raises(ShardingError, match="depends on the value of factor, and does not say that it reads it"):
+        register_rule(scaled_product, line, samples=[SAMPLES[1]])
 
 
 def _with_one_rule_and_another(rank, world):

@@ -48,6 +48,7 @@ _LINES = """
     y = torch.tensor([s, 2.0, x[0, 1]]), torch.as_tensor([x.sum(), s]), torch.tensor([s.int(), 2], dtype=torch.int64)
     y = torch.tensor([[s > 2, s > 3]]), torch.tensor([torch.complex(s, s)]), torch.tensor([x[0, 0], x[1:4][0, 1]])
     y = torch.tensor([x[0]])
+    y = [F.pad(x, (1, 1), value=n) for n in (0.0, 2.0, 0.0)]
     y = torch._foreach_sub([x, x, x.t()], [x[0], x[:, :1], x[:, 0]])
     y = torch._foreach_add([x[0], x[:1], s, x], [x, x, x, s]), torch._foreach_addcmul([x[0]], [x], [x[:, :1]])
     torch._foreach_mul_([x, x.t()], [x[:, :1].clone(), x[0].clone()[:, None]])

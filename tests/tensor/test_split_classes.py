@@ -32,6 +32,10 @@ CASES = [
     case("embedding of few", lambda w, i: F.embedding(i, w), (1, 3), (4,), integers={1: 1}),
     case("embedding padding", lambda w, i: F.embedding(i, w, padding_idx=2), (7, 4), (5,), integers={1: 7}),
     case("embedding of one", lambda w, i: F.embedding(i, w), (5, 3), (), integers={1: 5}),
+    case("gather", lambda x, i: x.gather(1, i), (3, 5), (3, 2), integers={1: 5}),
+    case("gather of one", lambda x, i: torch.log_softmax(x, -1).gather(-1, i[..., None])[..., 0], (2, 3, 5), (2, 3), integers={1: 5}),
+    case("gather of few rows", lambda x, i: x.gather(2, i), (3, 4, 5), (2, 4, 1), integers={1: 5}),
+    case("gather of whole numbers", lambda x, i: (x * 9).long().gather(0, i), (5, 3), (2, 3), integers={1: 5}, grad=False),
     *[
         case(f"nll {r}", lambda x, t, r=r: F.nll_loss(x, t, reduction=r), (3, 5), (3,), integers={1: 5})
         for r in ("none", "sum", "mean")
@@ -117,6 +121,9 @@ def sent(rank, world):
     with Sent() as embedding_sends:
         found = F.embedding(target, table)
         found.sum().backward()
+    with Sent() as gather_sends:
+        taken = logits.gather(1, target[:, None])
+    assert (gather_sends.calls, str(taken.placements)) == ([], "(Partial(sum),)")
     layouts = [loss.placements, logits.grad.placements, found.placements, table.grad.placements]
     return loss_sends.calls, backward_sends.calls, embedding_sends.calls, list(map(str, layouts))
 

@@ -69,7 +69,8 @@ class Step:
 
     def seconds(self, links: Sequence[Link]) -> float:
         """Time by the cost model, with one link an axis."""
-        launches = 2 if self.kind == "exchange" else 1 if self.rounds else 0
+        exchanges = 2 if self.nbytes else 0  # nothing is sent where every rank has what it shall hold
+        launches = exchanges if self.kind == "exchange" else 1 if self.rounds else 0
         return slowest([links[a] for a in self.axes]).seconds(launches, self.rounds, self.nbytes)
 
     @property

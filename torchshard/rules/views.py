@@ -326,7 +326,7 @@ RULES = {
     **named("repeat", Rule(_repeat, options("moves"))),
     **named("channel_shuffle native_channel_shuffle", Rule(_channel_shuffle, options("moves full"))),
     **named("diag_embed", Rule(_diag_embed, options("lin=0"))),
-    **named("constant_pad_nd", Rule(_pad)),
+    **named("constant_pad_nd", Rule(_pad, options("reads=value"))),
     **named("slice_backward", Rule(_slice_backward, options("lin=0"))),
     **named("select_backward", Rule(_select_backward, options("lin=0"))),
     **named("diagonal_backward", Rule(_diagonal_backward, options("lin=0"))),

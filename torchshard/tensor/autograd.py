@@ -235,8 +235,8 @@ def from_local(
     even = _even_shape(local, given, mesh) if shape is None else shape
     sharding = from_torch(given, mesh, even)
     if mesh.coordinate is None:
+        shape, stride = even, dense_stride(even, local.stride()) if stride is None else stride
         local = local.new_empty(0)
-        shape, stride = ((0,), (1,)) if shape is None or stride is None else (shape, stride)
     if run_check:
         layout = _asked_layout(local, sharding, shape, stride)
     elif shape is not None and stride is not None:
@@ -299,7 +299,7 @@ def _asked_layout(
         return _traced_layout(local, sharding, shape, stride)
     mesh = sharding.mesh
     assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
-    kind = f"{local.ndim} dims of {local.dtype} as {sharding}"
+    kind = f"{local.ndim} dims of {local.dtype} as {sharding}{', with a gradient' if local.requires_grad else ''}"
     require_same(kind, local.device, tuple(range(mesh.ndim)), mesh, "give from_local")
     said = collectives.of_all_ranks([*local.shape, *local.stride()], local.device, mesh.everyone)
     held = [tuple(numbers[: local.ndim]) for numbers in said]

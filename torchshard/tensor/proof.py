@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -111,11 +111,40 @@ class Report:
 def proved(
     call: Call, rule: Rule, tensors: Sequence[Tensor], meshes: Sequence[tuple[int, ...]], limit: int
 ) -> Iterator[Outcome]:
-    """The outcomes of one call in every way that a rule allows; none where it has no line for such arguments."""
-    layouts = iter(_layouts(Mesh((1,)), tensors))
-    ruled = rule.made(*call.with_values(mapped(call.values, lambda _: next(layouts))))
+    """The outcomes of one call in every way that a rule allows; none where it has no line for such arguments.
+
+    Raises:
+        ShardingError: the rule depends on the value of a number that its options do not name.
+    """
+    ruled = _ruled(call, rule, tensors)
+    _require_named_reads(call, rule, tensors, ruled)
     if ruled is not None:
         yield from _Proof(call, *ruled, tensors).outcomes(meshes, limit)
+
+
+def _ruled(call: Call, rule: Rule, tensors: Sequence[Tensor]) -> tuple[Made, Options] | None:
+    layouts = iter(_layouts(Mesh((1,)), tensors))
+    return rule.made(*call.with_values(mapped(call.values, lambda _: next(layouts))))
+
+
+def _require_named_reads(call: Call, rule: Rule, tensors: Sequence[Tensor], ruled: tuple[Made, Options] | None) -> None:
+    """Raise where a number that reads= does not name decides: a plan would be kept for its other values, too."""
+    for at, (name, part, value) in enumerate(zip(call.names, call.parts, call.values, strict=True)):
+        if part != "number" or value is None or name in rule.options.reads:
+            continue
+        for other in (type(value)(0), type(value)(1)):
+            asked = _ruled(replace(call, values=(*call.values[:at], other, *call.values[at + 1 :])), rule, tensors)
+            if _said(asked) != _said(ruled):
+                raise ShardingError(
+                    f"The rule of {call.name} depends on the value of {name}, and does not say that it reads it.",
+                    expected="the same for all values of one type, as a plan is kept for them together",
+                    got=f"one line for {name}={value!r}, another one, or other options, for {name}={other!r}",
+                    fix=f'reads="{name}"',
+                )
+
+
+def _said(ruled: tuple[Made, Options] | None) -> object:
+    return ruled and (ruled[0].line, dict(ruled[0].sizes), ruled[1])
 
 
 def _layouts(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Layout]:

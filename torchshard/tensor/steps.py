@@ -43,12 +43,15 @@ class Action:
 
 def actions(plan: Transition, mesh: BoundMesh) -> list[Action]:
     """What this rank, which is one of the mesh, does for each step."""
-    return [
-        Action(_LOCAL[step.kind](step, plan, mesh))
-        if step.kind in _LOCAL
-        else communicating(_STARTED[step.kind](step, plan, mesh), step.kind == "all_reduce")
-        for step in plan.steps
-    ]
+    return [_action(step, plan, mesh) for step in plan.steps]
+
+
+def _action(step: Step, plan: Transition, mesh: BoundMesh) -> Action:
+    if step.kind in _LOCAL:
+        return Action(_LOCAL[step.kind](step, plan, mesh))
+    if step.kind == "exchange" and not step.nbytes:  # every rank has what it shall hold
+        return Action(_kept(step, plan, mesh))
+    return communicating(_STARTED[step.kind](step, plan, mesh), step.kind == "all_reduce")
 
 
 def communicating(start: Start, by_element: bool = False) -> Action:
@@ -120,6 +123,16 @@ def _exchange(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
     given, taken = boxes_of(copies.sends(here), places), boxes_of(copies.receives(here), places)
     mine, wanted = step.before.box(plan.shape, here), step.after.box(plan.shape, here)
     return partial(start_copies, given=given, taken=taken, mine=mine, wanted=wanted, group=group)
+
+
+def _kept(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
+    """What is left of this rank's part by an exchange that brings it nothing."""
+    assert mesh.coordinate is not None
+    mine, wanted = (s.box(plan.shape, mesh.coordinate) for s in (step.before, step.after))
+    if not wanted.numel:
+        return lambda x: x.new_empty(wanted.size)
+    within = wanted.within(mine)
+    return lambda x: x[within].clone(memory_format=torch.contiguous_format)
 
 
 def _places(step: Step, mesh: BoundMesh) -> dict[tuple[int, ...], int]:

@@ -45,6 +45,7 @@ def _handlers() -> Mapping[str, Callable[..., Any]]:
         batch_norm,
         embedding,
         forward_ad,
+        gather,
         norms,
         packing,
         random,
@@ -54,7 +55,20 @@ def _handlers() -> Mapping[str, Callable[..., Any]]:
         views,
     )
 
-    rooms = amp, batch_norm, embedding, forward_ad, norms, packing, random, softmax, split_classes, statistics, views
+    rooms = (
+        amp,
+        batch_norm,
+        embedding,
+        forward_ad,
+        gather,
+        norms,
+        packing,
+        random,
+        softmax,
+        split_classes,
+        statistics,
+        views,
+    )
     return {name: handler for room in rooms for name, handler in room.HANDLERS.items()}
 
 

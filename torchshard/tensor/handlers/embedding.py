@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchshard._torch import leaf_of_gradient, note_of_input, noted_of_gradient
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import in_boxes, made_of, part
+from torchshard.tensor.handlers.parts import held, in_boxes, made_of, own_numbers, part
 from torchshard.tensor.layout import layout_for
 
 
@@ -49,8 +48,8 @@ def _embedding(
     rows = part(indices, mesh.sharding(asked, splits))
     if 1 in table_sharding.splits:
         splits = {**splits, n: table_sharding.splits[1]}
-    start, count = _held(layout.to(table_sharding))
-    mine, own = _own(rows, start, count, layout.shape[0])
+    start, count = held(layout.to(table_sharding), 0)
+    mine, own = own_numbers(rows, start, count, layout.shape[0])
     found = func(table if count else table.new_zeros(1, table.shape[1]), own).masked_fill_(~mine.unsqueeze(-1), 0)
     shape = (*indices.shape, weight.shape[1])
     return made_of(found, mesh.sharding(given, splits), shape)
@@ -89,8 +88,8 @@ def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: 
     shape = (rows, grad.shape[-1])
     if 0 not in splits:
         return made_of(func(grads, index, rows, padding, False), sharding, shape)
-    start, count = _held(layout_for(sharding, shape, contiguous_stride(shape), grad.dtype))
-    mine, own = _own(index, start, count, rows)
+    start, count = held(layout_for(sharding, shape, contiguous_stride(shape), grad.dtype), 0)
+    mine, own = own_numbers(index, start, count, rows)
     dropped = torch.where(mine & (index != padding), own, count)  # a row past the end, cut off below
     return made_of(func(grads, dropped, count + 1, -1, False).narrow(0, 0, count), sharding, shape)
 
@@ -107,19 +106,6 @@ def _table_sharding(grad: DTensor, rows: int) -> Sharding | None:
 def _sharding(indices: Any, mesh: Any) -> Sharding:
     """How the indices are split; a plain scalar is the same everywhere."""
     return indices._spec.sharding if type(indices) is DTensor else mesh.replicated()
-
-
-def _own(index: Tensor, start: int, count: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Which rows are held here, and row numbers to look up: any for rows held elsewhere, none for rows of nobody."""
-    mine = (index >= start) & (index < start + count)
-    nobody = (index < 0) | (index >= rows)
-    return mine, torch.where(mine, index - start, 0).masked_fill_(nobody, max(count, 1))
-
-
-def _held(layout: Any) -> tuple[int, int]:
-    """First row that this rank holds, and how many."""
-    assert layout.box is not None, "a rank outside of the mesh takes part"
-    return layout.box.offset[0], layout.box.size[0]
 
 
 def _dims(placements: list[Placement]) -> set[int]:

@@ -9,7 +9,7 @@ from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.runs import without
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.layout import layout_for
+from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.redistribute import check_assumed, moved, redistribute_local, redistribute_together
 
 
@@ -37,6 +37,21 @@ def reduced(*tensors: Any) -> list[DTensor]:
 def made_of(local: Tensor, sharding: Sharding, shape: tuple[int, ...]) -> DTensor:
     """The row-major DTensor of this global shape whose part on this rank is `local`."""
     return wrap(local.contiguous(), layout_for(sharding, tuple(shape), contiguous_stride(shape), local.dtype))
+
+
+def held(layout: TensorLayout, dim: int) -> tuple[int, int]:
+    """Where this rank's part begins along a dim, and how long it is there."""
+    assert layout.box is not None, "a rank outside of the mesh takes part"
+    return layout.box.offset[dim], layout.box.size[dim]
+
+
+def own_numbers(index: Tensor, start: int, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Which numbers are those of elements held here, and numbers to look up in the part: any for elements held
+    elsewhere, none for those of nobody, which the operator refuses.
+    """
+    mine = (index >= start) & (index < start + count)
+    nobody = (index < 0) | (index >= length)
+    return mine, torch.where(mine, index - start, 0).masked_fill_(nobody, max(count, 1))
 
 
 def in_boxes(x: Any) -> Any:
