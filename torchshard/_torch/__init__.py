@@ -132,6 +132,7 @@ from torchshard._torch.operators import (
     reading_number,
     refuses_kind,
     refuses_overlap,
+    returning,
     schema,
 )
 from torchshard._torch.partitioning import fill_unused_results, run_collectives_once
@@ -279,6 +280,7 @@ __all__ = [
     "refuses_overlap",
     "register_after_grad",
     "remove_optimizer_hooks",
+    "returning",
     "root_mesh",
     "run_collectives_once",
     "schema",
