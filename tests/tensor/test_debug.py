@@ -108,6 +108,9 @@ def test_small_sums_go_together(mesh):
     with mode:  # two sums a channel
         y.backward(x.detach())
     assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}
+    with mode:  # whether parts are equal
+        assert torch.equal(x, x.detach().redistribute(placements=[Shard(0), Replicate()]))
+    assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}
 
 
 class Block(torch.nn.Module):
