@@ -108,6 +108,10 @@ def test_small_sums_go_together(mesh):
     with mode:  # two sums a channel
         y.backward(x.detach())
     assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)]
+    with mode:  # along each axis all floats, and the count of batches
+        distribute_module(torch.nn.Sequential(*layers), mesh)
+    assert dict(mode.get_comm_counts()) == {funcol.broadcast: 4}
     with mode:  # whether parts are equal
         assert torch.equal(x, x.detach().redistribute(placements=[Shard(0), Replicate()]))
     assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}

@@ -112,6 +112,7 @@ from torchshard._torch.inductor import (
 )
 from torchshard._torch.isolating import as_if_uncompiled, no_trace_in_dynamo
 from torchshard._torch.operators import (
+    below_autograd,
     below_dispatch,
     decomposition,
     in_backward,
@@ -177,6 +178,7 @@ __all__ = [
     "asked",
     "backend_by_name",
     "base_of",
+    "below_autograd",
     "below_dispatch",
     "buffer_hook",
     "compile_pieces",

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -161,6 +161,16 @@ def is_view(x: Tensor) -> bool:
 def below_dispatch() -> Any:
     """Operators see a tensor subclass as its wrapper alone in this context (torch._C._DisableTorchDispatch)."""
     return torch._C._DisableTorchDispatch()
+
+
+def below_autograd() -> AbstractContextManager[object]:
+    """Operators of plain tensors do not ask autograd in this context, and have no history.
+
+    torch's functional collectives and the wait for them have formulas in Python, of 5 to 10 us a call where nothing
+    requires a gradient (torch._C._AutoDispatchBelowAutograd, 2.11-2.15; without it the calls take that time).
+    """
+    found = find("_C._AutoDispatchBelowAutograd")
+    return found() if found else nullcontext()
 
 
 def outside_of_traces() -> Any:
