@@ -119,11 +119,18 @@ def test_small_sums_go_together(mesh):
     assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}
     x = zeros(8, 4, device_mesh=mesh, placements=[Shard(0), Replicate()]).requires_grad_()
     mean, variance, weight = (zeros(4, device_mesh=mesh) for _ in range(3))
-    with mode:  # mean and variance, one after the other, however often they are used
+    with mode:  # counts, means and variances of parts
         y = torch.nn.functional.batch_norm(x, mean, variance, weight.requires_grad_(), weight, training=True)
-    assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 2}
+    assert dict(mode.get_comm_counts()) == {funcol.all_gather_into_tensor: 1}
     with mode:  # two sums a channel
         y.backward(x.detach())
+    assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)]
+    with mode:  # along each axis all floats, and the count of batches
+        distribute_module(torch.nn.Sequential(*layers), mesh)
+    assert dict(mode.get_comm_counts()) == {funcol.broadcast: 4}
+    with mode:  # whether parts are equal
+        assert torch.equal(x, x.detach().redistribute(placements=[Shard(0), Replicate()]))
     assert dict(mode.get_comm_counts()) == {funcol.all_reduce: 1}
 
 

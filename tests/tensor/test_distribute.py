@@ -134,7 +134,7 @@ def test_factories():
 
 
 def diverging(rank, world):
-    from torchshard import Shard, distribute_tensor, init_device_mesh
+    from torchshard import Shard, distribute_module, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
     with pytest.raises(RankMismatchError, match="Ranks do not distribute the same tensor") as caught:
@@ -146,6 +146,10 @@ def diverging(rank, world):
         distribute_tensor(torch.ones(shapes[rank]), mesh, [Shard(0)])
     with pytest.raises(RankMismatchError):
         distribute_tensor(torch.ones(4, dtype=[torch.float32, torch.bfloat16][rank]), mesh, [Shard(0)])
+    layers = [torch.nn.Linear(2 + (rank and k), 2) for k in range(3)]
+    for count in (2, 3 - rank):
+        with pytest.raises(RankMismatchError, match="Ranks do not distribute the same tensor"):
+            distribute_module(torch.nn.Sequential(*layers[:count]), mesh)
     return str(caught.value)
 
 
@@ -157,10 +161,24 @@ def test_tensors_that_are_others_on_other_ranks():
 
 def turned(rank, world):
     """A tensor that lies in memory by columns on one rank only: those of the rank whose values count are its strides."""
-    from torchshard import Shard, distribute_tensor, init_device_mesh
+    from torchshard import Shard, distribute_module, distribute_tensor, init_device_mesh
 
     mesh, found = init_device_mesh("cpu", (2, 2)), []
     rows = torch.arange(12.0).view(3, 4) + rank
+    for columns in (0, 3, None):
+        module = torch.nn.Linear(4, 3)
+        module.weight = torch.nn.Parameter(rows.t().contiguous().t() if rank == columns else rows)
+        module.other, large = module.weight, torch.full((5000,), rank)
+        for name, buffer in (("mask", rows > 5), ("none", rows[:0] * 1j), ("large", large)):
+            module.register_buffer(name, buffer)
+        distribute_module(module, mesh)
+        values = [getattr(module, name).full_tensor() for name in ("weight", "bias", "mask", "none", "large")]
+        assert module.weight is module.other
+        assert module.weight.stride() == ((1, 3) if columns == 0 else (4, 1))
+        for x, want in zip(values, (rows - rank, None, rows - rank > 5, rows[:0] * 1j, large * 0), strict=True):
+            assert want is None or torch.equal(x, want)
+        sizes = [getattr(module, name).to_local().untyped_storage().nbytes() for name in ("weight", "bias", "mask")]
+        assert sizes == [48, 12, 12]
     for columns in (0, 3):
         mine = rows.t().contiguous().t() if rank == columns else rows
         for source in (0, 1):

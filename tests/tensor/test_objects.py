@@ -38,7 +38,11 @@ def objects(rank, world):
     )  # fmt: skip
     found["tolist"] = (x + 0).full_tensor().tolist() == full.tolist()
     found["item"] = x.sum().item() == 45.0 and DTensor.from_local(torch.ones(()), mesh, [Partial()]).item() == world
-    found["equal"] = torch.equal(x, distribute_tensor(full, mesh, [Replicate()]))
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        y = distribute_tensor(full + 0, mesh, [placement])
+        found[f"equal {placement}"] = torch.equal(x, y) and torch.equal(y, x) and torch.equal(x.long(), y)
+        y[4, 1] = -1  # on one rank only
+        found[f"not equal {placement}"] = not (torch.equal(x, y) or torch.equal(y, x) or torch.equal(x[:4], y))
     found["bool"] = bool((x >= 0).all()) and float(x.max()) == 9.0
     found["boxes"] = [tuple(b.size) for b in layout_of(x).boxes()] == [(3, 2), (2, 2)]
     found["repr"] = repr(x).startswith("DTensor(local_tensor=tensor(") and "S(0)" in repr(x)

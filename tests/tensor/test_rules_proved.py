@@ -33,7 +33,7 @@ class Proved:
 
     def run(self, function, tensors, backward):
         for call in recorded(function, tensors, backward):
-            if rule_of(call) is not None:
+            if rule_of(call.func) is not None:
                 args, kwargs = call.with_values(call.values)
                 self.call(call.func, args, kwargs, f"{call.name}{[described(v) for v in call.values]}")
 

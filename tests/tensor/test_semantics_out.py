@@ -1,4 +1,4 @@
-"""Operators that work element by element write to an `out` in its pieces, as to their first argument."""
+"""Operators write to an `out` in its pieces, by the rule of the form that returns its result."""
 
 import torch
 
@@ -19,12 +19,29 @@ PROGRAMS = {
         "y = put(V[:, :1] * 0); torch.add(x, 1, out=y.expand(5, 3))",  # refused
         "torch.clamp(x, put(V[:, :1]), put(V[:, 2:]), out=x)",
         "torch.addcmul(x, x, put(V), value=0.1, out=x)",
+        "y = put(V @ V.T); torch.mm(x, put(V.T.contiguous()), out=y)",
+        "y = put(V[:, 0].double()); torch.sum(x, 1, out=y); torch.sum(x[:, :2], 1, out=y)",
+        "y = put(V[0].clone()); torch.amax(x, 0, out=y)",
+        "y = put(V.repeat(1, 2)); torch.cat([x, x + 1], 1, out=y)",
+        "y = put(V * 0); torch.cumsum(x, 1, out=y)",
+        "y = put(V[:, 0].clone()); [torch.linalg.vector_norm(x, p, 1, out=y).clone() for p in (3, 1)]",
+        "y = put(V * 0); torch.ops.aten.relu.out(x, out=y)",
+        "y = put(V[:, 0].to(torch.int8)); torch.argmax(x, 1, out=y)",  # refused
     )
 }
 
 
 def test_they_do_as_with_plain_tensors():
-    check(__name__, "PROGRAMS", raises=2)
+    check(__name__, "PROGRAMS", raises=3)
+
+
+def rows(put):
+    from torchshard import fallback
+
+    with fallback("error"):
+        x, y = put(torch.linspace(-1, 1, 15).view(5, 3)), put(torch.linspace(1, -1, 10).view(5, 2))
+        torch.mm(x, put(torch.linspace(1, -1, 6).view(3, 2)), out=y)
+        return y, torch.square(x, out=put(torch.zeros(5, 3))), torch.sum(x, 1, out=put(torch.zeros(5)))
 
 
 def split(put):
@@ -43,8 +60,8 @@ def split(put):
         return y, weight
 
 
-SPLIT = {"nothing is gathered": split}
+SPLIT = {"optimizers": split, "operators on rows": rows}
 
 
-def test_optimizers_gather_nothing():
+def test_nothing_is_gathered():
     check(__name__, "SPLIT", texts=("R", "S0", "S1"), mesh_shapes=((2,), (4,)))

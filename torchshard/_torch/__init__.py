@@ -112,6 +112,7 @@ from torchshard._torch.inductor import (
 )
 from torchshard._torch.isolating import as_if_uncompiled, no_trace_in_dynamo
 from torchshard._torch.operators import (
+    below_autograd,
     below_dispatch,
     decomposition,
     in_backward,
@@ -132,6 +133,7 @@ from torchshard._torch.operators import (
     reading_number,
     refuses_kind,
     refuses_overlap,
+    returning,
     schema,
 )
 from torchshard._torch.partitioning import fill_unused_results, run_collectives_once
@@ -176,6 +178,7 @@ __all__ = [
     "asked",
     "backend_by_name",
     "base_of",
+    "below_autograd",
     "below_dispatch",
     "buffer_hook",
     "compile_pieces",
@@ -279,6 +282,7 @@ __all__ = [
     "refuses_overlap",
     "register_after_grad",
     "remove_optimizer_hooks",
+    "returning",
     "root_mesh",
     "run_collectives_once",
     "schema",

@@ -1,8 +1,8 @@
 """Operators: their names, schemas and decompositions, and calls of them seen or run below dispatch."""
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -18,15 +18,20 @@ def local_callable(func: Any) -> Callable[..., Any]:
 
     torch's own Python binding where there is one: it parses arguments in half the time of an OpOverload (1.1 against
     1.95 us for add; 2.11-2.15). Bindings take the same arguments in the same order, but take the default reduction of
-    a loss for "none", and no None among indices. What differs from another operator for autograd only has that one's.
+    a loss for "none", no None among indices, and no `out` that was generated. What differs from another operator for
+    autograd only has that one's.
     """
-    if has_fast_paths() and func.namespace == "aten" and not any(map(_is_parsed_otherwise, func._schema.arguments)):
+    if has_fast_paths() and func.namespace == "aten" and not _is_called_otherwise(func):
         name = _SAME_VALUES.get(func._overloadpacket.__name__, func._overloadpacket.__name__)
         for home in (torch._C._VariableFunctions, torch._C.TensorBase):
             found = getattr(home, name, None)
             if found is not None:
                 return found  # type: ignore[no-any-return]
     return func  # type: ignore[no-any-return]
+
+
+def _is_called_otherwise(func: Any) -> bool:
+    return torch.Tag.generated in func.tags or any(map(_is_parsed_otherwise, func._schema.arguments))
 
 
 def _is_parsed_otherwise(argument: Any) -> bool:
@@ -126,6 +131,23 @@ def overload_of(namespace: str, name: str, overload: str) -> Any:
     return getattr(packet, overload, None)
 
 
+def returning(func: Any) -> Any:
+    """The operator that returns what this one writes to its only `out`: the overload that takes the rest (2.11-2.15).
+
+    None where there is none; overloads are named without a system ("mm.out" and "mm", "sum.out" and "sum.dim_IntList").
+    """
+    arguments = func._schema.arguments
+    if [(a.name, str(a.type)) for a in arguments if a.is_out] != [("out", "Tensor")]:
+        return None
+    others = [getattr(func._overloadpacket, name) for name in func._overloadpacket.overloads()]
+    taken = _taken([a for a in arguments if not a.is_out])
+    return next((other for other in others if _taken(other._schema.arguments) == taken), None)
+
+
+def _taken(arguments: Iterable[Any]) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in arguments]
+
+
 def schema(func: Any) -> Any:
     """Arguments and returns of an operator, with what they alias and write (OpOverload._schema, 2.11-2.15)."""
     return func._schema
@@ -139,6 +161,16 @@ def is_view(x: Tensor) -> bool:
 def below_dispatch() -> Any:
     """Operators see a tensor subclass as its wrapper alone in this context (torch._C._DisableTorchDispatch)."""
     return torch._C._DisableTorchDispatch()
+
+
+def below_autograd() -> AbstractContextManager[object]:
+    """Operators of plain tensors do not ask autograd in this context, and have no history.
+
+    torch's functional collectives and the wait for them have formulas in Python, of 5 to 10 us a call where nothing
+    requires a gradient (torch._C._AutoDispatchBelowAutograd, 2.11-2.15; without it the calls take that time).
+    """
+    found = find("_C._AutoDispatchBelowAutograd")
+    return found() if found else nullcontext()
 
 
 def outside_of_traces() -> Any:

@@ -8,6 +8,7 @@ Those that redistribution needs come in two forms: `start_all_gather(...)` sends
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -15,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import functional_collectives, group_named, run_collectives_once, without_autocast
+from torchshard._torch import (
+    below_autograd,
+    flatten,
+    functional_collectives,
+    group_named,
+    run_collectives_once,
+    unflatten,
+    without_autocast,
+)
 from torchshard.comm.agreement import NO_LOSS, raise_lost
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import prepare
@@ -25,6 +34,9 @@ _c10d = functional_collectives()
 # What every transport takes as it is; other types travel as one of these of the same width (complex: as pairs).
 _CARRIED = {torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+SMALL = 16 * 1024
+"""Bytes up to which a tensor is sent with others: a link carries them while a collective starts."""
 
 _Result = TypeVar("_Result")
 
@@ -144,11 +156,7 @@ def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], gr
     by_seat = sorted(range(group.size), key=seats.__getitem__)
     given = [blocks[place].numel() for place in by_seat]
     taken = [_numel(shapes[place]) for place in by_seat]
-    alike = all(block.shape == blocks[0].shape for block in blocks)
-    if alike:  # copied once, where flattening first copies twice
-        packed = _joined(torch.stack, [blocks[place] for place in by_seat]).reshape(-1)
-    else:
-        packed = _joined(torch.cat, [blocks[place].reshape(-1) for place in by_seat])
+    packed = _packed([blocks[place] for place in by_seat])
 
     def unpack(got: Sequence[Tensor]) -> list[Tensor]:
         pieces = got[0].split(taken)
@@ -240,11 +248,17 @@ def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Gro
         source: whose values count.
         group: who takes part.
     """
-    shape, nothing = list(x.shape), x.new_empty(0)
+    if x.dtype not in _CARRIED:
+        return _uncarried(scatter(_carried(x), dim, lengths, source, group), x.dtype)
+    shape, seats = list(x.shape), group.seats or range(group.size)
     shape[dim] = lengths[group.position]
-    blocks: Sequence[Tensor] = x.split(list(lengths), dim) if group.position == source else [nothing] * group.size
-    shapes = [shape if place == source else [0] for place in range(group.size)]
-    return exchange(blocks, shapes, group)[source]
+    given, taken = [0] * group.size, [0] * group.size
+    taken[seats[source]], packed = _numel(shape), x.new_empty(0)
+    if group.position == source:
+        blocks = _carried_out(x).split(list(lengths), dim)
+        by_seat = [blocks[place] for place in sorted(range(group.size), key=seats.__getitem__)]
+        given, packed = [block.numel() for block in by_seat], _packed(by_seat)
+    return _wait(_sent(group, _c10d.all_to_all_single, packed, taken, given), group).view(shape)
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
@@ -255,11 +269,27 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     return _wait(_sent(group, _c10d.broadcast, _dense(x), seat), group)
 
 
+def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tensor]:
+    """The tensors of the rank at place `source` of the line, on every rank; small ones of a dtype in one message."""
+    found, small = list(tensors), dict[torch.dtype, list[int]]()
+    for k, x in enumerate(tensors):
+        if x.nbytes <= SMALL and not x.dtype.is_complex:
+            small.setdefault(x.dtype, []).append(k)
+        else:
+            found[k] = broadcast(x, source, group)
+    for together in small.values():
+        dense = [_dense(tensors[k]) for k in together]
+        for k, x in zip(together, unflatten(broadcast(flatten(dense), source, group), dense), strict=True):
+            found[k] = x.clone()  # in memory of its own
+    return found
+
+
 def _sent(group: Group, collective: Callable[..., Tensor], *args: Any) -> Tensor:
     if group.size == 1:  # what comes is what was given
         return args[0].clone()  # type: ignore[no-any-return]
     try:
-        return collective(*args, group.name)
+        with _computing(args[0]):
+            return collective(*args, group.name)
     except RuntimeError as error:  # a connection that is known to be broken
         _blame(group, error, args[0])
 
@@ -270,10 +300,16 @@ def _wait(x: Tensor, group: Group) -> Tensor:
     if x.__class__ is not Tensor:
         run_collectives_once()
     try:
-        waited: Tensor = _c10d.wait_tensor(x)
+        with _computing(x):
+            waited: Tensor = _c10d.wait_tensor(x)
     except RuntimeError as error:
         _blame(group, error, x)
     return waited
+
+
+def _computing(x: Tensor) -> AbstractContextManager[object]:
+    """Where a collective is called; gradients of DTensors cross ranks by formulas of their own."""
+    return below_autograd() if x.__class__ is Tensor else nullcontext()
 
 
 def _blame(group: Group, error: RuntimeError, x: Tensor) -> NoReturn:
@@ -287,6 +323,13 @@ def _numel(shape: Sequence[int]) -> int:
     for n in shape:
         numel *= n
     return numel
+
+
+def _packed(blocks: Sequence[Tensor]) -> Tensor:
+    """All elements of these blocks, one block after another."""
+    if all(block.shape == blocks[0].shape for block in blocks):  # copied once, where flattening first copies twice
+        return _joined(torch.stack, blocks).reshape(-1)
+    return _joined(torch.cat, [block.reshape(-1) for block in blocks])
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:

@@ -105,26 +105,28 @@ def _group_norm_backward(grad: Layout, x: Layout, mean: Layout, rstd: Layout, we
 def _batch_norm(
     x: Layout, weight: Layout | None, bias: Layout | None, mean: Layout | None, var: Layout | None, training: bool,
     *_: Any,
-) -> Made | None:  # fmt: skip
-    """With given statistics; those of a batch are of the whole batch, see tensor/handlers."""
-    if training:
-        return None
-    rows = " ".join(["n", "c", *positions(x.ndim, "X")])
+) -> Made:  # fmt: skip
+    """With given statistics, or those of a batch that is whole on every rank; of a split one, see tensor/handlers."""
+    rows = _batch(x, training)
     given = [t for t in (weight, bias, mean, var) if t is not None]
     channels_last = x.ndim in (4, 5) and x.stride[1] == 1
-    return Made(f"{', '.join([rows, *['c'] * len(given)])} -> {rows}, Y, Z", contiguous=not channels_last)
+    saved = "c, c" if training else "Y, Z"
+    return Made(f"{', '.join([rows, *['c'] * len(given)])} -> {rows}, {saved}", contiguous=not channels_last)
 
 
 def _batch_norm_backward(
     grad: Layout, x: Layout, weight: Layout | None, mean: Layout | None, var: Layout | None, saved_mean: Layout | None,
     saved_rstd: Layout | None, training: bool, *_: Any,
-) -> str | None:  # fmt: skip
-    if training:
-        return None
-    rows = " ".join(["n", "c", *positions(x.ndim, "X")])
+) -> str:  # fmt: skip
+    rows = _batch(x, training)
     given = ["c" if t is not None else "" for t in (weight, mean, var)]
-    given += ["Y" if saved_mean is not None else "", "Z" if saved_rstd is not None else ""]
+    saved = ("c", "c") if training else ("Y", "Z")
+    given += [f for f, t in zip(saved, (saved_mean, saved_rstd), strict=True) if t is not None]
     return f"{', '.join([rows, rows, *filter(None, given)])} -> {rows}, c, c"
+
+
+def _batch(x: Layout, whole: bool) -> str:
+    return " ".join(["N" if whole else "n", "c", *positions(x.ndim, "X")])
 
 
 def _rms_norm(x: Layout, shape: Sequence[int], weight: Layout | None = None, *_: Any) -> str:

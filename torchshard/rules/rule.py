@@ -31,7 +31,9 @@ from types import MappingProxyType
 from typing import Any
 
 from torchshard.errors import ShardingError
+from torchshard.layout.layout import Layout
 from torchshard.layout.placements import Partial, Placement, R
+from torchshard.rules.bind import bind
 from torchshard.rules.notation import parse
 
 
@@ -87,12 +89,39 @@ class Rule:
 
     def made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Made, Options] | None:
         """The line and options for these arguments (layouts in place of tensors); None where the rule has none."""
-        made = self.how if isinstance(self.how, str) else self.how(*args, **kwargs)
+        made = self._made(args, kwargs)
         if made is None:
             return None
-        if isinstance(made, str):
-            made = Made(made)
         return made, replace(self.options, **made.options) if made.options else self.options
+
+    def with_out(self) -> "Rule":
+        """The rule of the form that writes its one result to an operand `out`, the last one, which has its dims.
+
+        It knows nothing of results that are more than what the operator makes of parts, or whose shape `out` has not.
+        """
+
+        def build(*args: Any, out: Any, **kwargs: Any) -> Made | None:
+            made = self._made(args, kwargs)
+            if made is None or made.local is not None or made.local_size is not None:
+                return None
+            read = [x for value in (*args, *kwargs.values()) for x in (value if _is_list(value) else [value])]
+            bound = bind(parse(made.line), [x.shape for x in read if isinstance(x, Layout)], made.sizes)
+            if bound is None or len(bound.results) != 1 or not bound.tells_shapes():
+                return None
+            if bound.known_shape(0) != tuple(out.shape):
+                return None
+            operands, _, result = made.line.partition("->")
+            return replace(made, line=f"{operands.rstrip()}, {result.strip()} -> {result.strip()}")
+
+        return Rule(build, self.options)
+
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Made | None:
+        made = self.how if isinstance(self.how, str) else self.how(*args, **kwargs)
+        return Made(made) if isinstance(made, str) else made
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def table(text: str) -> dict[str, Rule]:

@@ -22,6 +22,7 @@ from torchshard._torch import (
     operator_names,
     overload_of,
     pretending,
+    returning,
     schema,
 )
 from torchshard.errors import ShardingError, UnsupportedOperatorError
@@ -42,14 +43,18 @@ def operator_name(func: Any) -> str:
     return name if func.namespace == "aten" else f"{func.namespace}::{name}"
 
 
-def rule_of(call: "Call") -> Rule | None:
-    """The rule that an operator has, or that torch's own tags tell; an in-place form has that of its other form."""
-    base, overload = call.name.split(".", 1)
-    forms = [call.func]
-    if base.endswith("_") and (other := overload_of(call.func.namespace, base[:-1], overload)):
+def rule_of(func: Any) -> Rule | None:
+    """The rule that an operator has, or that torch's own tags tell; an in-place form has that of its other form, and
+    one that writes to an `out` that of the form which returns it.
+    """
+    base, overload = operator_name(func).split(".", 1)
+    forms = [func]
+    if base.endswith("_") and (other := overload_of(func.namespace, base[:-1], overload)):
         forms.append(other)
     rules = [find(operator_name(form)) for form in forms]
     rules += [BY_ELEMENT for form in forms if _works_by_element(form)]
+    if not any(rules) and (other := returning(func)) and (rule := find(operator_name(other))):
+        return rule.with_out()
     return next((rule for rule in rules if rule), None)
 
 

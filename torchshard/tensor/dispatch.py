@@ -12,8 +12,7 @@ from torch import Tensor
 
 from torchshard._torch import schema
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.rules.registry import find
-from torchshard.tensor.call import Call, operator_name
+from torchshard.tensor.call import Call, operator_name, rule_of
 from torchshard.tensor.codegen import KeyPart, make_entry
 from torchshard.tensor.dtensor import ENTRIES, DTensor
 from torchshard.tensor.plan import make_plan
@@ -33,7 +32,7 @@ def forget_plans() -> None:
 def add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[..., Any]:
     """Make and keep the entry of an operator called with `count` positional arguments and these keywords."""
     name = operator_name(func)
-    names, parts = _arguments(func, name, count, keywords)
+    names, parts = _arguments(func, count, keywords)
 
     def call(values: tuple[Any, ...]) -> Call:
         return Call(func, name, names, count, parts, values)
@@ -48,18 +47,16 @@ def add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[...,
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """One call of an operator, for those who make its plan themselves."""
     name = operator_name(func)
-    names, parts = _arguments(func, name, len(args), tuple(kwargs))
+    names, parts = _arguments(func, len(args), tuple(kwargs))
     return Call(func, name, names, len(args), parts, (*args, *kwargs.values()))
 
 
-def _arguments(
-    func: Any, name: str, count: int, keywords: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[KeyPart, ...]]:
+def _arguments(func: Any, count: int, keywords: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[KeyPart, ...]]:
     """Name of each argument that is passed, and what it contributes to the key of a plan."""
     arguments = schema(func).arguments
     by_name = {a.name: a for a in arguments}
     chosen = [*arguments[:count], *[by_name[k] for k in keywords]]
-    rule = find(name)
+    rule = rule_of(func)
     reads = rule.options.reads if rule else ()
     names = tuple([a.name + "_" if keyword.iskeyword(a.name) else a.name for a in chosen])
     return names, tuple([_key_part(str(a.type), a.name in reads) for a in chosen])

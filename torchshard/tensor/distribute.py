@@ -131,6 +131,35 @@ def _stride_of_source(text: str, stride: tuple[int, ...], source: int, axis: int
     return tuple(map(int, given.splitlines()[1:]))
 
 
+def _replicas(tensors: Sequence[Tensor], device_mesh: DeviceMesh) -> list[DTensor]:
+    """distribute_tensor of many tensors, replicated: ranks compare all by one message, and small ones go together.
+
+    Raises:
+        RankMismatchError: as distribute_tensor; or ranks have not as many tensors.
+    """
+    mesh, plain = bind(device_mesh), all(type(t) is Tensor and not is_traced(t) for t in tensors)
+    if len(tensors) < 2 or mesh.coordinate is None or not plain:
+        return [distribute_tensor(t, device_mesh) for t in tensors]
+    everywhere, device = tuple(range(mesh.ndim)), torch.device(device_mesh.device_type)
+    text = "\n".join(
+        f"{t.dtype}, {tuple(t.shape)}, {t.stride()}, {t.device.type}, {t.layout}, {t.is_leaf}" for t in tensors
+    )
+    held = differing(text, device, mesh.group(everywhere), mesh.process_group(everywhere))
+    refuse_others(
+        [(rank, f"{len(told.splitlines())} tensors") for rank, told in held or []], everywhere, mesh, "distribute"
+    )
+    alike = all(t.device.type == device.type and t.layout is torch.strided and t.is_leaf for t in tensors)
+    if held is not None or not alike:  # it takes the strides of the first rank, or says what differs
+        return [distribute_tensor(t, device_mesh) for t in tensors]
+    locals_ = [t.detach() for t in tensors]
+    for axis in everywhere:
+        locals_ = collectives.broadcast_all(locals_, 0, mesh.group((axis,)))
+    sharding = mesh.replicated()
+    layouts = [layout_for(sharding, t.shape, global_stride(t.shape, t.stride()), t.dtype) for t in tensors]
+    made = [wrap(in_memory_order(x, layout), layout) for x, layout in zip(locals_, layouts, strict=True)]
+    return [as_leaf(x, t.requires_grad) for x, t in zip(made, tensors, strict=True)]
+
+
 def _everywhere(x: Tensor, source: int, mesh: BoundMesh) -> Tensor:
     """What the rank at place `source` of every axis has, whole: in a trace, where each rank shall do the same."""
     for axis in range(mesh.ndim):
@@ -178,12 +207,11 @@ def distribute_module(
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module has already been called on this module; it can be called once")
     mesh = current_mesh() if device_mesh is None else device_mesh
-    replicas: dict[int, nn.Parameter] = {}
     with replacing(module, "distribute_module"):
-        for name, submodule in module.named_modules():
-            if partition_fn is not None:
+        if partition_fn is not None:
+            for name, submodule in module.named_modules():
                 partition_fn(name, submodule, mesh)
-            _replicate(submodule, mesh, replicas)
+        _replicate(module, mesh)
     if input_fn is not None:
         before = _with_mesh(input_fn, "input_fn", mesh)
         module.register_forward_pre_hook(lambda m, inputs: before(m, inputs))
@@ -194,16 +222,28 @@ def distribute_module(
     return module
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh, replicas: dict[int, nn.Parameter]) -> None:
-    for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-        if not _is_distributed(parameter):
-            if id(parameter) not in replicas:
-                made = distribute_tensor(parameter.detach(), mesh)
-                replicas[id(parameter)] = successor(parameter, made, module, key)
-            module.register_parameter(key, replicas[id(parameter)])
-    for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-        if not _is_distributed(buffer):
-            setattr(module, key, distribute_tensor(buffer, mesh))
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace the parameters and buffers that are no DTensors yet."""
+    parameters = [
+        (submodule, key, parameter)
+        for submodule in module.modules()
+        for key, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False)
+        if not _is_distributed(parameter)
+    ]
+    buffers = [
+        (submodule, key, buffer)
+        for submodule in module.modules()
+        for key, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False)
+        if not _is_distributed(buffer)
+    ]
+    first = {id(parameter): (submodule, key, parameter) for submodule, key, parameter in reversed(parameters)}
+    olds = list(reversed(first.values()))
+    made = _replicas([*[p.detach() for _, _, p in olds], *[buffer for _, _, buffer in buffers]], mesh)
+    replicas = {id(p): successor(p, x, m, key) for (m, key, p), x in zip(olds, made, strict=False)}
+    for submodule, key, parameter in parameters:
+        submodule.register_parameter(key, replicas[id(parameter)])
+    for (submodule, key, _), x in zip(buffers, made[len(olds) :], strict=True):
+        setattr(submodule, key, x)
 
 
 def _is_distributed(x: Tensor) -> bool:

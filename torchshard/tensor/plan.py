@@ -81,7 +81,7 @@ def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Pla
 
 def _plan_of_one_mesh(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
     require_one_mesh(call, operands)
-    rule = rule_of(call)
+    rule = rule_of(call.func)
     if rule is None:
         return _plan_of_these_numbers(call, operands)
     return linearity.by_numbers(call, rule.options, operands, _plan_of_these_numbers)
@@ -125,7 +125,7 @@ def _of_arguments(call: Call, function: Callable[..., Any]) -> Plan:
 
 def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None] | None:
     """The call run by its rule; None where there is none, or none for these arguments."""
-    rule = rule_of(call)
+    rule = rule_of(call.func)
     if rule is None:
         return None
     layouts = [o.layout for o in operands]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import flatten, is_traced, unflatten
+from torchshard.comm.collectives import SMALL
 from torchshard.comm.comparing import differing
 from torchshard.errors import RankMismatchError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, contiguous_stride
@@ -24,7 +25,6 @@ from torchshard.tensor.pending import Pending
 from torchshard.tensor.steps import Action, Run, Start, actions
 
 MAX_PROGRAMS = 4096  # kept a mesh; when full, all are dropped
-SMALL = 16 * 1024  # bytes up to which a part is packed with others: a link carries them while a collective starts
 
 
 @dataclass(frozen=True, slots=True)

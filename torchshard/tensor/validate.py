@@ -103,7 +103,7 @@ def check_call(
         An empty report where there is no rule.
     """
     call = call_of(func, args, kwargs or {})
-    rule = rule or rule_of(call)
+    rule = rule or rule_of(call.func)
     tensors = tensors_in(call.values)
     if rule is None or not tensors:
         return Report(())

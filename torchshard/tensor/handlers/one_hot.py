@@ -27,10 +27,9 @@ def require_classes(name: str, arguments: Sequence[Any]) -> None:
     classes, numbers = arguments
     if not isinstance(classes, DTensor) or classes.shape[-1:] != (1,) or not _counts(numbers):
         return
-    if bool((classes < 0).any()):
-        raise RuntimeError("Class values must be non-negative.")
-    if bool((classes >= len(numbers)).any()):
-        raise RuntimeError("Class values must be smaller than num_classes.")
+    if bool(((classes < 0) | (classes >= len(numbers))).any()):
+        below = bool((classes < 0).any())
+        raise RuntimeError(f"Class values must be {'non-negative' if below else 'smaller than num_classes'}.")
 
 
 def _counts(x: Tensor) -> bool:

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from torchshard._torch import is_traced
+from torchshard.comm import collectives
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.reducing import Dims, dims_of
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import in_boxes, made_of, part, wide
+from torchshard.tensor.mesh import BoundMesh
 
 
 def _split_along(x: DTensor, dims: Sequence[int]) -> bool:
@@ -62,6 +65,21 @@ def _allclose(func: Any, x: Any, y: Any, rtol: float = 1e-5, atol: float = 1e-8,
     return bool(torch.isclose(x, y, rtol, atol, equal_nan).all())
 
 
+def _equal(func: Any, x: Any, y: Any) -> Any:
+    """Parts are compared where they lie, and each rank says whether its parts are equal."""
+    pair = [t._spec for t in (x, y) if type(t) is DTensor]
+    split = next((layout.sharding for layout in pair if layout.sharding.splits), None)
+    mesh = pair[0].mesh
+    assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+    if split is None or len(pair) < 2 or x.shape != y.shape or any(layout.sharding.partial for layout in pair):
+        return NotImplemented
+    if mesh.coordinate is None or is_traced(x._local_tensor):
+        return NotImplemented
+    same = torch.tensor(func(part(x, split), part(y, split)), device=x._local_tensor.device)
+    axes = tuple(sorted([axis for axes in split.splits.values() for axis in axes]))
+    return bool(collectives.all_reduce(same, "band", mesh.group(axes)))
+
+
 def _trace(func: Any, x: Any) -> Any:
     """The diagonals of all parts, where those add up."""
     x = in_boxes(x)
@@ -100,4 +118,5 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     "trace.default": _trace,
     "bincount.default": _bincount,
     "allclose.default": _allclose,
+    "equal.default": _equal,
 }
