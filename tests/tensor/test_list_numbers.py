@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from torchshard import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
+from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torchshard.errors import UnsupportedOperatorError
 
 NUMBERS = (0.9, -1.5, 3, 0.0, -0.0, 1e-40, 1e300, math.inf, math.nan, 2**62 + 1, 2**53 + 1, True)
@@ -65,6 +65,9 @@ def same(mesh, dtype, call):
     lambda xs: torch._foreach_add(xs, xs[:2]),
     lambda xs: torch._foreach_copy_(xs[:2], xs),
     lambda xs: torch._foreach_lerp(xs, xs[:1], 0.5),
+    lambda xs: torch._foreach_addcmul(xs, xs, xs, torch.ones(3)),
+    lambda xs: torch._foreach_addcdiv_(xs, xs, xs, torch.tensor(0.5)),
+    lambda xs: torch._foreach_addcmul_(xs, xs[:3], xs, torch.ones(4)),
 ])  # fmt: skip
 def test_lists_of_other_lengths_are_refused_as_in_eager_torch(mesh, call):
     same(mesh, torch.float32, call)
@@ -81,6 +84,10 @@ def test_one_number_and_one_for_each(mesh, dtype):
         for numbers in ([number] * 4, [number, 1.0, 2, 3.0]):
             same(mesh, dtype, lambda x, m=name, n=numbers: getattr(torch, f"_foreach_{m}")(x, x, x, n))
             same(mesh, dtype, lambda x, m=name, n=numbers: getattr(torch, f"_foreach_{m}_")(x, x, x, n))
+        for kind in (torch.float64, torch.float32, torch.bfloat16):
+            scalars = torch.tensor([number, 0.1, 2, 3.0], dtype=kind)
+            same(mesh, dtype, lambda x, m=name, n=scalars: getattr(torch, f"_foreach_{m}")(x, x, x, n))
+            same(mesh, dtype, lambda x, m=name, n=scalars: getattr(torch, f"_foreach_{m}_")(x, x, x, n))
 
 
 def test_dtypes_that_differ_and_other_numbers(mesh):
@@ -93,6 +100,17 @@ def test_dtypes_that_differ_and_other_numbers(mesh):
     same(mesh, torch.float32, lambda x: torch._foreach_sub(x, 0.1))
     if hasattr(torch, "_foreach_powsum"):
         same(mesh, torch.float32, lambda x: torch._foreach_powsum(x, 2, dtype=torch.float64))
+
+
+def test_plain_scalars_in_the_first_list(mesh):
+    two, half = torch.tensor(2.0), torch.tensor(0.5, dtype=torch.float64)
+    for function in (torch._foreach_mul, torch._foreach_sub, torch._foreach_div, torch._foreach_maximum):
+        same(mesh, torch.float32, lambda xs, f=function: f([two, half] * 2, xs))
+        same(mesh, torch.float32, lambda xs, f=function: f([two, *xs[1:]], [xs[0], half, *xs[2:]]))
+    same(mesh, torch.float32, lambda xs: torch._foreach_addcmul([half] * 4, xs, [x[:1] for x in xs]))
+    terms = [DTensor.from_local(torch.ones(3), mesh, [Partial()]) for _ in range(2)]
+    made = torch._foreach_mul([two, terms[1]], [terms[0], two])
+    assert [x.placements for x in made] == [(Replicate(),), (Partial(),)]
 
 
 @pytest.mark.parametrize("numbers", [0.9, [0.9] * 4], ids=["one", "one for each"])
@@ -117,6 +135,20 @@ def test_a_list_is_not_written_in_part(mesh):
     with pytest.raises(UnsupportedOperatorError, match="of which there are views"):
         torch._foreach_add_(ours, 1.0)
     assert [x.to_local().tolist() for x in (*ours, view.view(3))] == [[1.0] * 3] * 3
+
+
+def test_a_compiled_step_of_lists_whose_lengths_are_dynamic(mesh):
+    plain, ours = lists(torch.float32), placed(mesh, lists(torch.float32))
+    for tensors in (plain, ours):
+        parameters = [torch.nn.Parameter(t) for t in tensors]
+        step = torch.optim.NAdam(parameters, foreach=True).step  # numbers as plain scalars, where it is compiled
+        if tensors is ours:
+            step = torch.compile(step, backend="aot_eager", dynamic=True)
+        for _ in range(2):
+            for p in parameters:
+                p.grad = p.detach().sin()
+            step()
+    torch.testing.assert_close([t.to_local() for t in ours], plain)
 
 
 def test_traced_lists_stay_as_they_are(mesh):

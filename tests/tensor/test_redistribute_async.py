@@ -7,6 +7,8 @@ import time
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from tests.ranks import run_ranks
 from torchshard.errors import RankMismatchError
@@ -113,6 +115,52 @@ def used_in_every_way(rank, world):
 def test_every_use_waits():
     for found in run_ranks(2, used_in_every_way):
         assert all(found.values()), found
+
+
+def taking(seen):
+    """A compiler that notes the types of what comes into graphs: inductor's code reads memory, of whatever class."""
+
+    def compiler(graph, _):
+        def run(*args):
+            seen.extend(map(type, args))
+            return graph(*args)
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=compiler)
+
+
+def into_regions(rank, world):
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    full, seen = torch.arange(15.0).view(5, 3), []
+    x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
+    compiled = torch.compile(lambda t: t * t, backend=taking(seen), fullgraph=True)
+
+    def moved(t, *placements):
+        return t.redistribute(placements=placements, async_op=True)
+
+    found = []
+    for _ in range(2):  # the second time the graph is there
+        for squared in (
+            compiled(moved(x, Shard(1))),
+            compiled(moved(x, Replicate()).to_local()),
+            moved(compiled(x), Shard(1)),  # its gradient is on its way, too
+        ):
+            x.grad = None
+            squared.sum().backward()
+            found.append((x.grad.full_tensor() - 2 * full).abs().max().item())
+    part = full.clone().requires_grad_()
+    compiled(part).backward(moved(x.detach(), Replicate()).to_local())
+    return found, torch.equal(part.grad, 2 * full * full), set(seen)
+
+
+def test_compiled_regions_take_what_has_come():
+    for found, in_plain, types in run_ranks(2, into_regions):
+        assert found == [0.0] * 6
+        assert in_plain
+        assert types == {torch.Tensor}
 
 
 def test_threads_that_use_one_wait_for_one_another():

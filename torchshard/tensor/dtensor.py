@@ -14,6 +14,7 @@ from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.tensor.caching import digest, tie
 from torchshard.tensor.layout import SEVERED, TensorLayout, Told, from_torch, sized, told_of
 from torchshard.tensor.mesh import PICKLED, bind, restored
+from torchshard.tensor.pending import arrived
 from torchshard.tensor.tangents import Tangent
 
 
@@ -321,7 +322,8 @@ class DTensor(Tangent, Tensor):
         layout = self._spec
         if layout.marks & SEVERED:
             self._window.take_apart()
-        if self._local_tensor.__class__ is not Tensor:  # while tracing
+        if self._local_tensor.__class__ is not Tensor:  # while tracing, or on its way
+            self._local_tensor = arrived(self._local_tensor)
             _torch.fill_unused_results()
         return ["_local_tensor"], told_of(layout) if layout.marks else layout.sharding
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from torchshard._torch import memory_of
@@ -34,7 +33,7 @@ def handles(name: str) -> bool:
 
 
 def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
-    """Run the call, with all tensors of one place in the lists sharded as the first list has it there.
+    """Run the call, with all tensors of one place in the lists sharded as the first DTensor there.
 
     There is no plan where dtypes of results are those that torch has by default just now.
 
@@ -74,11 +73,12 @@ def _shapes(call: Call, first: int, operands: Sequence[Operand]) -> dict[int, tu
     lengths = {len(value) for part, value in zip(call.parts, call.values, strict=True) if part == "tensors"}
     if len(lengths) > 1 and call.name.startswith("_foreach_"):
         refuse_as_eager(call)
-    found: dict[int, set[tuple[int, ...]]] = {}
+    found: dict[int, list[tuple[int, ...]]] = {}
     for o in operands:
-        if o.item is not None and call.name.startswith("_foreach_") and (o.at == first or o.layout.shape):
-            found.setdefault(o.item, set()).add(o.layout.shape)
-    if all(len(shapes) == 1 for shapes in found.values()):
+        own = not o.fixed if o.at == first else o.layout.shape  # what a plain scalar is written to keeps its shape
+        if o.item is not None and call.name.startswith("_foreach_") and (own or o.at in call.written()):
+            found.setdefault(o.item, []).append(o.layout.shape)
+    if all(shape == shapes[0] for shapes in found.values() for shape in shapes):  # symbolic lengths have no hash
         return {}
     refuse_as_eager(call)
     return {k: tuple(torch.broadcast_shapes(*shapes)) for k, shapes in found.items()}
@@ -92,7 +92,7 @@ def _broadcasting(call: Call, first: int, shapes: Mapping[int, tuple[int, ...]])
         if not isinstance(items, (list, tuple)):
             return items
         return [
-            x.expand(shapes[k]) if isinstance(x, Tensor) and (x.ndim or at == first) and x.shape != shapes[k] else x
+            x.expand(shapes[k]) if isinstance(x, DTensor) and (x.ndim or at == first) and x.shape != shapes[k] else x
             for k, x in enumerate(items)
         ]
 
@@ -112,8 +112,8 @@ def _count(values: Sequence[Any], written: Iterable[int]) -> None:
 
 def _made(call: Call, first: int, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     written = call.written()
-    items = [o for o in operands if o.at == first]
-    goals = _goals(call, items)
+    items = _leading(first, operands)
+    goals = _goals(call, first, items)
     if any(layout.mesh.coordinate is None for layout, _ in goals):
         return outside.for_lists(call, _away(call, items, goals))
     how: list[How] = ["given"] * len(call.names)
@@ -157,6 +157,15 @@ def _made(call: Call, first: int, operands: Sequence[Operand]) -> tuple[Any, Pla
     )
     plan = plan_maker(arguments, call.positional, "list")(function, new, DTensor, outs, **needed)
     return [wrap(t, out) for t, out in zip(locals_, outs, strict=True)], plan
+
+
+def _leading(first: int, operands: Sequence[Operand]) -> list[Operand]:
+    """For each item the tensor that decides about it: the first list's, or the next where that is a plain scalar."""
+    found = {o.item: o for o in operands if o.at == first}
+    for o in operands:
+        if o.item is not None and found[o.item].fixed and not o.fixed:
+            found[o.item] = o
+    return list(found.values())
 
 
 def _away(
@@ -218,8 +227,8 @@ def _in_turn(plan: Plan, call: Call, moved: Mapping[int, _Pairs]) -> Plan:
     return run
 
 
-def _goals(call: Call, operands: Sequence[Operand]) -> list[tuple[TensorLayout, Sharding]]:
-    """For each tensor of the first list: its layout, and the sharding that all tensors of its place get."""
+def _goals(call: Call, first: int, operands: Sequence[Operand]) -> list[tuple[TensorLayout, Sharding]]:
+    """For each item, of these operands: the layout, and the sharding that all tensors of its place get."""
     goals = []
     options = linearity.of_lists(call.name)
     terms = linearity.dtypes_of_terms(operands)
@@ -233,7 +242,7 @@ def _goals(call: Call, operands: Sequence[Operand]) -> list[tuple[TensorLayout, 
         ops = {p.op for p in sharding.placements if isinstance(p, Partial)}
         # An item of the results is made of the same item of the list.
         linear = ops and narrowed(options, {0: o.layout.dtype}, [results[o.item or 0]] if results else ()).linear
-        if not (linear and ops <= {"sum", "avg"}):
+        if not (linear and o.at == first and ops <= {"sum", "avg"}):
             sharding = sharding.without_partial()
         goals.append((o.layout, sharding))
     return goals

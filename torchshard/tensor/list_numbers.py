@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import local_callable
+from torchshard._torch import local_callable, overload_of
 from torchshard.tensor.call import Call
 
 _DTYPES = frozenset({torch.float32, torch.float64})  # others are worked on in a wider one, and the number not rounded
@@ -39,6 +39,25 @@ def local_function(call: Call, dtypes: frozenset[torch.dtype]) -> Callable[..., 
     if name in _WITH_A_NUMBER and overload == "ScalarList":
         return _of_equal_numbers(function, function)
     return function
+
+
+def by_numbers_of_tensor(call: Call) -> Any:
+    """Call an operator on lists with numbers instead of the plain tensor of them that it was given.
+
+    NotImplemented where it was given none.
+
+    Raises:
+        RuntimeError: what the operator says of such a tensor that is no list of numbers for its items.
+    """
+    if not call.name.startswith("_foreach_") or call.names[-1] != "scalars" or call.parts[-1] != "tensor":
+        return NotImplemented
+    *lists, scalars = call.values
+    if type(scalars) is not Tensor:
+        return NotImplemented
+    call.func(*[[torch.empty(0)] * len(items) for items in lists], scalars)
+    name, _, _ = call.name.partition(".")
+    of_list = overload_of(call.func.namespace, name, "ScalarList")
+    return of_list(*lists, scalars.tolist())
 
 
 def _of_tensor(function: Callable[..., Any], dtype: torch.dtype, besides: dict[str, Any]) -> Callable[..., Any]:

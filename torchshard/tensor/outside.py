@@ -62,7 +62,7 @@ def for_lists(call: Call, away: Sequence[TensorLayout | None]) -> tuple[Any, Cal
         if not returns:
             return None
         return [
-            next(made) if layout is None else _empty(x._local_tensor, layout)
+            next(made) if layout is None else _empty(x._local_tensor if isinstance(x, DTensor) else x, layout)
             for x, layout in zip(first, away, strict=True)
         ]
 

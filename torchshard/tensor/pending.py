@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,26 @@ class Pending(Tensor):
         if _only_looks(func, args):
             x = args[0]
             return Pending.of(lambda: func(x.wait(), *args[1:]), x.shape, x.stride(), x.dtype, x.device)
-        return func(*map(_here, args), **{k: _here(v) for k, v in (kwargs or {}).items()})
+        return func(*map(_waited, args), **{k: _waited(v) for k, v in (kwargs or {}).items()})
+
+    # A compiled region takes what has come, and makes its graph for that.
+
+    @property
+    def _here(self) -> Tensor:
+        return self.wait()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_here"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], told: None, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> "Pending":
+        here = inner["_here"]
+        return Pending.of(lambda: here, outer_size, outer_stride, here.dtype, here.device)
+
+    def __coerce_same_metadata_as_tangent__(self, expected: Any, expected_type: Any = None) -> Tensor | None:
+        return self.wait() if expected_type is Tensor else None
 
     def tolist(self) -> Any:
         """See torch.Tensor.tolist."""
@@ -89,6 +108,11 @@ class Pending(Tensor):
         return self.wait().__reduce_ex__(protocol)
 
 
+def arrived(x: Tensor) -> Tensor:
+    """The tensor itself, of one that may still be on its way."""
+    return x.wait() if isinstance(x, Pending) else x
+
+
 def _only_looks(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator gives the same elements in the same shape, as another tensor."""
     if func is _aten.detach.default or func is _aten.alias.default:
@@ -96,8 +120,8 @@ def _only_looks(func: Any, args: Sequence[Any]) -> bool:
     return func is _aten.view.default and tuple(args[1]) == tuple(args[0].shape)
 
 
-def _here(x: Any) -> Any:
+def _waited(x: Any) -> Any:
     """An argument with every tensor that is on its way waited for."""
     if isinstance(x, Pending):
         return x.wait()
-    return [_here(item) for item in x] if isinstance(x, (list, tuple)) else x
+    return [_waited(item) for item in x] if isinstance(x, (list, tuple)) else x

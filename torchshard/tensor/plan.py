@@ -17,7 +17,7 @@ from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
-from torchshard.tensor import foreach, guards, handlers, linearity
+from torchshard.tensor import foreach, guards, handlers, linearity, list_numbers
 from torchshard.tensor.call import (
     Call,
     Operand,
@@ -42,6 +42,8 @@ from torchshard.tensor.redistribute import redistribute_local
 def make_plan(call: Call) -> tuple[Any, Plan | None]:
     """Run a call for the first time: the result, and what to do with further calls of its kind (None: ask again)."""
     handlers.refuse_wrappers(call)
+    if (result := list_numbers.by_numbers_of_tensor(call)) is not NotImplemented:
+        return result, None
     if (wrapped := with_plain_wrapped(call)) is not None:
         args, kwargs = call.with_values(wrapped)
         if takes_plain_for_replicated():
