@@ -1,7 +1,8 @@
 """Reading what torch.distributed.checkpoint writes: a folder with `.metadata` and files of many small archives.
 
 `.metadata` is a pickle of the class Metadata: for each key the shape, type and boxes of a tensor (or the word that it
-is an object), and for each box the file, offset and length of a torch.save archive that holds just that box.
+is an object), and for each box the file, offset and length of a torch.save archive that holds just that box; or the
+file, the offset of its safetensors part, and the length of the box.
 """
 
 import math
@@ -15,6 +16,7 @@ from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_boxes
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats.dcp_archives import Archives
+from torchshard.checkpoint.formats.dcp_safetensors import Blocks
 from torchshard.checkpoint.pickles.alike import AlikeMachine
 from torchshard.checkpoint.pickles.inert import Global, Record, record
 from torchshard.checkpoint.pickles.torch_values import ALLOWED as TORCH_VALUES
@@ -86,7 +88,7 @@ class _Reader:
 
     def __init__(self, folder: Path) -> None:
         self.files = Files(folder)
-        self.archives = Archives(self.files)
+        self.archives, self.blocks = Archives(self.files), Blocks(self.files)
         self.where = f"{folder / METADATA}"
         data = self.files.read(METADATA, 0, self.files.size(METADATA))
         metadata = load(data, ALLOWED, self.where, machine=AlikeMachine)
@@ -208,6 +210,8 @@ class _Reader:
                 got=f"{length} bytes",
                 where=self.at(key),
             )
+        if length == needed:  # an archive is longer than what it holds
+            return Piece(box, partial(self.blocks.place, key, box, dtype, (file, offset)))
         return Piece(box, partial(self.archives.place, key, box.size, dtype, (file, offset, length)))
 
     def archive(self, key: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
