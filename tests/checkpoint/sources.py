@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -115,6 +116,9 @@ def save_sharded(rank, world, path, whose="torch"):
         "plain": torch.arange(5),
     }
     dcp.save(state, checkpoint_id=path)
+    if world == 2:
+        writer = dcp.FileSystemWriter(f"{path}.safetensors", serialization_format=SerializationFormat.SAFETENSORS)
+        dcp.save({"model": sharded}, storage_writer=writer)
 
 
 def save_trained(rank, world, path, whose):

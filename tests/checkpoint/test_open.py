@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from tests.checkpoint import sources
 from tests.checkpoint.sources import bytes_of, flat, random_bits, torch_loads
@@ -47,6 +48,26 @@ def test_a_folder_written_without_a_process_group_to_a_path(tmp_path):
     ck = checkpoint.open(tmp_path / "ck")
     assert ck["w"].numpy().tolist() == [0, 1, 2]
     assert ck["where"].value() == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("options", [{}, {"thread_count": 2}, {"single_file_per_rank": False}])
+def test_a_dcp_folder_whose_values_are_safetensors(dcp_two, tmp_path, options):
+    """Which torch writes and does not read; pieces, objects in front of them, and a piece that is another."""
+    folder, plain = f"{dcp_two}.safetensors", tmp_path / "plain"
+    with checkpoint.open(dcp_two) as expected, checkpoint.open(folder) as ck:
+        assert len(ck) == 9
+        assert all(ck[key].numpy().tobytes() == expected[key].numpy().tobytes() for key in ck)
+        assert [ck[key].boxes for key in ck] == [expected[key].boxes for key in ck]
+    state = {"w": torch.arange(6.0).reshape(2, 3), "few": torch.ones(1).bool(), "n": {"lr": 0.5}}
+    writer = dcp.FileSystemWriter(plain, serialization_format=SerializationFormat.SAFETENSORS, **options)
+    dcp.save(state, storage_writer=writer)
+    torch.save(state, tmp_path / "plain.pt")
+    assert not checkpoint.diff(plain, tmp_path / "plain.pt")
+    (path,) = [path for path in plain.glob("*.distcp") if b"[0, 0]" in path.read_bytes()]
+    path.write_bytes(path.read_bytes().replace(b"[0, 0]", b"[2, 0]"))
+    with pytest.raises(CheckpointError, match="another piece than the metadata say"):
+        checkpoint.open(plain)["w"].numpy()
 
 
 def test_objects_of_a_dcp_folder(dcp_plain):

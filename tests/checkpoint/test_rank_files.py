@@ -19,8 +19,12 @@ def full(rows=5, columns=3):
     return torch.arange(float(rows * columns)).reshape(rows, columns)
 
 
+class Odd:
+    """More than plain data."""
+
+
 def write(rank, world, folder):
-    """What two ranks save with torch.save."""
+    """What two ranks save with torch.save, and with torch.distributed.checkpoint each for itself."""
     import torch.distributed.checkpoint as dcp
     import torch.distributed.tensor as upstream
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -45,6 +49,8 @@ def write(rank, world, folder):
             "lr": 0.5,
         }
         torch.save(state, f"{folder}/{name}_rank{rank}.pt")
+        own = {"seed": rank, "odd": [Odd(), torch.zeros(rank + 1)], f"stage{rank}": torch.ones(1)}
+        dcp.save({"m": state, **own}, checkpoint_id=f"{folder}/{name}_alone", use_collectives=False)
     torch.save(
         {"p": upstream.DTensor.from_local(full(), mesh, [upstream.Partial()])}, f"{folder}/partial_rank{rank}.pt"
     )
@@ -111,6 +117,35 @@ def test_dtensors(folder, whose):
         stored = ck.layout("two axes")
         assert repr(stored.sharding) == "(dp=1:R, tp=2:S(0))"
         assert stored.files == (f"{whose}_rank0.pt", f"{whose}_rank1.pt")
+
+
+@pytest.mark.parametrize("whose", ["torch", "ours"])
+def test_dcp_folders_of_ranks_that_saved_each_for_itself(folder, tmp_path, whose):
+    path = folder / f"{whose}_alone"
+    with pytest.warns(UserWarning, match=r"kept once a rank: seed, odd.0, odd.1$"):
+        ck = checkpoint.open(path)
+    assert {key for key in ck if not key.startswith("m.")} == {
+        "seed.rank0", "seed.rank1", "odd.0.rank0", "odd.0.rank1", "odd.1.rank0", "odd.1.rank1", "stage0", "stage1",
+    }  # fmt: skip
+    with checkpoint.open(folder / f"{whose}_rank*.pt") as alike:
+        for key, entry in alike.items():
+            if key != "lr":
+                assert ck[f"m.{key}"].numpy().tobytes() == entry.numpy().tobytes(), key
+                assert ck[f"m.{key}"].boxes == entry.boxes
+    assert ck["odd.1.rank1"].shape == (2,)
+    with pytest.raises(CheckpointError, match="Odd"):
+        ck["odd.0.rank0"].value()
+    with pytest.warns(UserWarning, match="kept once a rank"):
+        checkpoint.convert(path, tmp_path / "out", to="torch", exclude=["odd.0.*"])
+    loaded = torch.load(tmp_path / "out", weights_only=True)
+    assert torch.equal(loaded["m"]["two axes"], full())
+    assert (loaded["m"]["lr"], loaded["seed.rank1"]) == (0.5, 1)
+    assert loaded["odd.1.rank1"].tolist() == [0, 0]
+    for name, error in (("__1.metadata", "Boxes are missing"), ("__0.metadata", "file of a rank is missing")):
+        shutil.copytree(path, tmp_path / name)
+        (tmp_path / name / name).unlink()
+        with pytest.raises(CheckpointError, match=error):
+            checkpoint.open(tmp_path / name)
 
 
 def test_shardedtensors(folder):

@@ -146,8 +146,8 @@ def _read(path: Path) -> Index:
 
 
 def _read_folder(path: Path) -> Index:
-    if (path / dcp.METADATA).exists():
-        return dcp.read(path)
+    if (found := dcp.read(path)) is not None:
+        return found
     if (index := hugging_face.find_index(path)) is not None:
         return hugging_face.read_indexed(Files(path, found=[index.name]), index.name)
     if parts := hugging_face.find_parts(path):

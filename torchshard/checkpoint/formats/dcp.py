@@ -1,10 +1,12 @@
 """Reading what torch.distributed.checkpoint writes: a folder with `.metadata` and files of many small archives.
 
 `.metadata` is a pickle of the class Metadata: for each key the shape, type and boxes of a tensor (or the word that it
-is an object), and for each box the file, offset and length of a torch.save archive that holds just that box.
+is an object), and for each box the file, offset and length of a torch.save archive that holds just that box; or the
+file, the offset of its safetensors part, and the length of the box.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,8 @@ from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_boxes
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.formats.dcp_archives import Archives
+from torchshard.checkpoint.formats.dcp_safetensors import Blocks
+from torchshard.checkpoint.formats.joining import check_ranks, joined
 from torchshard.checkpoint.pickles.alike import AlikeMachine
 from torchshard.checkpoint.pickles.inert import Global, Record, record
 from torchshard.checkpoint.pickles.torch_values import ALLOWED as TORCH_VALUES
@@ -27,11 +31,12 @@ from torchshard.errors import CheckpointError
 from torchshard.layout import Box
 
 METADATA = ".metadata"
+_OF_RANK = re.compile(rf"__(\d{{1,6}}){re.escape(METADATA)}")
 
 
 def is_part(path: Path) -> bool:
     """Whether a file has a name of those that make up a folder. With one piece in it, it looks like a whole archive."""
-    return path.name == METADATA or path.suffix == ".distcp"
+    return path.name.endswith((METADATA, ".distcp"))
 
 
 def _path(*parts: Any) -> str:
@@ -72,27 +77,48 @@ ALLOWED: Mapping[str, Global] = MappingProxyType(
 )
 
 
-def read(path: Path) -> Index:
-    """The index of a checkpoint folder.
+def read(path: Path) -> Index | None:
+    """The index of a checkpoint folder; None where there are no metadata.
+
+    Ranks that saved without coordination (`use_collectives=False`) have metadata of their own.
 
     Raises:
         CheckpointError: damaged, incomplete, or stored in a way that is not read; names file and field.
     """
-    return _Reader(path).index()
+    files = Files(path)
+    if (path / METADATA).exists():
+        return _Reader(files, METADATA).index()
+    ranks = {int(match[1]): match[0] for one in path.iterdir() if (match := _OF_RANK.fullmatch(one.name))}
+    if not ranks:
+        return None
+    check_ranks(ranks, path)
+    readers = {rank: _Reader(files, ranks[rank], whole=False) for rank in sorted(ranks)}
+    parts = {rank: reader.entries() for rank, reader in readers.items()}
+    entries = {key: entry for part in parts.values() for key, entry in part.items()}
+    paths = {key: steps for rank, reader in readers.items() for key, steps in reader.paths(parts[rank]).items()}
+    nest(entries, paths, path)  # says now if they contradict each other
+    sized = {name: files.size(name) for reader in readers.values() for name in sorted(reader.used)}
+    return joined("dcp", parts, lambda: nest(entries, paths, path), sized, files)
 
 
 class _Reader:
-    """Goes through the metadata of one folder, checking every field that is used."""
+    """Goes through the metadata of one folder, checking every field that is used.
 
-    def __init__(self, folder: Path) -> None:
-        self.files = Files(folder)
-        self.archives = Archives(self.files)
-        self.where = f"{folder / METADATA}"
-        data = self.files.read(METADATA, 0, self.files.size(METADATA))
+    Args:
+        files: of the folder.
+        name: of the metadata.
+        whole: whether all tensors have to be whole; those of one rank need not be.
+    """
+
+    def __init__(self, files: Files, name: str, *, whole: bool = True) -> None:
+        self.files, self.whole = files, whole
+        self.archives, self.blocks = Archives(self.files), Blocks(self.files)
+        self.where = f"{files.root / name}"
+        data = self.files.read(name, 0, self.files.size(name))
         metadata = load(data, ALLOWED, self.where, machine=AlikeMachine)
         self.metadata = self.expect(metadata, Record, "metadata", f"{_METADATA}.Metadata")
         self.stored = self.storage_infos()
-        self.used = {METADATA}
+        self.used = {name}
         self.kinds: dict[Record, tuple[str, tuple[int, ...], Sequence[Box]]] = {}
 
     def expect(self, value: Any, kind: type, field: str, name: str | None = None, key: str | None = None) -> Any:
@@ -123,6 +149,21 @@ class _Reader:
 
     def index(self) -> Index:
         """Entries, nesting and files."""
+        entries = self.entries()
+        paths = self.paths(entries)
+        nest(entries, paths, self.where)  # says now if they contradict each other
+        version = self.metadata.field("version")
+        return Index(
+            "dcp",
+            entries,
+            lambda: nest(entries, paths, self.where),
+            {name: self.files.size(name) for name in sorted(self.used)},
+            {"version": version} if isinstance(version, str) else {},
+            (self.files,),
+        )
+
+    def entries(self) -> dict[str, Entry]:
+        """What is stored, by flat key."""
         described = self.expect(self.metadata.field("state_dict_metadata"), dict, "state_dict_metadata")
         entries: dict[str, Entry] = {}
         for key, description in described.items():
@@ -134,18 +175,9 @@ class _Reader:
                 self.expect(description, Record, "state_dict_metadata", _TENSOR, key)
                 entries[key] = self.tensor_entry(key, description)
             entries[key].key = key
-        paths = self.paths(entries)
-        version = self.metadata.field("version")
-        return Index(
-            "dcp",
-            entries,
-            lambda: nest(entries, paths, self.where),
-            {name: self.files.size(name) for name in sorted(self.used)},
-            {"version": version} if isinstance(version, str) else {},
-            (self.files,),
-        )
+        return entries
 
-    def paths(self, entries: dict[str, Entry]) -> dict[str, Steps]:
+    def paths(self, entries: Mapping[str, Entry]) -> dict[str, Steps]:
         """Where each key was in the nested state dict; a key alone is its own place."""
         mapping = self.metadata.field("planner_data")
         mapping = {} if mapping is None else self.expect(mapping, dict, "planner_data")
@@ -157,7 +189,6 @@ class _Reader:
             if ".".join(map(str, path)) != key:
                 raise contradiction(key, path, self.where)
             paths[key] = path
-        nest(entries, paths, self.where)  # says now if they contradict each other
         return paths
 
     def tensor_entry(self, key: str, description: Record) -> TensorEntry:
@@ -170,7 +201,7 @@ class _Reader:
         return TensorEntry(dtype, shape, tuple([self.piece(key, box, dtype) for box in boxes]))
 
     def kind(self, key: str, description: Record) -> tuple[str, tuple[int, ...], Sequence[Box]]:
-        """Type and shape of a tensor, and its boxes, checked to make it up."""
+        """Type and shape of a tensor, and its boxes, checked to make it up where they have to."""
         where = self.at(key)
         shape = sizes(description.field("size"), "size", where)
         dtype = self.dtype(key, description)
@@ -183,7 +214,8 @@ class _Reader:
             # Ranks that hold nothing say so with an empty box; ranks that hold the same share one archive.
             if box.numel:
                 boxes[box] = None
-        check_boxes(shape, list(boxes), where)
+        if self.whole:
+            check_boxes(shape, list(boxes), where)
         return dtype, shape, list(boxes)
 
     def dtype(self, key: str, description: Record) -> str:
@@ -208,6 +240,8 @@ class _Reader:
                 got=f"{length} bytes",
                 where=self.at(key),
             )
+        if length == needed:  # an archive is longer than what it holds
+            return Piece(box, partial(self.blocks.place, key, box, dtype, (file, offset)))
         return Piece(box, partial(self.archives.place, key, box.size, dtype, (file, offset, length)))
 
     def archive(self, key: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:

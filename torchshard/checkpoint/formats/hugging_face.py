@@ -149,7 +149,7 @@ def _of_pieces(parts: Mapping[str, Index], folder: Path) -> dict[str, Entry]:
         for key, entry in part.entries.items():
             assert isinstance(entry, TensorEntry), "safetensors holds tensors only"
             found.setdefault(key, []).append(
-                (_offset(offsets.get(key), entry, f"{folder / name}: {printable(key)}"), entry)
+                (saved_offset(offsets.get(key), entry, f"{folder / name}: {printable(key)}"), entry)
             )
     entries: dict[str, Entry] = {}
     for key, pieces in found.items():
@@ -157,7 +157,8 @@ def _of_pieces(parts: Mapping[str, Index], folder: Path) -> dict[str, Entry]:
     return entries
 
 
-def _offset(fields: Any, entry: TensorEntry, where: str) -> tuple[int, ...]:
+def saved_offset(fields: Any, entry: TensorEntry, where: str) -> tuple[int, ...]:
+    """Where a piece begins in its tensor, by what torch.distributed.checkpoint says of its key."""
     offset = sizes(fields.get("saved_offsets") if isinstance(fields, dict) else None, "saved_offsets", where)
     if len(offset) != len(entry.shape):
         raise CheckpointError("The offset of a piece has another number of dims.", got=offset, where=where)

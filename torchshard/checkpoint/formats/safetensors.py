@@ -32,14 +32,15 @@ OF_PIECES = (SHARDING, "DCP_VERSION")  # what torch.distributed.checkpoint says 
 _PAGE = 4096  # bytes: tensors begin at a page of the file, so that pages are written, and mapped, as a whole
 
 
-def read(files: Files, name: str) -> Index:
-    """The index of a file.
+def read(files: Files, name: str, start: int = 0) -> Index:
+    """The index of a file, or of what follows `start` in it.
 
     Raises:
         CheckpointError: damaged, or a header that contradicts itself or the file; names the field.
     """
-    path, total = files.root / name, files.size(name)
-    length = int.from_bytes(files.read(name, 0, min(8, total)), "little")
+    path, end = files.root / name, files.size(name)
+    total = end - start
+    length = int.from_bytes(files.read(name, start, min(8, total)), "little")
     if total < 8 or length > min(HEADER_LIMIT, total - 8):
         raise CheckpointError(
             "The safetensors header is longer than the file or the format allows.",
@@ -47,19 +48,19 @@ def read(files: Files, name: str) -> Index:
             got=printable(length),
             where=path,
         )
-    header = parse(files.read(name, 8, length), "safetensors header", path)
+    header = parse(files.read(name, start + 8, length), "safetensors header", path)
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(map(_is_text, [*metadata, *metadata.values()])):
         raise CheckpointError("The safetensors metadata is not text.", where=f"{path}: {_METADATA}")
     entries: dict[str, Entry] = {}
-    extent = Extent(files, name, 8 + length, total - 8 - length)
+    extent = Extent(files, name, start + 8 + length, total - 8 - length)
     about = f"{path}: "
     for key in list(header):
         entries[key] = _entry(extent, key, header.pop(key), about)  # one takes the place of the other
-    _check_ranges(entries, path, 8 + length, total)
+    _check_ranges(entries, path, extent.offset, end)
     tree: dict[str, Entry] = dict(entries)
     notes = {name: text for name, text in metadata.items() if name not in OF_PIECES}
-    return Index("safetensors", entries, lambda: tree, {name: total}, metadata, (files,), notes)
+    return Index("safetensors", entries, lambda: tree, {name: end}, metadata, (files,), notes)
 
 
 def _entry(data: Extent, key: str, fields: Any, about: str) -> TensorEntry:
