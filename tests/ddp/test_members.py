@@ -73,6 +73,12 @@ class Thawing(nn.Module):
         return self.b(self.a(x))
 
 
+def _as_it_is(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 def _thawed_late(rank, world):
     from torchshard.ddp import DistributedDataParallel
 
@@ -81,6 +87,15 @@ def _thawed_late(rank, world):
         _step(model, rank)
     _step(model, rank)
     assert len(model.reducer.params) == 4
+
+    module = mlp(8, 3)
+    module[2].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    model.register_comm_hook(None, _as_it_is)
+    _step(model, rank)
+    module[2].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"2\.weight, 2\.bias did not require a gradient until now"):
+        _step(model, rank)
 
     module = mlp(8, 3)
     module[2].requires_grad_(False)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
+from torchshard.ddp import messages
 from torchshard.ddp.delayed import Delayed
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.observed import ObservedReducer
@@ -57,11 +58,13 @@ class Compatibility:
             self._rebuild_reducer(Exchange(self.process_group, self.device), verified=False)
 
     def _look_at_members(self) -> None:
-        """Average parameters that are no longer frozen, too; RuntimeError if there are others than were wrapped.
+        """Average parameters that are no longer frozen, too; RuntimeError if that cannot be, or others have come.
 
         Which they are, all ranks tell each other before it.
         """
         if not self.reducer.in_backward and (thawed := self.reducer.look_at_members()):
+            if self.reducer.may_remember_buckets:
+                raise RuntimeError(messages.remembered_text(thawed))
             self._check_reducer_finalized()
             self.reducer.exchange.compare("\n".join(f"is no longer frozen: {name}" for name in thawed))
             self._rebuild_reducer(self.reducer.exchange, verified=True)

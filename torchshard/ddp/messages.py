@@ -51,6 +51,15 @@ def thawed_text(names: Sequence[str]) -> str:
     )
 
 
+def remembered_text(names: Sequence[str]) -> str:
+    """Parameters are no longer frozen, and a communication hook may not be shown other buckets."""
+    return (
+        f"DistributedDataParallel: {names_text(tuple(names))} did not require a gradient until now; to average it, "
+        "buckets have to change, and the communication hook may remember something of each, as PowerSGD does: "
+        "wrap the module anew, and register the hook with a new state"
+    )
+
+
 def replaced_text(gone: Sequence[str], new: Sequence[str]) -> str:
     """Parameters were replaced after the module was wrapped, or others have come."""
     before, after = names_text(tuple(gone)), names_text(tuple(new))

@@ -70,6 +70,12 @@ class ObservedReducer(Reducer):
         self._recipe.rows.update((self.numbers[id(other.params[i])], rows) for i, rows in other._recipe.rows.items())
         self._touched = {self.numbers[id(other.params[i])] for i in other._touched}
 
+    @property
+    def may_remember_buckets(self) -> bool:
+        """Whether a hook may have kept something for each bucket, by its number, as PowerSGD does."""
+        hooked, begun = isinstance(self.reduction, Hooked) and not self.reduction.is_linear, self.counters.backwards > 0
+        return hooked and begun and not isinstance(self.reduction.hook, SteppingHook)
+
     def _take_hook(self, reduction: Hooked) -> None:
         on_gloo = self.exchange.device.type == "cpu" or dist.get_backend(self.group) == "gloo"
         wait = partial(self.exchange.wait, what="the bucket before the one that is full")
