@@ -1,7 +1,7 @@
-"""Parameters that are trained though nobody averages them: said, or refused."""
+"""Parameters that come to be trained after the module was wrapped: averaged, or refused."""
 
 import copy
-import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,34 +9,105 @@ from torch import nn
 
 from tests.models import mlp
 from tests.ranks import run_ranks
+from torchshard.errors import RankMismatchError
+
+
+def _batch(rank, seed=0):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * seed + rank))
 
 
 def _step(model, rank, seed=0):
     model.zero_grad()
-    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * seed + rank))).square().mean().backward()
+    model(_batch(rank, seed)).square().mean().backward()
 
 
 def _thawed(rank, world):
+    """Frozen when wrapped, trained later, from a backward under no_sync on; `settings` None: compiled before."""
     from torchshard.ddp import DistributedDataParallel
+
+    for settings in (
+        {},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": "auto"},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        None,
+    ):
+        module, twin = mlp(8, 3), mlp(8, 3)
+        twin.load_state_dict(module.state_dict())
+        module[2].requires_grad_(False)
+        model = DistributedDataParallel(module, **settings or {})
+        run = (
+            model
+            if settings is not None
+            else torch.compile(model, backend="torchshard", options={"inner": "aot_eager"})
+        )
+        for steps in ([0], [1], [2, 3], [4], [5]):
+            module[2].requires_grad_(steps != [0] and steps != [1])
+            model.zero_grad()
+            twin.zero_grad()
+            for step in steps:
+                with model.no_sync() if step == 2 else nullcontext():
+                    run(_batch(rank, step)).square().mean().backward()
+                for r in range(world):
+                    (twin(_batch(r, step)).square().mean() / world).backward()
+            for (name, p), q in zip(module.named_parameters(), twin.parameters(), strict=True):
+                assert not p.requires_grad or torch.allclose(p.grad, q.grad), (settings, steps, name)
+        assert model.reducer.counters.backwards == 3
+        del model, run
+        assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+
+
+def test_a_parameter_that_is_thawed_is_averaged():
+    run_ranks(2, _thawed)
+
+
+class Thawing(nn.Module):
+    """Its second layer is trained once its forward has seen to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        self.b.requires_grad_(True)
+        return self.b(self.a(x))
+
+
+def _as_it_is(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _thawed_late(rank, world):
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(Thawing())
+    with pytest.raises(RuntimeError, match=r"b\.weight, b\.bias did not require a gradient when this forward began"):
+        _step(model, rank)
+    _step(model, rank)
+    assert len(model.reducer.params) == 4
+
+    module = mlp(8, 3)
+    module[2].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    model.register_comm_hook(None, _as_it_is)
+    _step(model, rank)
+    module[2].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"2\.weight, 2\.bias did not require a gradient until now"):
+        _step(model, rank)
 
     module = mlp(8, 3)
     module[2].requires_grad_(False)
     model = DistributedDataParallel(module)
     _step(model, rank)
-    module[2].requires_grad_(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for seed in (1, 2):
-            _step(model, rank, seed)
-    del model
-    assert not module[2].weight._post_accumulate_grad_hooks
-    return [str(w.message) for w in caught]
+    module[2].requires_grad_(rank == 0)
+    with pytest.raises(RankMismatchError, match=r"is no longer frozen: 2\.weight"):
+        _step(model, rank)
 
 
-def test_a_parameter_that_is_thawed_is_named_once():
-    for said in run_ranks(2, _thawed):
-        assert len(said) == 1
-        assert "2.bias has got a gradient, but did not require one when the module was wrapped" in said[0]
+def test_a_parameter_that_is_thawed_in_a_forward_or_on_one_rank_is_named():
+    run_ranks(2, _thawed_late)
 
 
 def _replaced(rank, world):
@@ -54,17 +125,22 @@ def _replaced(rank, world):
 
     model = wrapped()
     model.module.load_state_dict(copy.deepcopy(model.module.state_dict()), assign=True)
-    _step(model, rank)
     with pytest.raises(RuntimeError, match="wrap the module anew"):
         _step(model, rank)
 
     model = wrapped(find_unused_parameters=True)
     model.module[2] = nn.Linear(8, 8)
-    _step(model, rank)
     with pytest.raises(
         RuntimeError, match=r"2\.weight, 2\.bias of the wrapped module are no longer in it, and 2\.weight"
     ):
         _step(model, rank)
+
+    model = wrapped()
+    model.module.append(nn.Linear(8, 8))
+    with pytest.raises(RuntimeError, match=r"5\.weight, 5\.bias came to the module after it was wrapped"):
+        _step(model, rank)
+    model.parameters_to_ignore |= {"5.weight", "5.bias"}
+    _step(model, rank)
 
     model = wrapped()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -72,5 +148,5 @@ def _replaced(rank, world):
         model.double()
 
 
-def test_parameters_that_are_replaced_are_noticed():
+def test_parameters_that_are_replaced_or_come_in_addition_are_noticed():
     run_ranks(2, _replaced)

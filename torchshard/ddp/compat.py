@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
+from torchshard.ddp import messages
 from torchshard.ddp.delayed import Delayed
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.observed import ObservedReducer
@@ -25,6 +26,7 @@ class Compatibility:
     logger: Any
     _looked_for_optimizers: bool
     _build_reducer: Any
+    _check_reducer_finalized: Any
     process_group: dist.ProcessGroup
     device: Any
     forward_sync_buffers: bool
@@ -52,14 +54,31 @@ class Compatibility:
         Its ranks are taken to hold equal models. Hooks that have a group of their own keep it.
         """
         if isinstance(new_process_group, dist.ProcessGroup):  # new_group gives ranks outside of it a number
-            self._on_end()
-            self.process_group, before, logger = new_process_group, self.reducer, self.logger
-            self._build_reducer(Exchange(self.process_group, self.device), verified=False)
-            self.reducer.take_over(before)
-            self.logger.take_over(logger)
-            self._looked_for_optimizers = False
-            if self._delayed:
-                self._delayed.connect(self.reducer)
+            self.process_group = new_process_group
+            self._rebuild_reducer(Exchange(self.process_group, self.device), verified=False)
+
+    def _look_at_members(self) -> None:
+        """Average parameters that are no longer frozen, too; RuntimeError if that cannot be, or others have come.
+
+        Which they are, all ranks tell each other before it.
+        """
+        if not self.reducer.in_backward and (thawed := self.reducer.look_at_members()):
+            if self.reducer.may_remember_buckets:
+                raise RuntimeError(messages.remembered_text(thawed))
+            self._check_reducer_finalized()
+            self.reducer.exchange.compare("\n".join(f"is no longer frozen: {name}" for name in thawed))
+            self._rebuild_reducer(self.reducer.exchange, verified=True)
+
+    def _rebuild_reducer(self, exchange: Exchange, verified: bool) -> None:
+        """A new reducer, of what is to be trained now, with the settings of the one that was."""
+        self._on_end()
+        before, logger = self.reducer, self.logger
+        self._build_reducer(exchange, verified)
+        self.reducer.take_over(before)
+        self.logger.take_over(logger)
+        self._looked_for_optimizers = False
+        if self._delayed:
+            self._delayed.connect(self.reducer)
 
     def _check_default_group(self) -> None:
         """Raise RuntimeError unless the process group is the default one, which pickles and copies come back to."""

@@ -39,7 +39,6 @@ class Delayed:
         self._sync = False  # a forward that is to be reduced has run since the last reduction
         self._mode = Mode.IDLE
         self._arrived: set[int] = set()
-        self._is_in_doubt = False  # some got no gradient: another parameter may have taken the place of one
         self._handles = [_torch.register_after_grad(p, self._arrive) for p in params]
         self.connect(reducer)
 
@@ -60,11 +59,6 @@ class Delayed:
                     p.grad = view.zero_().detach()
                 elif p.grad.data_ptr() != view.data_ptr():
                     p.grad = _take(view, p.grad).detach()
-
-    def was_in_doubt(self) -> bool:
-        """Whether some have got no gradient in a backward since this was last asked."""
-        doubt, self._is_in_doubt = self._is_in_doubt, False
-        return doubt
 
     def _lay_out(self) -> None:
         """Buffers for the parameters as they are now: modules may be converted between two steps."""
@@ -103,7 +97,6 @@ class Delayed:
         # Idle: it has come from none of the wrapper's outputs, and brought gradients of these parameters.
         if mode is Mode.SYNC or (mode is Mode.IDLE and self._sync and arrived):
             self._sync = False
-            self._is_in_doubt |= len(arrived) < len(self._params)
             self._reduce()
 
     def _reduce(self) -> None:

@@ -1,88 +1,96 @@
-"""Which parameters are averaged: those that were to be trained when the module was wrapped, and no others."""
+"""Which parameters are averaged: those that are to be trained when a forward begins, of those that were wrapped."""
 
-import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 
 import torch
 
-from torchshard import _torch
 from torchshard.ddp import messages, options
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
+_tables, _values = attrgetter("_parameters", "_modules"), methodcaller("values")
+_requires_grad = attrgetter("requires_grad")
+_END = object()  # the same as nothing that stands in a module
+
+
+class Places:
+    """What stands where in a module; whether it still does is asked at each forward, in some 0.1 us for each place."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._modules = [*module.modules()]
+        self._held = [*self._now()]
+
+    def are_kept(self) -> bool:
+        """Whether all parameters and modules are where they were, and nothing besides."""
+        return all(map(is_, self._now(), self._held))
+
+    def _now(self) -> Iterator[object]:
+        tables = chain.from_iterable(map(_tables, self._modules))
+        return chain(chain.from_iterable(map(_values, tables)), (_END,))
+
 
 class Members:
-    """Notices when others are trained: frozen ones that no longer are, and new ones in the place of those.
+    """Notices when others are trained: frozen ones that no longer are, and new ones, in the place of those or besides.
 
     Args:
         module: that is wrapped; may go before this does.
         ignored: names of parameters that are not in buckets.
         delayed: those of them that are averaged all the same.
+        before: what another one knew, whose place this takes: which parameters were wrapped.
 
     Attributes:
         trained: the parameters to be averaged in buckets, with their names.
     """
 
     def __init__(
-        self, module: torch.nn.Module, ignored: Collection[str], delayed: Sequence[torch.nn.Parameter] = ()
+        self,
+        module: torch.nn.Module,
+        ignored: Collection[str],
+        delayed: Sequence[torch.nn.Parameter] = (),
+        before: "Members | None" = None,
     ) -> None:
         self._module, self._ignored = weakref.ref(module), ignored
         apart = {id(p) for p in delayed}
         self._delayed = {n for n, p in module.named_parameters(remove_duplicate=False) if id(p) in apart}
-        every = self._present(module)
-        self._averaged = [(n, p) for n, p in every if p.requires_grad or id(p) in apart]
+        present = self._present(module)
+        self._wrapped: Named = before._wrapped if before else present
+        self._averaged = [(n, p) for n, p in present if p.requires_grad or id(p) in apart]
         self.trained: Named = [(n, p) for n, p in self._averaged if id(p) not in apart]
-        rest = [(n, p) for n, p in every if not p.requires_grad and id(p) not in apart]
-        frozen = [(n, p) for n, p in rest if p.is_floating_point() or p.is_complex()]
-        self._names = {id(p): n for n, p in frozen}
-        self._handles = [_torch.register_after_grad(p, self._warn) for _, p in frozen if not p.is_inference()]
         self._pins = [weakref.ref(p) for _, p in self._averaged]  # torch swaps no tensor that has one, and says so
-        self._doubts = 0
-        self._absent: Collection[int] | None = None
+        self._note(module, present)
 
-    def look(self, silent: bool, absent: Collection[int] | None) -> None:
-        """If there is a doubt, see to it now and then that the parameters are in their places; raises if others are.
+    def _note(self, module: torch.nn.Module, present: Named) -> None:
+        averaged = {id(p) for _, p in self._averaged}
+        self._places = Places(module)
+        self._others = [p for _, p in present if id(p) not in averaged]  # frozen, as it is
 
-        Args:
-            silent: the last forward to be reduced brought no gradient.
-            absent: those that had none in the last backward.
+    def look(self) -> list[str]:
+        """Names of those that were frozen when they were wrapped, and are to be trained now.
+
+        Raises:
+            RuntimeError: parameters that were not there are to be trained.
         """
-        changed, self._absent = absent != self._absent, absent
-        if silent or changed:
-            self.doubt()
-
-    def doubt(self) -> None:
-        """Some had no gradient: `check` at the 1st, 2nd, 4th, 8th time ..., as it takes some time."""
-        self._doubts += 1
-        if not self._doubts & (self._doubts - 1):
-            self.check()
-
-    def check(self) -> None:
-        """Raise RuntimeError if parameters have taken the place of others."""
+        if self._places.are_kept() and not any(map(_requires_grad, self._others)):
+            return []
         module = self._module()
-        now = {id(p): (n, p) for n, p in self._present(module)} if module else {}
-        gone = [n for n, p in self._averaged if id(p) not in now]
-        known = {*self._names, *[id(p) for _, p in self._averaged]}
+        if module is None:
+            return []
+        present = self._present(module)
+        known, averaged = ({id(p) for _, p in named} for named in (self._wrapped, self._averaged))
         # Plain tensors stand in for parameters during torch.func.functional_call only.
-        trained = [(n, p) for n, p in now.values() if p.requires_grad and isinstance(p, torch.nn.Parameter)]
-        new = [n for n, p in trained if id(p) not in known]
-        if gone and new:
-            raise RuntimeError(messages.replaced_text(gone, new))
+        trained = [(n, p) for n, p in present if p.requires_grad and isinstance(p, torch.nn.Parameter)]
+        if new := [n for n, p in trained if id(p) not in known]:
+            here = {id(p) for _, p in present}
+            raise RuntimeError(messages.replaced_text([n for n, p in self._averaged if id(p) not in here], new))
+        self._note(module, present)
+        return [n for n, p in trained if id(p) not in averaged]
 
     def _present(self, module: torch.nn.Module) -> Named:
         return options.reduced(module, {*self._ignored} - self._delayed)
 
-    @_torch.untraced
-    def _warn(self, param: torch.Tensor) -> None:
-        self._stop_watching()
-        warnings.warn(messages.thawed_text(self._names[id(param)]), stacklevel=2)
-
-    def _stop_watching(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
     def remove(self) -> None:
         """Leave the parameters as they were found."""
-        self._stop_watching()
         self._pins.clear()

@@ -42,18 +42,33 @@ def failed_text(launched: int, buckets: int) -> str:
     return f"goes on after an exception in backward, with {launched} of {buckets} buckets sent"
 
 
-def thawed_text(name: str) -> str:
-    """A parameter is trained that was frozen when the module was wrapped."""
+def thawed_text(names: Sequence[str]) -> str:
+    """Parameters that were frozen when a forward began require a gradient at its end."""
     return (
-        f"DistributedDataParallel: {name} has got a gradient, but did not require one when the module was wrapped: its "
-        "gradient, and that of any other like it, is not averaged over the ranks. Wrap the module anew once they "
-        "require gradients; or wrap it before they are frozen, with find_unused_parameters=True"
+        f"DistributedDataParallel: {names_text(tuple(names))} did not require a gradient when this forward began, and "
+        "requires one at its end: nothing would average it over the ranks. Call requires_grad_(True) before the "
+        "forward; the next one takes it up"
+    )
+
+
+def remembered_text(names: Sequence[str]) -> str:
+    """Parameters are no longer frozen, and a communication hook may not be shown other buckets."""
+    return (
+        f"DistributedDataParallel: {names_text(tuple(names))} did not require a gradient until now; to average it, "
+        "buckets have to change, and the communication hook may remember something of each, as PowerSGD does: "
+        "wrap the module anew, and register the hook with a new state"
     )
 
 
 def replaced_text(gone: Sequence[str], new: Sequence[str]) -> str:
-    """Parameters were replaced after the module was wrapped."""
+    """Parameters were replaced after the module was wrapped, or others have come."""
     before, after = names_text(tuple(gone)), names_text(tuple(new))
+    if not gone:
+        return (
+            f"DistributedDataParallel: {after} came to the module after it was wrapped, and would not be averaged over "
+            "the ranks: wrap the module anew; or add these names to the set `parameters_to_ignore` of the wrapper, if "
+            "each rank is to train its own"
+        )
     return (
         f"DistributedDataParallel: {before} of the wrapped module are no longer in it, and {after} "
         "that are trained in their place are not averaged over the ranks (load_state_dict(assign=True), "

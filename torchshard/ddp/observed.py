@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
+from torchshard.ddp import messages
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.layouts import Events
 from torchshard.ddp.members import Members
 from torchshard.ddp.optimizers import SteppingHook
-from torchshard.ddp.passes import Mode
+from torchshard.ddp.passes import ForwardPass, Mode
 from torchshard.ddp.recording import Step
 from torchshard.ddp.reducer import Reducer
 from torchshard.ddp.reduction import Averaging, CommHook, Hooked, Sum, hooked
@@ -59,15 +60,21 @@ class ObservedReducer(Reducer):
         self._take_hook(hooked(hook, state, self.exchange))
 
     def take_over(self, other: "ObservedReducer") -> None:
-        """The settings of another reducer of the same parameters, and what it has heard under no_sync.
+        """The settings of another reducer of these parameters, or of some, and what it has heard under no_sync.
 
         A hook keeps the group that it has, but for one that steps optimizers: such a one is made anew.
         """
         if isinstance(other.reduction, Hooked) and not isinstance(other.reduction.hook, SteppingHook):
             self._take_hook(other.reduction)
         self.waits_for_user = other.waits_for_user
-        self._recipe.rows.update(other._recipe.rows)
-        self._touched = other._touched
+        self._recipe.rows.update((self.numbers[id(other.params[i])], rows) for i, rows in other._recipe.rows.items())
+        self._touched = {self.numbers[id(other.params[i])] for i in other._touched}
+
+    @property
+    def may_remember_buckets(self) -> bool:
+        """Whether a hook may have kept something for each bucket, by its number, as PowerSGD does."""
+        hooked, begun = isinstance(self.reduction, Hooked) and not self.reduction.is_linear, self.counters.backwards > 0
+        return hooked and begun and not isinstance(self.reduction.hook, SteppingHook)
 
     def _take_hook(self, reduction: Hooked) -> None:
         on_gloo = self.exchange.device.type == "cpu" or dist.get_backend(self.group) == "gloo"
@@ -211,9 +218,17 @@ class ObservedReducer(Reducer):
             self.hooks.put(self)
         if self.traced is not None:
             self.traced.before_forward(self, self._excluded())
-        if self.members and sync and not self.in_backward:
-            self.members.look(self._armed, self.usage.absent)
         super().before_forward(sync)
+
+    def after_forward(self, output: object, sync: bool) -> ForwardPass:
+        """As for Reducer; RuntimeError if a parameter has come to be trained in that forward."""
+        if not self.in_backward and (thawed := self.look_at_members()):
+            raise RuntimeError(messages.thawed_text(thawed))
+        return super().after_forward(output, sync)
+
+    def look_at_members(self) -> list[str]:
+        """See Members.look."""
+        return self.members.look() if self.members else []
 
     def remove_hooks(self) -> None:
         """As for Reducer."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchshard import _torch
-from torchshard.buckets import ONE_BUCKET, BucketPolicy, names_text, plan_table
+from torchshard.buckets import ONE_BUCKET, BucketPolicy, plan_table
 from torchshard.ddp import active, messages
 from torchshard.ddp.arrivals import Hooks, in_turn
 from torchshard.ddp.backwards import Ending, Leaves
@@ -26,6 +26,7 @@ from torchshard.ddp.counters import Counters
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
+from torchshard.ddp.launching import Launching
 from torchshard.ddp.layouts import Events, LaidBucket, decode, encode, is_milestone, lay_out, planned
 from torchshard.ddp.lending import Lending
 from torchshard.ddp.making import Recipe
@@ -36,7 +37,7 @@ from torchshard.ddp.traced import Traced
 from torchshard.ddp.usage import Usage
 
 
-class Reducer(ReducerCompatibility):
+class Reducer(Launching, ReducerCompatibility):
     """Reduces the gradients of some parameters, for one wrapper.
 
     Args:
@@ -217,33 +218,6 @@ class Reducer(ReducerCompatibility):
         raise RuntimeError(better or messages.twice_text(index, name))
 
     @_torch.untraced
-    @in_turn
-    def complete(self, full: FlatBucket) -> None:
-        """This bucket seems full. Launch those that are, in order, up to the first that is not."""
-        self._settle(full)
-        if not full.pending:
-            full.close()
-        for number, bucket in enumerate(self.buckets):
-            if bucket.work is None:
-                self._settle(bucket)
-                if bucket.pending:
-                    return
-                if number == 0:
-                    self.exchange.confirm(self._plan_text)
-                self._launch(number, bucket)
-
-    def _settle(self, bucket: FlatBucket) -> None:
-        try:
-            bucket.settle()
-        except KeyError as error:
-            self._complain(error.args[0])
-
-    def _launch(self, number: int, bucket: FlatBucket) -> None:
-        bucket.close()
-        self.reduction.start(bucket, number, number == len(self.buckets) - 1)
-        self.exchange.issued += 1
-
-    @_torch.untraced
     def _end(self) -> None:
         """The engine calls this when a backward is over."""
         if self.mode is Mode.AROUND and any(b.heard for b in self.buckets):
@@ -274,12 +248,8 @@ class Reducer(ReducerCompatibility):
             for bucket in self.buckets:
                 bucket.install()
             return
-        if self.buckets and self.buckets[0].work is None:
-            self.exchange.confirm(self._plan_text)
-        skipped = self.usage.skipped(self.buckets, self._touched, self.exchange)
-        for number, bucket in enumerate(self.buckets):
-            if bucket.work is None and number not in skipped:
-                self._launch(number, bucket)
+        self._confirm()
+        self._launch_rest(self.usage.skipped(self.buckets, self._touched, self.exchange))
         self.is_unfinished = True
         if not self.waits_for_user:
             self.finish()
@@ -316,17 +286,6 @@ class Reducer(ReducerCompatibility):
         """Lay the buckets out anew after the next backward."""
         self.arrived = Events()
         self.hooks.put(self)
-
-    def _wait(self) -> int:
-        """Wait for what was launched; how many buckets that were."""
-        launched = [(number, bucket.work) for number, bucket in enumerate(self.buckets) if bucket.work is not None]
-        for number, work in launched:
-            self.exchange.wait([work], f"bucket {number} ({names_text(self.plan[number].params)})")
-        return len(launched)
-
-    def _missing(self) -> list[int]:
-        """Parameters whose gradients have not arrived since the last reduction."""
-        return sorted(i for b in self.buckets for i in b.pending)
 
     def _reset(self) -> None:
         self.usage.reset()

@@ -46,5 +46,5 @@ class States:
         _torch.keep_metadata(given, state_dict, meant)
         found = super().load_state_dict(given, strict, assign)  # type: ignore[misc]
         if assign:
-            self.reducer.members.check()  # type: ignore[attr-defined]
+            self.reducer.look_at_members()  # type: ignore[attr-defined]
         return found

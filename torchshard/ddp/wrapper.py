@@ -156,7 +156,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size, wait=wait)
 
     def _build_reducer(self, exchange: Exchange, verified: bool) -> None:
-        members = Members(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
+        delayed, before = self._delay_all_reduce_params, getattr(self, "reducer", None)
+        members = Members(self.module, self.parameters_to_ignore, delayed, before and before.members)
         named = members.trained
         self._precision = self._choose_precision()
         self.reducer = ObservedReducer(
@@ -220,6 +221,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.reducer.exchange.agreement.raise_failure()
         if torch.is_grad_enabled():
+            self._look_at_members()
             self._look_for_optimizers()
             self._begin_step()
         self._begin_round()
@@ -245,8 +247,6 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             if self._precision:
                 self._precision.keep_for(forward)
             if self._delayed:
-                if self._delayed.was_in_doubt() and self.reducer.members:
-                    self.reducer.members.doubt()
                 self._delayed.after_forward(self.require_backward_grad_sync)
         else:
             self._raise_precision()
