@@ -258,7 +258,7 @@ def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Gro
         blocks = _carried_out(x).split(list(lengths), dim)
         by_seat = [blocks[place] for place in sorted(range(group.size), key=seats.__getitem__)]
         given, packed = [block.numel() for block in by_seat], _packed(by_seat)
-    return _wait(_sent(group, _c10d.all_to_all_single, packed, taken, given), group).view(shape)
+    return _wait(_sent(group, _exchanged, packed, taken, given), group).view(shape)
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
