@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchshard.errors import ShardingError
-from torchshard.layout.boxes import Box
 from torchshard.layout.copies import MANY, Copies
 from torchshard.layout.cost import DEFAULT_LINK, Link, slowest
 from torchshard.layout.grid import box_at
@@ -394,10 +393,3 @@ def _most_lacked(here: Sharding, after: Sharding, axes: Sequence[int], sizes: _S
         held = wanted.meet(box_at(sizes.shape, here.splits, mesh.shape, coordinate))
         most = max(most, wanted.numel - (held.numel if held else 0))
     return most * sizes.itemsize
-
-
-def lacked(source: Sharding, target: Sharding, shape: Sequence[int], coordinate: Sequence[int]) -> int:
-    """Elements that the rank at `coordinate` will hold and does not hold yet: no path can move less."""
-    wanted: Box = target.box(shape, coordinate)
-    held = wanted.meet(source.box(shape, coordinate))
-    return wanted.numel - (held.numel if held else 0)

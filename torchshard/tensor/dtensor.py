@@ -68,14 +68,12 @@ class DTensor(Tangent, Tensor):
             local_tensor: this rank's part (for a Partial axis: its term); used as it is, not copied.
             device_mesh: where; by default the mesh of the surrounding `with mesh:`.
             placements: one for each axis (dim of the mesh); everything replicated by default.
-            run_check: ask the other ranks: for sizes and strides of their parts, whether these require a gradient, and
-                along replicated axes for the values of the first rank, which all then have.
-            shape: global shape. Without it and without `run_check` the parts are taken to be of equal size and memory
-                order, on a rank outside of the mesh as its own; the first collective makes sure of that, and raises
-                RankMismatchError where they are not.
+            run_check: ask the other ranks for size, strides and requires_grad of their parts, and along replicated axes
+                for the values of the first rank, which all then have.
+            shape: global shape. Without it and without `run_check` all parts are taken to be like this one in size and
+                memory order; the first collective makes sure of it, and raises RankMismatchError if they are not.
             stride: global stride, to be given together with `shape`.
-            grad_placements: of the gradient, before it becomes that of `local_tensor`; by default those of the tensor,
-                with Replicate for Partial.
+            grad_placements: of the gradient of `local_tensor`; by default those of the tensor, Replicate for Partial.
 
         Raises:
             ShardingError: placements that do not fit, or parts that are no pieces of one tensor.
