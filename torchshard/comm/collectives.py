@@ -122,7 +122,7 @@ def start_all_to_all(
         received: length along `join` of the block from each rank.
         group: who takes part.
     """
-    blocks = x.split(list(sent), split)
+    blocks = x.split_with_sizes(list(sent), split)
     mine = list(blocks[group.position].shape)
     shapes = [(*mine[:join], n, *mine[join + 1 :]) for n in received]
     started = start_exchange(blocks, shapes, group)
@@ -159,7 +159,7 @@ def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], gr
     packed = _packed([blocks[place] for place in by_seat])
 
     def unpack(got: Sequence[Tensor]) -> list[Tensor]:
-        pieces = got[0].split(taken)
+        pieces = got[0].split_with_sizes(taken)
         return [pieces[seat].view(*shape) for seat, shape in zip(seats, shapes, strict=True)]
 
     return Started(group, (_sent(group, _exchanged, packed, taken, given),), unpack)
@@ -217,7 +217,7 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
     if dim == 0 and min(lengths) == longest and group.seats is None:
         return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, _dense(x), name, group.size),), _first)
     # The collective splits the first dim: the pieces have to lie one after another in it.
-    pieces = [_padded(piece, dim, longest) for piece in x.split(list(lengths), dim)]
+    pieces = [_padded(piece, dim, longest) for piece in x.split_with_sizes(list(lengths), dim)]
     if group.seats is not None:
         pieces = [pieces[place] for place in sorted(range(group.size), key=group.seats.__getitem__)]
     shape = pieces[0].shape
@@ -255,7 +255,7 @@ def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Gro
     given, taken = [0] * group.size, [0] * group.size
     taken[seats[source]], packed = _numel(shape), x.new_empty(0)
     if group.position == source:
-        blocks = _carried_out(x).split(list(lengths), dim)
+        blocks = _carried_out(x).split_with_sizes(list(lengths), dim)
         by_seat = [blocks[place] for place in sorted(range(group.size), key=seats.__getitem__)]
         given, packed = [block.numel() for block in by_seat], _packed(by_seat)
     return _wait(_sent(group, _exchanged, packed, taken, given), group).view(shape)
