@@ -151,6 +151,19 @@ def test_a_compiled_step_of_lists_whose_lengths_are_dynamic(mesh):
     torch.testing.assert_close([t.to_local() for t in ours], plain)
 
 
+def test_clipping_in_a_region_whose_numbers_are_dynamic(mesh):
+    """Rules read the order of a norm, which is a symbol there."""
+    clip = torch.compile(torch.nn.utils.clip_grad_norm_, backend="aot_eager", dynamic=True)
+    tensors = lists(torch.float32)[:1]
+    plain, ours = [[torch.nn.Parameter(t) for t in some] for some in (tensors, placed(mesh, tensors))]
+    for order in (2.0, 3.0, math.inf):
+        for p in (*plain, *ours):
+            p.grad = p.detach() * 2
+        expected = torch.nn.utils.clip_grad_norm_(plain, 1.0, order)
+        torch.testing.assert_close(clip(ours, 1.0, order).full_tensor(), expected)
+        torch.testing.assert_close(ours[0].grad.to_local(), plain[0].grad)
+
+
 def test_traced_lists_stay_as_they_are(mesh):
     def step(x):
         torch._foreach_mul_(x, 0.5)

@@ -37,8 +37,9 @@ _KEY = {
     "tensors": "(*[__t._spec if __t.__class__ is __D else __kind(__t) for __t in {n}],) if {n} is not None else None",
     "number": "{n}.__class__",
     "numbers": "(__len({n}), __frozenset(__map(__type, {n})))",
-    "number read": "({n}.__class__, {n})",  # 2, 2.0 and True are equal
-    "numbers read": "((*__map(__type, {n}),), (*{n},))",
+    # 2, 2.0 and True are equal
+    "number read": "({n}.__class__, {n}) if {n}.__class__ in __simple else __read({n})",
+    "numbers read": "(*__map(__read, {n}),)",
     "value": "(*{n},) if {n}.__class__ is __list else {n}",
 }
 KeyPart = Literal["tensor", "tensors", "number", "numbers", "number read", "numbers read", "value"]
@@ -52,7 +53,7 @@ class Argument(NamedTuple):
 
 
 def make_entry(names: Sequence[str], parts: Sequence[KeyPart], scope: Mapping[str, Any]) -> Callable[..., Any]:
-    """An entry; `scope` has D, simple, kind, get, miss and uncached."""
+    """An entry; `scope` has D, simple, kind, read, get, miss and uncached."""
     args = ", ".join(names)
     key = ", ".join([_KEY[part].format(n=name) for name, part in zip(names, parts, strict=True)])
     source = f"""\

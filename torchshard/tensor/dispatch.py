@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 from torchshard._torch import schema
@@ -86,13 +87,37 @@ def _entry(
             plans[key] = plan
         return result
 
+    read = [at for at, part in enumerate(parts) if part in ("number read", "numbers read")]
+
     def uncached(values: tuple[Any, ...]) -> Any:
-        return make_plan(call(values))[0]
+        known = list(values)
+        for at in read:
+            known[at] = _known(known[at])
+        return make_plan(call(tuple(known)))[0]
 
     scope: Mapping[str, Any] = {
-        "D": DTensor, "simple": _SIMPLE, "kind": _kind, "get": plans.get, "miss": miss, "uncached": uncached,
+        "D": DTensor, "simple": _SIMPLE, "kind": _kind, "read": _read,
+        "get": plans.get, "miss": miss, "uncached": uncached,
     }  # fmt: skip
     return make_entry(names, parts, scope)
+
+
+def _read(x: Any) -> Any:
+    """What the key of a call holds for a number that a rule reads.
+
+    Raises:
+        TypeError: the number is a symbol, which a graph would have to know to compare it.
+    """
+    if isinstance(x, torch.SymFloat):
+        raise TypeError("a symbolic number is no part of a key")
+    return x.__class__, x
+
+
+def _known(x: Any) -> Any:
+    """A number that a rule reads, or some; a symbol as what it is in this run, for which alone the graph then is."""
+    if isinstance(x, (list, tuple)):
+        return [_known(item) for item in x]
+    return float(x) if isinstance(x, torch.SymFloat) else x
 
 
 def _kind(x: Any) -> Any:
