@@ -75,6 +75,14 @@ def test_with_torchs_checkpoint_tools(fake_group):
     assert all(not value.any() for value in model.state_dict().values())
 
 
+def test_a_state_dict_method_of_the_instance(fake_group):
+    """As of torch's private _patch_model_state_dict, whose names are those of the bare module, also on loading."""
+    target, state = DistributedDataParallel(_module()), _module().state_dict()
+    target.state_dict = dict
+    assert not any(target.load_state_dict(state))
+    assert all(torch.equal(target.module.state_dict()[name], value) for name, value in state.items())
+
+
 def test_names_of_wrappers_that_are_none(fake_group):
     inner = nn.Module()
     inner.module = nn.Linear(2, 2)

@@ -41,7 +41,7 @@ class States:
         Raises:
             RuntimeError: parameters were replaced (assign), so that nothing averages the new ones' gradients.
         """
-        meant = wrappers.renamed(state_dict, self.state_dict())
+        meant = wrappers.renamed(state_dict, States.state_dict(self))  # one of the instance may have other names
         given = OrderedDict((meant[key], value) for key, value in state_dict.items())
         _torch.keep_metadata(given, state_dict, meant)
         found = super().load_state_dict(given, strict, assign)  # type: ignore[misc]
