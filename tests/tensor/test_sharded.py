@@ -198,8 +198,26 @@ def _computing(rank, world):
         x @ y.to(torch.float32)
     with pytest.raises(NotImplementedError, match="sum"):
         x.sum()
-    with pytest.raises(NotImplementedError, match="rand_like"):
-        torch.rand_like(x)
+    # Random numbers are those of the whole tensor; what depends on values, too, is refused.
+    for fill in (
+        torch.nn.init.kaiming_uniform_,
+        torch.nn.init.xavier_normal_,
+        lambda a: a.bernoulli_(0.5).add_(a.exponential_()),
+        lambda a: a.bernoulli_(torch.tensor([0.1, 0.5, 0.9])),
+        lambda a: torch.randn_like(a, dtype=torch.float64),
+        lambda a: torch.randint_like(a, 9),
+        lambda a: torch.dropout(torch.ones_like(a), 0.5, True),
+    ):
+        drawn = []
+        for a in (torch.nn.Parameter(z), torch.nn.Parameter(w.clone())):
+            torch.manual_seed(4)
+            with torch.no_grad():
+                drawn.append(fill(a))
+        check(*drawn)
+    with pytest.raises(NotImplementedError, match="rrelu"):
+        torch.rrelu(x, training=True)
+    with pytest.raises(NotImplementedError, match="bernoulli_"):
+        z.bernoulli_(torch.ones_like(z))
     with pytest.raises(NotImplementedError, match="_foreach_norm"):
         torch._foreach_norm([x, y])
     with pytest.raises(ValueError, match=re.compile("argument 1 is a plain tensor.*to_sharded_tensor", re.S)):

@@ -1,4 +1,8 @@
-"""Operators of ShardedTensors: those that work element by element, run on this rank's parts without communication."""
+"""Operators of ShardedTensors: those that work element by element, run on this rank's parts without communication.
+
+And those that draw random numbers, whatever the values are: as for `factories.rand`, every rank draws the whole tensor
+and keeps its parts.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +26,8 @@ _REDUCING = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}  # on lists, bu
 _ALSO = {"_to_copy.default", "copy_.default", "zero_.default"}
 _ALSO |= {f"masked_fill{how}.{kind}" for how in ("", "_") for kind in ("Scalar", "Tensor")}
 _RANDOM = torch.Tag.nondeterministic_seeded
+_DRAWING = {"uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "bernoulli_"}
+_DRAWING |= {"rand_like", "randn_like", "randint_like"}
 
 
 @skip_alone
@@ -40,6 +46,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     ):
         options = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
         return _whole_new(found[0], torch.zeros_like if "zeros" in name else torch.empty_like, **options)
+    if operator_names(func)[0] in _DRAWING and len(found) == 1:
+        return _drawn(func, args, kwargs)
     if not _by_element(func, name) and not _by_mask(name, args):
         raise UnsupportedOperatorError(
             f"{name} is not an operator of ShardedTensors.",
@@ -80,6 +88,18 @@ def _whole_new(x: ShardedTensor, make: Callable[..., Tensor], **options: Any) ->
     """As torch's staging of asynchronous checkpoints asks for a copy: of the whole size, cut alike."""
     tensors = [make(shard.tensor.detach(), **options) for shard in x._local_shards]
     return cut_as(x, tensors, make(_nothing(x), **options))
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator draws for a tensor like its first argument, or into that."""
+    x: ShardedTensor = args[0]
+    whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+    drawn = [whole[specs.box_of(shard.metadata, x.shape).slices] for shard in x._local_shards]
+    if not schema(func).is_mutable:
+        return cut_as(x, [part.clone(memory_format=torch.contiguous_format) for part in drawn], whole[:0])
+    for shard, part in zip(x._local_shards, drawn, strict=True):
+        shard.tensor.copy_(part)
+    return x
 
 
 def _by_element(func: Any, name: str) -> bool:
