@@ -104,6 +104,7 @@ def to_dtensor(
     """
     mesh = bind(device_mesh)
     chosen = _chooser(sd, placements, strict)
+    known: dict[tuple[int, tuple[int, ...]], tuple[Any, OnMesh]] = {}  # one for all of a shape that are placed alike
 
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
         found = chosen(path, x)
@@ -111,11 +112,15 @@ def to_dtensor(
             if src_rank is None or form.holding is not None or this_rank() not in (src_rank, *mesh.ranks):
                 return None
             return AsOn(src_rank, mesh)
-        sharding = sharding_from_torch(found, mesh, form.shape)
-        if sharding.partial:
-            raise ShardingError("Values cannot be converted to terms.", expected="Shard(dim) or Replicate()", got=found)
         take_replicas(form, mesh)
-        return OnMesh(sharding)
+        if (id(found), form.shape) not in known:
+            sharding = sharding_from_torch(found, mesh, form.shape)
+            if sharding.partial:
+                raise ShardingError(
+                    "Values cannot be converted to terms.", expected="Shard(dim) or Replicate()", got=found
+                )
+            known[id(found), form.shape] = found, OnMesh(sharding)  # the placements live, so their id stays theirs
+        return known[id(found), form.shape][1]
 
     return convert(sd, decide, reduce_partial=reduce_partial, source=src_rank)
 
@@ -196,6 +201,7 @@ def to_sharded_tensor(
     if dim is not None and spec is not None:
         raise ShardingError("A spec says itself which dim is cut.", expected="dim= or spec=", got="both")
     cuts: dict[Any, Any] = {}  # one spec for all tensors that are cut alike
+    kept: dict[Any, Target] = {}  # and for all that keep parts that lie alike
 
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
         if form.holding is None and not form.shape:
@@ -203,7 +209,8 @@ def to_sharded_tensor(
         if form.holding is not None and dim is None and spec is None:
             if isinstance(x, ShardedTensor):
                 return None
-            return _as_it_is(form)
+            alike = id(form.holding), form.device, form.group
+            return kept.get(alike) or kept.setdefault(alike, _as_it_is(form))
         group = process_group or _group_of(form)
         ranks = tuple(dist.get_process_group_ranks(group))
         key = ranks, form.device

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class OnMesh(Target):
         assert isinstance(mesh, BoundMesh), "a sharding that belongs to no DeviceMesh"
         return mesh
 
-    @property
+    @cached_property
     def text(self) -> str:
         """As of Target."""
         return f"{self.sharding} on the ranks {list(self.mesh.ranks)}"
