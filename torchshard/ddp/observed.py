@@ -73,8 +73,10 @@ class ObservedReducer(Reducer):
     @property
     def may_remember_buckets(self) -> bool:
         """Whether a hook may have kept something for each bucket, by its number, as PowerSGD does."""
-        hooked, begun = isinstance(self.reduction, Hooked) and not self.reduction.is_linear, self.counters.backwards > 0
-        return hooked and begun and not isinstance(self.reduction.hook, SteppingHook)
+        reduction = self.reduction
+        if not isinstance(reduction, Hooked) or reduction.is_linear or not self.counters.backwards:
+            return False
+        return not isinstance(reduction.hook, SteppingHook)
 
     def _take_hook(self, reduction: Hooked) -> None:
         on_gloo = self.exchange.device.type == "cpu" or dist.get_backend(self.group) == "gloo"
