@@ -13,7 +13,7 @@ import torch.distributed.tensor.debug as upstream
 from tabulate import tabulate
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard._torch import intercepting
+from torchshard._torch import end_modules_once, intercepting
 from torchshard.errors import ImplicitRedistributionError, ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.runs import route
@@ -35,6 +35,10 @@ class CommDebugMode(upstream.CommDebugMode):
         ...     model(x).sum().backward()
         >>> mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        end_modules_once(self.advanced_module_tracker)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(t is DTensor for t in types):

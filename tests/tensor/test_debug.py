@@ -52,6 +52,17 @@ def test_collectives_are_counted(mesh):
     assert mode.get_total_counts() == 0
 
 
+def test_modules_may_be_called_again(mesh):
+    model = distribute_module(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), mesh)
+    x = zeros(8, 8, device_mesh=mesh, placements=[Replicate(), Shard(1)]).requires_grad_()
+    with CommDebugMode() as mode:
+        for _ in range(3):
+            model(x).sum().full_tensor().backward()
+    assert mode.comm_module_counts["Sequential.1"]["forward"] == {funcol.reduce_scatter_tensor: 3}
+    model(x)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize("alone", [0, 1])
 def test_nothing_is_sent_along_an_axis_of_one_rank(mesh, alone):
     flat = init_device_mesh("cpu", (1, 8) if alone == 0 else (8, 1))

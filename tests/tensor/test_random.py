@@ -25,6 +25,12 @@ def draws():
     }
 
 
+@torch.library.custom_op("random_test::noisy", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noisy(x: torch.Tensor, p: float) -> torch.Tensor:
+    """Dropout that has no handler, as attention kernels have it inside."""
+    return F.dropout(x, p).clone()
+
+
 def body(rank, world, mesh_shape):
     from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh, rand, randn
 
@@ -56,6 +62,12 @@ def body(rank, world, mesh_shape):
         F.dropout(p, 0.4).square().sum().backward()
         if not torch.allclose(p.grad.full_tensor(), q.grad):
             bad.append(f"gradient of dropout {placements}")
+        for chance in (0.0, 0.4):  # the plan for none serves for some
+            torch.manual_seed(5)
+            want = noisy(full, chance)
+            torch.manual_seed(5 + rank)
+            if not torch.equal(noisy(x, chance).full_tensor(), want):
+                bad.append(f"dropout of {chance} without a handler {placements}")
     return bad
 
 

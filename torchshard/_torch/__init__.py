@@ -36,6 +36,7 @@ from torchshard._torch.data_parallel import (
 from torchshard._torch.dtensors import (
     asked,
     current_mesh,
+    end_modules_once,
     expected,
     functional_collectives,
     hash_anew,
@@ -192,6 +193,7 @@ __all__ = [
     "decomposition",
     "default_group",
     "device_index",
+    "end_modules_once",
     "example_of",
     "expect_strides",
     "expected",

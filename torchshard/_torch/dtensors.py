@@ -280,3 +280,23 @@ def waited(grad: Tensor) -> Tensor:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+
+
+def end_modules_once(tracker: Any) -> None:
+    """Have a tracker of torch's CommDebugMode take back the hook that it puts on a module for the end of its forward.
+
+    It puts one there in every forward and remembers the last (_CommModeModuleTracker, 2.11-2.15), so that a module that
+    is called twice ends twice: an IndexError, then and in every later forward. Without these names it is left alone.
+    """
+    end = getattr(tracker, "_fw_set_module_hook", None)
+    handles = getattr(tracker, "register_forward_hook_handles", None)
+    if end is None or handles is None:
+        return
+
+    def once(module: Any, given: Any, made: Any) -> None:
+        handle = handles.pop(tracker.parent_list[-1], None)
+        end(module, given, made)
+        if handle is not None:
+            handle.remove()
+
+    tracker._fw_set_module_hook = once

@@ -9,6 +9,7 @@ gathering        every operand whole on every rank; said once
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchshard._torch import decomposition, is_traced, schema, takes_plain_for_replicated
@@ -175,7 +176,7 @@ def _by_gathering(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | 
     handlers.refuse_ungatherable(call)
     if call.name not in handlers.QUIET:
         say_replicated(call.name, "no rule for these operands")
-    if handlers.draws(call):
+    if torch.Tag.nondeterministic_seeded in call.func.tags:
         return _by_gathering_in_step(call, operands)
     return _gathered(call, operands)
 
@@ -186,9 +187,12 @@ def _by_gathering_in_step(call: Call, operands: Sequence[Operand]) -> tuple[Any,
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     device = next(dtensors_in(call.values)).device
     given = call.names.index("generator") if "generator" in call.names else None
+    kind = call.without_values()
 
     def agree(values: Sequence[Any]) -> None:
-        _refuse_to_draw_in_traces(call.name, values)
+        if not handlers.draws(kind, values):
+            return
+        _refuse_to_draw_in_traces(kind.name, values)
         random.agree_on_generator(mesh, device, None if given is None else values[given])
 
     agree(call.values)

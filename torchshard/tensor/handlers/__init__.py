@@ -1,7 +1,7 @@
 """The few operators that a row of notation cannot tell: they communicate inside, or must be refused."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,9 +100,9 @@ def refuse_ungatherable(call: "Call") -> None:
         )
 
 
-def draws(call: "Call") -> bool:
-    """Whether an operator uses a generator: dropout with probability 0 does not."""
+def draws(call: "Call", values: Sequence[Any]) -> bool:
+    """Whether an operator uses a generator when it is called with these values: dropout with probability 0 does not."""
     if torch.Tag.nondeterministic_seeded not in call.func.tags:
         return False
-    chances = [v for n, v in zip(call.names, call.values, strict=True) if n in ("p", "dropout_p", "dropout")]
+    chances = [v for n, v in zip(call.names, values, strict=True) if n in ("p", "dropout_p", "dropout")]
     return not (chances and isinstance(chances[0], float) and chances[0] == 0.0)
