@@ -269,6 +269,8 @@ REDUCTIONS = [
 ]
 
 VIEWS = [
+    case("view as integers", lambda x: x.view(torch.int32), (5, 7), grad=False, partial=False),
+    case("view as bytes", lambda x: x.view(torch.uint8), (5, 7), grad=False, partial=False),
     case("view flat", lambda a: a.view(20), (5, 4)),
     case("view split", lambda a: a.view(2, 2, 3, 2), (4, 6)),
     case("view regroup", lambda a: a.view(6, 4), (4, 6)),

@@ -48,7 +48,8 @@ def test_collectives_are_counted(mesh):
     assert dict(mode.get_comm_counts()) == {funcol.all_gather_into_tensor: 1}  # over both axes at once
     assert mode.get_total_counts() == 1
     with mode:
-        torch.relu(x)
+        torch.relu(x).view(torch.int32)
+        assert not x.is_pinned()
     assert mode.get_total_counts() == 0
 
 

@@ -222,6 +222,13 @@ def _pad(x: Layout, pad: Sequence[int], value: Any = 0) -> Made:
     return Made(_line(names, result), options={} if value else {"linear": ((0,),)})
 
 
+def _view_dtype(x: Layout, dtype: Any) -> str | None:
+    """The same bits as numbers of another type, of which a row may hold more or fewer."""
+    if dtype.itemsize == x.dtype.itemsize:
+        return "... -> ..."
+    return "... Z -> ... W" if x.ndim else None
+
+
 def _repeat(x: Layout, repeats: Sequence[int]) -> str:
     names, lead = letters(x.ndim), len(repeats) - x.ndim
     result = [f"N{d}" for d in range(lead)]
@@ -326,6 +333,7 @@ RULES = {
     **named("repeat", Rule(_repeat, options("moves"))),
     **named("channel_shuffle native_channel_shuffle", Rule(_channel_shuffle, options("moves full"))),
     **named("diag_embed", Rule(_diag_embed, options("lin=0"))),
+    **named("view.dtype", Rule(_view_dtype)),
     **named("constant_pad_nd", Rule(_pad, options("reads=value"))),
     **named("slice_backward", Rule(_slice_backward, options("lin=0"))),
     **named("select_backward", Rule(_select_backward, options("lin=0"))),

@@ -1,4 +1,4 @@
-"""Views that no rule can tell: those that change a tensor's own shape in place, and those into its memory."""
+"""Views that no rule can tell: those that change a tensor's own shape in place, and into its memory; where that is."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +36,11 @@ def _turned_into(x: DTensor, local: Tensor, layout: TensorLayout, func: Any, *ar
         func(x, *args)
     x._local_tensor, x._spec = local, layout
     return x
+
+
+def _is_pinned(func: Any, x: Any, device: Any = None) -> Any:
+    """Whether this rank's part is in pinned memory: nobody need be asked."""
+    return x._local_tensor.is_pinned() if type(x) is DTensor else NotImplemented
 
 
 def _as_strided_(func: Any, x: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
@@ -88,6 +93,7 @@ def _copy_(func: Any, x: DTensor, source: Any, *_: Any, **__: Any) -> Any:
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "is_pinned.default": _is_pinned,
     "as_strided.default": _as_strided,
     "as_strided_.default": _as_strided_,
     "as_strided_copy.default": _as_strided,
