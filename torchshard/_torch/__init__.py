@@ -28,6 +28,7 @@ from torchshard._torch.autograd import (
 from torchshard._torch.data_parallel import (
     AFTER_FORWARD,
     buffer_hook,
+    in_functional_call,
     is_before_forward,
     is_ignored_by_ddp,
     is_joining,
@@ -225,6 +226,7 @@ __all__ = [
     "in_compiled_autograd",
     "in_distributed_autograd",
     "in_forward_ad",
+    "in_functional_call",
     "in_transform",
     "inductor_options",
     "inductor_patches",

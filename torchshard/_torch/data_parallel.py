@@ -1,9 +1,13 @@
 """What torch's own wrapper, and code that works with it, knows by private names."""
 
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
+
+from torchshard._torch.finding import find
 
 
 def _locations() -> Any:
@@ -55,3 +59,15 @@ def keep_metadata(renamed: Any, state: Any, names: Mapping[str, str]) -> None:
 def is_ignored_by_ddp(param: Tensor) -> bool:
     """Whether torch's DistributedDataParallel was told to leave this parameter alone (a mark of its own, 2.11-2.15)."""
     return bool(getattr(param, "_ddp_ignored", False))
+
+
+def in_functional_call() -> bool:
+    """Whether other tensors stand in for a module's, for one call: torch.func.functional_call is running.
+
+    Only the stack knows (torch.nn.utils.stateless._functional_call, 2.11-2.15; without it no call is one).
+    """
+    call = find("nn.utils.stateless._functional_call")
+    frame: FrameType | None = sys._getframe() if call else None
+    while frame is not None and frame.f_code is not call.__code__:
+        frame = frame.f_back
+    return frame is not None

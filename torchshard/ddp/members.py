@@ -7,6 +7,7 @@ from operator import attrgetter, is_, methodcaller
 
 import torch
 
+from torchshard import _torch
 from torchshard.ddp import messages, options
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -76,11 +77,10 @@ class Members:
         if self._places.are_kept() and not any(map(_requires_grad, self._others)):
             return []
         module = self._module()
-        if module is None:
+        if module is None or _torch.in_functional_call():
             return []
         present = self._present(module)
         known, averaged = ({id(p) for _, p in named} for named in (self._wrapped, self._averaged))
-        # Plain tensors stand in for parameters during torch.func.functional_call only.
         trained = [(n, p) for n, p in present if p.requires_grad and isinstance(p, torch.nn.Parameter)]
         if new := [n for n, p in trained if id(p) not in known]:
             here = {id(p) for _, p in present}

@@ -297,8 +297,26 @@ def refuse_unwritable(x: DTensor) -> None:
         )
 
 
-def fill(view: DTensor) -> None:
-    """Remember that an operator has written to a view as its `out`, so that the base has these values."""
+def filling(plan: Callable[..., Any] | None, call: "Call") -> Callable[..., Any] | None:
+    """The plan of a call that has just been run, if there is one: which remembers it where it has written to a view as
+    its `out`, as that call has, so that the base has these values.
+    """
+    if "out" not in call.names:
+        return plan
+    at = call.names.index("out")
+    _fill(call.values[at])
+    if plan is None:
+        return None
+
+    def run(*args: Any) -> Any:
+        result = plan(*args)
+        _fill(args[at])
+        return result
+
+    return run
+
+
+def _fill(view: DTensor) -> None:
     view._filled = None if view.is_inference() else view._version + 1  # which it has when the operator is over
 
 

@@ -86,8 +86,10 @@ def _plan_of_one_mesh(call: Call, operands: Sequence[Operand]) -> tuple[Any, Pla
     require_one_mesh(call, operands)
     rule = rule_of(call.func)
     if rule is None:
-        return _plan_of_these_numbers(call, operands)
-    return linearity.by_numbers(call, rule.options, operands, _plan_of_these_numbers)
+        result, plan = _plan_of_these_numbers(call, operands)
+    else:
+        result, plan = linearity.by_numbers(call, rule.options, operands, _plan_of_these_numbers)
+    return result, guards.filling(plan, call)
 
 
 def _plan_of_these_numbers(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
@@ -289,5 +291,3 @@ def _write_back(call: Call, o: Operand, x: Any, local: Tensor, target: TensorLay
             fix="use the operator's variant that returns its result",
         )
     guards.write_back(x, local, target)
-    if call.names[o.at] == "out":
-        guards.fill(x)

@@ -1,7 +1,7 @@
 """Operators of ShardedTensors: those that work element by element, run on this rank's parts without communication.
 
 And those that draw random numbers, whatever the values are: as for `factories.rand`, every rank draws the whole tensor
-and keeps its parts.
+and keeps its parts; not in compiled regions, whose numbers are others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from torchshard._torch import operator_names, schema, skip_alone
+from torchshard._torch import is_traced, operator_names, schema, skip_alone
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.rules import pointwise
 from torchshard.tensor.foreach import handles as on_lists
@@ -46,7 +46,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     ):
         options = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
         return _whole_new(found[0], torch.zeros_like if "zeros" in name else torch.empty_like, **options)
-    if operator_names(func)[0] in _DRAWING and len(found) == 1:
+    if operator_names(func)[0] in _DRAWING and len(found) == 1 and not _in_trace(found[0]):
         return _drawn(func, args, kwargs)
     if not _by_element(func, name) and not _by_mask(name, args):
         raise UnsupportedOperatorError(
@@ -88,6 +88,10 @@ def _whole_new(x: ShardedTensor, make: Callable[..., Tensor], **options: Any) ->
     """As torch's staging of asynchronous checkpoints asks for a copy: of the whole size, cut alike."""
     tensors = [make(shard.tensor.detach(), **options) for shard in x._local_shards]
     return cut_as(x, tensors, make(_nothing(x), **options))
+
+
+def _in_trace(x: ShardedTensor) -> bool:
+    return x.device.type != "meta" and is_traced(_nothing(x))
 
 
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
