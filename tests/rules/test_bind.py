@@ -36,3 +36,10 @@ def test_a_length_that_is_given_stretches_all_operands():
     assert found.operands == ((ONE,), (ONE,))
     assert found.known_shape(0) == (3,)
     assert bound("g?, g? -> g", (1,), (4,), g=3) is None
+
+
+def test_a_result_may_have_any_length_where_nothing_is_known():
+    found = bound("a B -> a ZB", (5, 4))
+    assert found.may_have(0, (5, 4))
+    assert not found.may_have(0, (6, 4))
+    assert not found.may_have(0, (5,))

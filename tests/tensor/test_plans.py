@@ -120,6 +120,13 @@ def test_plans_for_the_value_of_a_number_are_for_its_type_too(mesh):
             assert [layout_of(times(x, by)).dtype for by in (2, 2.0, 2)] == [torch.int64, torch.float32, torch.int64]
 
 
+@pytest.mark.parametrize("name", ["cumsum_", "cumprod_"])
+def test_in_place_forms_follow_the_rule(mesh, name):
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    with fallback("error"):
+        assert getattr(x, name)(1).placements == (Shard(0),)
+
+
 def test_fake_groups_take_a_rank_that_gives_nothing():
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
     try:

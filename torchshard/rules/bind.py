@@ -45,6 +45,11 @@ class Bound:
         """Global shape of a result; a factor of which nothing is known counts as 1."""
         return tuple([self._length(dim, 1) for dim in self.results[which]])
 
+    def may_have(self, which: int, shape: Sequence[int]) -> bool:
+        """Whether a result may be of this global shape; a factor of which nothing is known has any length."""
+        dims = self.results[which]
+        return len(dims) == len(shape) and all(self._length(dim, n) == n for dim, n in zip(dims, shape, strict=True))
+
     def tells_shapes(self) -> bool:
         """Whether the lengths of all results follow from those of the operands."""
         return all(self._size(f) is not None for result in self.results for dim in result for f in dim)

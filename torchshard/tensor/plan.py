@@ -147,7 +147,7 @@ def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]
         refuse_as_eager(call)
         return None
     written = call.written()
-    if written == (0,) and bound.known_shape(0) != tuple(layouts[0].shape):
+    if written == (0,) and not bound.may_have(0, layouts[0].shape):
         return None  # it would grow, as addbmm_ lets it
     fixed: dict[int, int | None] = {
         k: 0 if o.at in written else None for k, o in enumerate(operands) if o.fixed or o.at in written
