@@ -39,6 +39,7 @@ SMALL = 16 * 1024
 """Bytes up to which a tensor is sent with others: a link carries them while a collective starts."""
 
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
 
 
 @dataclass(slots=True)
@@ -152,14 +153,12 @@ def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], gr
         pairs = (2,) if dtype.is_complex else ()
         started = start_exchange([_carried(b) for b in blocks], [(*shape, *pairs) for shape in shapes], group)
         return Started(group, started.coming, lambda got: [_uncarried(piece, dtype) for piece in started.finish(got)])
-    seats = group.seats or range(group.size)
-    by_seat = sorted(range(group.size), key=seats.__getitem__)
-    given = [blocks[place].numel() for place in by_seat]
-    taken = [_numel(shapes[place]) for place in by_seat]
-    packed = _packed([blocks[place] for place in by_seat])
+    blocks = _by_seat(blocks, group)
+    given, taken = [block.numel() for block in blocks], [_numel(shape) for shape in _by_seat(shapes, group)]
+    packed = _packed(blocks)
 
     def unpack(got: Sequence[Tensor]) -> list[Tensor]:
-        pieces = got[0].split_with_sizes(taken)
+        pieces, seats = got[0].split_with_sizes(taken), group.seats or range(group.size)
         return [pieces[seat].view(*shape) for seat, shape in zip(seats, shapes, strict=True)]
 
     return Started(group, (_sent(group, _exchanged, packed, taken, given),), unpack)
@@ -217,9 +216,7 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
     if dim == 0 and min(lengths) == longest and group.seats is None:
         return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, _dense(x), name, group.size),), _first)
     # The collective splits the first dim: the pieces have to lie one after another in it.
-    pieces = [_padded(piece, dim, longest) for piece in x.split_with_sizes(list(lengths), dim)]
-    if group.seats is not None:
-        pieces = [pieces[place] for place in sorted(range(group.size), key=group.seats.__getitem__)]
+    pieces = [_padded(piece, dim, longest) for piece in _by_seat(x.split_with_sizes(list(lengths), dim), group)]
     shape = pieces[0].shape
     packed = _joined(torch.stack, pieces).reshape(-1)
 
@@ -250,14 +247,13 @@ def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Gro
     """
     if x.dtype not in _CARRIED:
         return _uncarried(scatter(_carried(x), dim, lengths, source, group), x.dtype)
-    shape, seats = list(x.shape), group.seats or range(group.size)
+    shape = list(x.shape)
     shape[dim] = lengths[group.position]
     given, taken = [0] * group.size, [0] * group.size
-    taken[seats[source]], packed = _numel(shape), x.new_empty(0)
+    taken[_seat(source, group)], packed = _numel(shape), x.new_empty(0)
     if group.position == source:
-        blocks = _carried_out(x).split_with_sizes(list(lengths), dim)
-        by_seat = [blocks[place] for place in sorted(range(group.size), key=seats.__getitem__)]
-        given, packed = [block.numel() for block in by_seat], _packed(by_seat)
+        blocks = _by_seat(_carried_out(x).split_with_sizes(list(lengths), dim), group)
+        given, packed = [block.numel() for block in blocks], _packed(blocks)
     return _wait(_sent(group, _exchanged, packed, taken, given), group).view(shape)
 
 
@@ -265,8 +261,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """The tensor of the rank at place `source` of the line, on every rank."""
     if x.dtype not in _CARRIED:
         return _uncarried(broadcast(_carried(x), source, group), x.dtype)
-    seat = group.seats[source] if group.seats else source
-    return _wait(_sent(group, _c10d.broadcast, _dense(x), seat), group)
+    return _wait(_sent(group, _c10d.broadcast, _dense(x), _seat(source, group)), group)
 
 
 def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tensor]:
@@ -323,6 +318,18 @@ def _numel(shape: Sequence[int]) -> int:
     for n in shape:
         numel *= n
     return numel
+
+
+def _seat(place: int, group: Group) -> int:
+    """The rank in the process group of the one at a place of the line."""
+    return group.seats[place] if group.seats else place
+
+
+def _by_seat(items: Sequence[_Item], group: Group) -> Sequence[_Item]:
+    """One item for each rank, from the order of the line into that of the process group."""
+    if group.seats is None:
+        return items
+    return [items[place] for place in sorted(range(group.size), key=group.seats.__getitem__)]
 
 
 def _packed(blocks: Sequence[Tensor]) -> Tensor:

@@ -106,9 +106,9 @@ class Rule:
                 return None
             read = [x for value in (*args, *kwargs.values()) for x in (value if _is_list(value) else [value])]
             bound = bind(parse(made.line), [x.shape for x in read if isinstance(x, Layout)], made.sizes)
-            if bound is None or len(bound.results) != 1 or not bound.tells_shapes():
+            if bound is None or len(bound.results) != 1:
                 return None
-            if bound.known_shape(0) != tuple(out.shape):
+            if not (bound.tells_shapes() and bound.may_have(0, out.shape)):
                 return None
             operands, _, result = made.line.partition("->")
             return replace(made, line=f"{operands.rstrip()}, {result.strip()} -> {result.strip()}")

@@ -224,26 +224,27 @@ def distribute_module(
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replace the parameters and buffers that are no DTensors yet."""
-    parameters = [
-        (submodule, key, parameter)
-        for submodule in module.modules()
-        for key, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False)
-        if not _is_distributed(parameter)
-    ]
-    buffers = [
-        (submodule, key, buffer)
-        for submodule in module.modules()
-        for key, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False)
-        if not _is_distributed(buffer)
-    ]
-    first = {id(parameter): (submodule, key, parameter) for submodule, key, parameter in reversed(parameters)}
-    olds = list(reversed(first.values()))
+    parameters, buffers = _plain(module, "named_parameters"), _plain(module, "named_buffers")
+    first: dict[int, tuple[nn.Module, str, Any]] = {}
+    for submodule, key, parameter in parameters:
+        first.setdefault(id(parameter), (submodule, key, parameter))
+    olds = list(first.values())
     made = _replicas([*[p.detach() for _, _, p in olds], *[buffer for _, _, buffer in buffers]], mesh)
     replicas = {id(p): successor(p, x, m, key) for (m, key, p), x in zip(olds, made, strict=False)}
     for submodule, key, parameter in parameters:
         submodule.register_parameter(key, replicas[id(parameter)])
     for (submodule, key, _), x in zip(buffers, made[len(olds) :], strict=True):
         setattr(submodule, key, x)
+
+
+def _plain(module: nn.Module, named: str) -> list[tuple[nn.Module, str, Any]]:
+    """What the method `named` of each submodule names that is no DTensor yet, with the submodule and the name there."""
+    return [
+        (submodule, key, x)
+        for submodule in module.modules()
+        for key, x in getattr(submodule, named)(recurse=False, remove_duplicate=False)
+        if not _is_distributed(x)
+    ]
 
 
 def _is_distributed(x: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The few operators that a row of notation cannot tell: they communicate inside, or must be refused."""
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,12 @@ _OF_WRAPPERS = {
 }
 
 
+_ROOMS = (
+    *("amp", "batch_norm", "embedding", "forward_ad", "gather", "norms", "packing"),
+    *("random", "softmax", "split_classes", "statistics", "views"),
+)
+
+
 def find(name: str) -> Callable[..., Any] | None:
     """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
     return _handlers().get(name)
@@ -40,35 +47,7 @@ def find(name: str) -> Callable[..., Any] | None:
 
 @functools.cache
 def _handlers() -> Mapping[str, Callable[..., Any]]:
-    from torchshard.tensor.handlers import (
-        amp,
-        batch_norm,
-        embedding,
-        forward_ad,
-        gather,
-        norms,
-        packing,
-        random,
-        softmax,
-        split_classes,
-        statistics,
-        views,
-    )
-
-    rooms = (
-        amp,
-        batch_norm,
-        embedding,
-        forward_ad,
-        gather,
-        norms,
-        packing,
-        random,
-        softmax,
-        split_classes,
-        statistics,
-        views,
-    )
+    rooms = [importlib.import_module(f"{__name__}.{room}") for room in _ROOMS]
     return {name: handler for room in rooms for name, handler in room.HANDLERS.items()}
 
 
