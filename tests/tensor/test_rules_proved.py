@@ -8,6 +8,7 @@ import torch
 from tests.coverage.samples import database, samples
 from tests.tensor.bare import calls
 from tests.tensor.cases import GROUPS
+from tests.tensor.gpu_kernels import attention_calls, attention_kernels
 from tests.tensor.proving import operands
 from torchshard.rules.registry import RULES
 from torchshard.tensor.call import operator_name, rule_of
@@ -60,8 +61,9 @@ def test_all_rules_are_right():
         for name in database():
             for sample in samples(name, 2):
                 proved.run(lambda *ts, s=sample: s.run(list(ts)), sample.tensors, _has_backward(sample))
-        for func, args, kwargs in calls():
-            proved.call(func, args, kwargs, f"{operator_name(func)}{[described(v) for v in args]}")
+        with attention_kernels():
+            for func, args, kwargs in (*calls(), *attention_calls()):
+                proved.call(func, args, kwargs, f"{operator_name(func)}{[described(v) for v in args]}")
     assert not proved.wrong, f"{len(proved.wrong)} are wrong:\n" + "\n".join(proved.wrong[:8])
     present = {name for name in RULES if hasattr(torch.ops.aten, name.split(".")[0])}  # in this torch
     never = present - {name for name, count in proved.right.items() if count} - {"detach.default", "alias.default"}

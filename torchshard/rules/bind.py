@@ -32,14 +32,22 @@ class Bound:
         """
         if which >= len(self.results):
             return tuple(local)
-        if len(self.results[which]) != len(local):
+        dims = self.result_dims(which, len(local))
+        if len(dims) != len(local):
             raise ShardingError(
                 f"A rule is wrong: result {which} has another number of dims.",
                 expected=f"{len(local)} dims, as the operator gave",
                 got=f"{len(self.results[which])}: {' '.join('.'.join(dim) for dim in self.results[which])}",
                 fix="mend the rule; torchshard.validate_rule tells where it is wrong",
             )
-        return tuple([self._length(dim, n) for dim, n in zip(self.results[which], local, strict=True)])
+        return tuple([self._length(dim, n) for dim, n in zip(dims, local, strict=True)])
+
+    def result_dims(self, which: int, ndim: int) -> Operand:
+        """The dims of a result that has so many: "..." that no operand tells are those at its end that have no name."""
+        dims = self.results[which]
+        if not dims or dims[-1] != DOTS:
+            return dims
+        return (*dims[:-1], *[DOTS] * (ndim - len(dims) + 1))
 
     def known_shape(self, which: int) -> tuple[int, ...]:
         """Global shape of a result; a factor of which nothing is known counts as 1."""
@@ -93,7 +101,7 @@ def bind(signature: Signature, shapes: Sequence[Sequence[int]], given: Mapping[s
         stretched.append(tuple([_stretched(dim, n, sizes) for dim, n in zip(dims, shape, strict=True)]))
         if any(_contradicts(dim, n, sizes) for dim, n in zip(stretched[-1], shape, strict=True)):
             return None
-    results = [tuple(map(factors, _spread(dims, max(dots, default=0)))) for dims in signature.results]
+    results = [tuple(map(factors, _spread(dims, max(dots)) if dots else dims)) for dims in signature.results]
     return Bound(tuple(stretched), tuple(results), sizes)
 
 

@@ -1,4 +1,4 @@
-"""What neural networks are made of: softmax, normalisation, embedding, losses, attention."""
+"""What neural networks are made of: softmax, normalisation, embedding, losses."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from torchshard.layout.layout import Layout
 from torchshard.rules.convolution import positions
 from torchshard.rules.losses import MEAN, NONE
-from torchshard.rules.reducing import broadcasting, dims_of, letters
+from torchshard.rules.reducing import dims_of, letters
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
 
 _LINES = table("""
@@ -188,61 +188,6 @@ def _normed(v: Layout, dim: int) -> tuple[str, str]:
     return " ".join(names), " ".join(["1" if f.isupper() else f for f in names])
 
 
-def _attention(
-    q: Layout, k: Layout, v: Layout, dropout: float = 0.0, causal: bool = False, *,
-    attn_mask: Layout | None = None, scale: float | None = None,
-) -> Made:  # fmt: skip
-    heads, sizes = _heads(q, k)
-    return Made(f"b {heads} S E, b h T E, b h T F{_mask(attn_mask, heads)} -> b {heads} S F, b {heads} S", sizes)
-
-
-def _attention_backward(
-    grad: Layout, q: Layout, k: Layout, v: Layout, out: Layout, logsumexp: Layout, dropout: float, causal: bool, *,
-    attn_mask: Layout | None = None, scale: float | None = None,
-) -> Made:  # fmt: skip
-    heads, sizes = _heads(q, k)
-    of_q, kv = f"b {heads} S", "b h T E, b h T F"
-    return Made(f"{of_q} F, {of_q} E, {kv}, {of_q} F, {of_q}{_mask(attn_mask, heads)} -> {of_q} E, {kv}", sizes)
-
-
-def _heads(q: Layout, k: Layout) -> tuple[str, dict[str, int]]:
-    """The heads of queries: those of keys, or a group of `R` for each of them (grouped-query attention)."""
-    if q.shape[1] == k.shape[1]:
-        return "h", {}
-    return "(h R)", {"R": q.shape[1] // max(k.shape[1], 1)}
-
-
-def _mask(mask: Layout | None, heads: str) -> str:
-    """The dims of a mask, which may be one for the whole batch, for all heads, queries or keys."""
-    if mask is None:
-        return ""
-    return f", {' '.join(broadcasting(['b', heads, 'S', 'T'][4 - mask.ndim :]))}"
-
-
-def _whole_attention(
-    q: Layout, k: Layout, v: Layout, width: int, heads: int, qkv: Layout, qkv_bias: Layout, out: Layout,
-    out_bias: Layout, mask: Layout | None = None, weights: bool = True, averaged: bool = True, kind: int | None = None,
-) -> str:  # fmt: skip
-    """What nn.MultiheadAttention is at inference: weights are whole, a batch may be split."""
-    shares = "b S T" if averaged else "b H S T"
-    return f"b S E, b T E, b T E, X E, X, Y Z, Y{_whole_mask(mask, kind)} -> b S E, {shares}"
-
-
-def _encoder_layer(src: Layout, *args: Any) -> str:
-    """What nn.TransformerEncoderLayer is at inference."""
-    weights, mask = args[2:6] + args[9:17], args[17:]
-    names = [" ".join([f"W{at}{d}" for d in range(w.ndim)]) for at, w in enumerate(weights)]
-    return f"b S E, {', '.join(names)}{_whole_mask(*mask)} -> b S E"
-
-
-def _whole_mask(mask: Layout | None = None, kind: int | None = None) -> str:
-    """A mask of queries by keys (0), of a batch's keys (1), or of a batch's queries by keys, for each head."""
-    if mask is None:
-        return ""
-    batch = kind == 1 or mask.ndim == 4
-    return f", {' '.join([*(['b'] if batch else []), *[f'M{d}' for d in range(mask.ndim - batch)]])}"
-
-
 RULES = {
     **_LINES,
     **named("_softmax _log_softmax _safe_softmax", Rule(_softmax)),
@@ -264,8 +209,4 @@ RULES = {
     **named("_weight_norm_interface_backward", Rule(_weight_norm_backward, options("lin=0 full"))),
     **named("nll_loss_forward nll_loss2d_forward", Rule(_nll_loss)),
     **named("nll_loss_backward nll_loss2d_backward", Rule(_nll_loss_backward, options("lin=0"))),
-    **named("_native_multi_head_attention", Rule(_whole_attention, options("full"))),
-    **named("_transformer_encoder_layer_fwd", Rule(_encoder_layer, options("full"))),
-    **named("_scaled_dot_product_flash_attention_for_cpu", Rule(_attention, options("full"))),
-    **named("_scaled_dot_product_flash_attention_for_cpu_backward", Rule(_attention_backward, options("full"))),
 }

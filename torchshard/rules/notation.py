@@ -15,7 +15,8 @@ keeps its name wherever it occurs.
 
 `(a B)` is one dim made of several factors, the first the slowest; only the first may be split, and only evenly. A dim
 with `?` broadcasts: it may be of length 1 where others with its factors are longer. `...` stands for leading dims that
-broadcast against one another, the last ones aligned. An operand without dims (a scalar, or nothing between two commas)
+broadcast against one another, the last ones aligned; at the end of a result, where no operand has it, for any number of
+dims that nobody knows, whole on every rank. An operand without dims (a scalar, or nothing between two commas)
 is written as nothing.
 """
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from torchshard.rules import convolution, indexing, linalg, losses, nn, pointwise, reducing, views
+from torchshard.rules import attention, convolution, indexing, linalg, losses, nn, pointwise, reducing, views
 from torchshard.rules.rule import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -15,6 +15,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **indexing.RULES,
         **convolution.RULES,
         **nn.RULES,
+        **attention.RULES,
         **losses.RULES,
     }
 )

@@ -101,6 +101,13 @@ class Call:
             positional, named = self.with_values(item)
             self.func(*positional, **named)
 
+    def draws(self, values: Sequence[Any]) -> bool:
+        """Whether the operator uses a generator when called with these values: dropout with probability 0 does not."""
+        if torch.Tag.nondeterministic_seeded not in self.func.tags:
+            return False
+        chances = [v for n, v in zip(self.names, values, strict=True) if n in ("p", "dropout_p", "dropout")]
+        return not (chances and isinstance(chances[0], float) and chances[0] == 0.0)
+
     def viewed(self) -> bool:
         """Whether results share memory with an argument without being it."""
         return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(self.func).returns)

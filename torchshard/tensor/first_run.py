@@ -257,8 +257,9 @@ def _lies_otherwise(local: Tensor | None, layout: TensorLayout | None) -> bool:
     return any(n > 1 and a != b for n, a, b in zip(local.shape, local.stride(), dense, strict=True))
 
 
-def _ordered(parts: Sequence[Tensor | None], outs: Sequence[TensorLayout | None]) -> list[Tensor | None]:
-    return [None if t is None or o is None else in_memory_order(t, o) for t, o in zip(parts, outs, strict=True)]
+def _ordered(parts: Sequence[Any], outs: Sequence[TensorLayout | None]) -> list[Any]:
+    """Those that have a layout in the order that it says; the others, numbers and nothing, as they are."""
+    return [t if o is None else in_memory_order(t, o) for t, o in zip(parts, outs, strict=True)]
 
 
 def _ordering(function: Callable[..., Any], outs: Sequence[TensorLayout | None], *args: Any, **kwargs: Any) -> Any:

@@ -192,7 +192,7 @@ def _by_gathering_in_step(call: Call, operands: Sequence[Operand]) -> tuple[Any,
     kind = call.without_values()
 
     def agree(values: Sequence[Any]) -> None:
-        if not handlers.draws(kind, values):
+        if not kind.draws(values):
             return
         _refuse_to_draw_in_traces(kind.name, values)
         random.agree_on_generator(mesh, device, None if given is None else values[given])

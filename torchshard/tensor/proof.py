@@ -160,9 +160,8 @@ class _Proof:
         self.bound = bind(parse(self.made.line), [tuple(t.shape) for t in tensors], self.made.sizes)
         self.written = self._written()
         self.expected = self._run(call.func, tensors)
-        drawn = torch.Tag.nondeterministic_seeded in call.func.tags
         known = [t for t in (*tensors, *self.expected) if t is not None]
-        unread = drawn or call.name.split(".")[0] in _UNINITIALISED
+        unread = call.draws(call.values) or call.name.split(".")[0] in _UNINITIALISED
         self.close = None if unread else tolerance(t.dtype for t in known)
         self.has_room = all(map(_has_room, known))
 
@@ -269,7 +268,7 @@ class _Proof:
         tensors = [p for p in parts if p is not None]
         if expected is None or len(tensors) < len(parts):
             return None if expected is None and not tensors else f"expected {expected}, got {parts}"
-        if expected.ndim != len(bound.results[k]) or any(p.ndim != expected.ndim for p in tensors):
+        if expected.ndim != len(bound.result_dims(k, expected.ndim)) or any(p.ndim != expected.ndim for p in tensors):
             return f"the line has {len(bound.results[k])} dims, the operator gives {expected.ndim}"
         if (wrong := complaint(tensors, lifted.results[k], expected, self.close)) is not None:
             return wrong

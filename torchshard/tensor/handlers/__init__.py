@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,11 +77,3 @@ def refuse_ungatherable(call: "Call") -> None:
             expected="an operator that returns its result",
             fix=f"use the variant without the underscore: {call.name.split('.')[0].rstrip('_')}",
         )
-
-
-def draws(call: "Call", values: Sequence[Any]) -> bool:
-    """Whether an operator uses a generator when it is called with these values: dropout with probability 0 does not."""
-    if torch.Tag.nondeterministic_seeded not in call.func.tags:
-        return False
-    chances = [v for n, v in zip(call.names, values, strict=True) if n in ("p", "dropout_p", "dropout")]
-    return not (chances and isinstance(chances[0], float) and chances[0] == 0.0)
