@@ -151,3 +151,42 @@ def test_a_mesh_whose_groups_were_destroyed_is_not_used_again():
             x.full_tensor()
         assert x.device_mesh is meshes[-1]
         dist.destroy_process_group()
+
+
+def test_parts_that_are_only_read_are_not_copied(mesh):
+    """Masks for many heads keep their strides of 0, and rows the length that kernels ask for."""
+    seen = []
+
+    def kernel(x, mask):
+        seen.append(mask)
+        return x + mask
+
+    with torch.library._scoped_library("plans_test", "FRAGMENT") as library:
+        library.define("masked(Tensor x, Tensor mask) -> Tensor")
+        library.impl("masked", kernel, "CPU")
+        library.impl("masked", torch.add, "Meta")
+        x = distribute_tensor(torch.ones(6, 4, 5), mesh, [Shard(1)])
+        rows = distribute_tensor(torch.arange(40.0).view(5, 8), mesh, [Replicate()])
+        mask = rows[:, :4].t().expand(6, 4, 5)
+        with register_rule(torch.ops.plans_test.masked, "..., ... -> ..."):
+            made = [torch.ops.plans_test.masked(x, mask) for _ in range(2)]  # the first time, and by its plan
+    for part, result in zip(seen, made, strict=True):
+        assert part.data_ptr() == rows.to_local().data_ptr()
+        assert (part.shape, part.stride()) == ((6, 2, 5), (0, 1, 8))
+        torch.testing.assert_close(result.to_local(), torch.ones(6, 2, 5) + mask.to_local()[:, :2])
+
+
+def test_results_are_no_parts_of_what_was_read(mesh):
+    """Of kernels that return what they are given."""
+    with torch.library._scoped_library("plans_test", "FRAGMENT") as library:
+        library.define("first(Tensor x, Tensor y) -> Tensor")
+        for key in ("CPU", "Meta"):
+            library.impl("first", lambda x, y: x, key)
+        x = distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])
+        y = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        with register_rule(torch.ops.plans_test.first, "a b, a b -> a b"):
+            for _ in range(2):
+                result = torch.ops.plans_test.first(x, y)
+                assert result.placements == (Shard(0),)
+                result.zero_()
+    assert x.to_local().tolist() == [[1.0] * 3] * 4

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced, lies_as_device_likes, local_callable, refuses_kind, schema
+from torchshard._torch import is_traced, lies_as_device_likes, local_callable, memory_of, refuses_kind, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.rules.bind import bind as bind_rule
@@ -40,6 +40,8 @@ class FirstRun:
         self.moves = [o.layout.sharding is not t.sharding for o, t in zip(operands, targets, strict=True)]
         # Whether results should be views of the first operand, and cannot be because that has to be moved.
         self.severs = call.viewed() and (self.moves[0] or bool(operands[0].layout.marks & SEVERED))
+        # Whether operands that are moved are only read, so that they may be parts of what is here; see also _shared.
+        self.reading = not (call.written() or call.keeps_strides())
         # Whether the result may be a copy, where the global strides allow a view and those of this rank's piece do not;
         # and whether it is one.
         self.may_copy, self.copied = call.name == "view.default" and not self.severs, False
@@ -85,10 +87,24 @@ class FirstRun:
         if not isinstance(local, (Tensor, tuple, list)):
             return local, raw(function, new, DTensor, (), **bound)
         parts = [local] if isinstance(local, Tensor) else list(local)
+        if self.reading and (shared := self._shared(parts)):
+            self.reading = False
+            arguments, bound = self._arguments(results)
+            parts = [t.clone() if k in shared else t for k, t in enumerate(parts)]
+            local = parts[0] if isinstance(local, Tensor) else parts
         outs = [self._layout(k, t, shape_of, results) if isinstance(t, Tensor) else None for k, t in enumerate(parts)]
         if not call.keeps_strides() and any(map(_lies_otherwise, parts, outs)):
             function, parts = partial(_ordering, function, outs), _ordered(parts, outs)
         return self._wrapped(local, parts, outs, arguments, bound, function, window)
+
+    def _shared(self, parts: Sequence[Any]) -> set[int]:
+        """Which results have the memory of an operand that was moved: of a kernel that returns what it is given."""
+        moved = [o for o, moves in zip(self.operands, self.moves, strict=True) if moves and o.item is None]
+        locals_ = [self.call.values[o.at]._local_tensor for o in moved if not o.fixed]
+        if not locals_ or any(map(is_traced, locals_)):
+            return set()
+        read = set(map(memory_of, locals_))
+        return {k for k, t in enumerate(parts) if isinstance(t, Tensor) and memory_of(t) in read}
 
     def _first(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return refusing(self.call, self.operands, self.made, self.targets, function)
@@ -105,7 +121,7 @@ class FirstRun:
                 moves = moves or self._is_turned(o)
                 how[o.at] = "move" if moves else "local"
                 if moves:
-                    bound[f"move_{name}"] = mover(o.layout, target)
+                    bound[f"move_{name}"] = mover(o.layout, target, reading=self.reading)
         for at, pairs in lists.items():
             still = all(a.sharding is b.sharding and not a.marks & TURNED for a, b in pairs.values())
             how[at] = "locals" if still else "moves"
@@ -268,11 +284,11 @@ def _ordering(function: Callable[..., Any], outs: Sequence[TensorLayout | None],
     return _ordered([made], outs)[0] if isinstance(made, Tensor) else _ordered(made, outs)
 
 
-def mover(source: TensorLayout, target: TensorLayout) -> Callable[[Tensor], Tensor]:
-    """A function of a local tensor that brings it to another layout."""
+def mover(source: TensorLayout, target: TensorLayout, reading: bool = False) -> Callable[[Tensor], Tensor]:
+    """A function of a local tensor that brings it to another layout; to be read only, if `reading` says so."""
     if source.marks & TURNED:
         return lambda x: in_memory_order(redistribute_local(x, source, target), source)
-    return lambda x: redistribute_local(x, source, target)
+    return lambda x: redistribute_local(x, source, target, reading)
 
 
 def list_mover(pairs: dict[int, tuple[TensorLayout, TensorLayout]]) -> Callable[[Sequence[Any]], list[Any]]:

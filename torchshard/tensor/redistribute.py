@@ -37,6 +37,7 @@ class Program:
         last: that communication; None where there is none.
         after: what comes after it.
         by_element: whether it only reduces, element by element, so that it is the same for tensors of any shape.
+        views: all of it without copies, where it only takes a part of what is here; else empty.
     """
 
     runs: Sequence[Run]
@@ -44,10 +45,17 @@ class Program:
     last: Start | None
     after: Sequence[Run]
     by_element: bool = False
+    views: Sequence[Run] = ()
 
 
-def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) -> Tensor:
+def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout, reading: bool = False) -> Tensor:
     """The local tensor of `target` from that of `source`: the same global tensor, on the same mesh or another.
+
+    Args:
+        x: the local tensor of `source`.
+        source: the layout that it has.
+        target: the one that it shall have.
+        reading: whether it is for one who only reads it, and may get a part of `x` in the memory of `x`.
 
     Returns:
         `x` itself where both shardings are the same, else a new dense tensor, its dims in the memory order of `target`.
@@ -64,9 +72,8 @@ def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout) ->
     if source.assumed:
         check_assumed(x, source)
     traced = type(x) is not Tensor and is_traced(x)
-    for run in _program(source, target, traced).runs:
-        x = run(x)
-    return x
+    program = _program(source, target, traced)
+    return _run((reading and program.views) or program.runs, x)
 
 
 def redistribute_together(parts: Sequence[Tensor], moves: Sequence[tuple[TensorLayout, TensorLayout]]) -> list[Tensor]:
@@ -164,12 +171,15 @@ def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, t
         )
     else:
         steps = crossing.actions_between(source, target)
+    views = [step.view for step in steps if step.view is not None]
+    if traced or len(views) < len(steps):
+        views = []
     if target.mesh.coordinate is not None and not _row_major(source):
         steps.append(Action(partial(in_memory_order, layout=source)))
     runs = [step.run for step in steps]
     last = max((k for k, step in enumerate(steps) if step.start), default=None)
     if last is None:
-        return Program(runs, runs, None, ())
+        return Program(runs, runs, None, (), views=views)
     return Program(runs, runs[:last], steps[last].start, runs[last + 1 :], all(step.by_element for step in steps))
 
 

@@ -33,11 +33,13 @@ class Action:
     Attributes:
         run: from the local tensor before to the one after.
         start: where the step communicates: the same without waiting.
+        view: where the step only takes a part of what is here: the same as a view.
         by_element: whether each element of the result is made of those at its place alone, whatever the shape.
     """
 
     run: Run
     start: Start | None = None
+    view: Run | None = None
     by_element: bool = False
 
 
@@ -47,16 +49,23 @@ def actions(plan: Transition, mesh: BoundMesh) -> list[Action]:
 
 
 def _action(step: Step, plan: Transition, mesh: BoundMesh) -> Action:
-    if step.kind in _LOCAL:
-        return Action(_LOCAL[step.kind](step, plan, mesh))
+    if step.kind == "mask":
+        return Action(_mask(step, plan, mesh))
+    if step.kind == "slice":
+        return taking(_slice(step, plan, mesh))
     if step.kind == "exchange" and not step.nbytes:  # every rank has what it shall hold
-        return Action(_kept(step, plan, mesh))
+        return taking(_kept(step, plan, mesh))
     return communicating(_STARTED[step.kind](step, plan, mesh), step.kind == "all_reduce")
 
 
 def communicating(start: Start, by_element: bool = False) -> Action:
     """The action that waits for what `start` starts."""
-    return Action(lambda x: start(x).wait(), start, by_element)
+    return Action(lambda x: start(x).wait(), start, by_element=by_element)
+
+
+def taking(view: Run) -> Action:
+    """The action that copies the part which `view` takes."""
+    return Action(lambda x: view(x).clone(memory_format=torch.contiguous_format), view=view)
 
 
 def _line_lengths(step: Step, plan: Transition, mesh: BoundMesh, dim: int) -> list[int]:
@@ -87,7 +96,7 @@ def _slice(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
     assert mesh.coordinate is not None
     dim = step.dim(step.after)
     start, length = _cuts(step, plan, mesh, dim)[mesh.coordinate[step.axes[0]]]
-    return lambda x: x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+    return lambda x: x.narrow(dim, start, length)
 
 
 def _all_to_all(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
@@ -132,7 +141,7 @@ def _kept(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
     if not wanted.numel:
         return lambda x: x.new_empty(wanted.size)
     within = wanted.within(mine)
-    return lambda x: x[within].clone(memory_format=torch.contiguous_format)
+    return lambda x: x[within]
 
 
 def _places(step: Step, mesh: BoundMesh) -> dict[tuple[int, ...], int]:
@@ -194,4 +203,3 @@ _STARTED: Mapping[str, Callable[[Step, Transition, BoundMesh], Start]] = {
     "reduce_scatter": _reduce_scatter,
     "exchange": _exchange,
 }
-_LOCAL: Mapping[str, Callable[[Step, Transition, BoundMesh], Run]] = {"slice": _slice, "mask": _mask}
