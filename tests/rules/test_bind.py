@@ -1,5 +1,6 @@
 import pytest
 
+from torchshard.errors import ShardingError
 from torchshard.rules.bind import ONE, bind
 from torchshard.rules.notation import parse
 
@@ -43,3 +44,13 @@ def test_a_result_may_have_any_length_where_nothing_is_known():
     assert found.may_have(0, (5, 4))
     assert not found.may_have(0, (6, 4))
     assert not found.may_have(0, (5,))
+
+
+def test_dims_at_the_end_of_a_result_that_nobody_knows():
+    found = bound("a B -> a ..., ...", (5, 4))
+    assert found.result_shape(0, (3, 7, 2)) == (5, 7, 2)  # of a rank that has three of the five
+    assert found.result_shape(0, (3,)) == (5,)
+    assert found.result_shape(1, ()) == ()
+    assert not found.tells_shapes()
+    with pytest.raises(ShardingError, match="another number of dims"):
+        found.result_shape(0, ())
