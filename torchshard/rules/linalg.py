@@ -20,11 +20,13 @@ _LINES = table("""
     cholesky_solve               | ... M k, ... M N -> ... M k                              | lin=0
     linalg_inv_ex                | ... M N -> ... M N, ...                                  |
     linalg_matrix_exp            | ... M N -> ... M N                                       |
+    linalg_pinv.atol_rtol_tensor | ... M N, ..., ... -> ... N M                             |
     linalg_lu_factor_ex          | ... M N -> ... M N, ... K, ...                           |
     linalg_lu                    | ... M N -> ... P Q, ... R K, ... K N                     |
     linalg_ldl_factor_ex         | ... M N -> ... M N, ... K, ...                           |
     linalg_ldl_solve             | ... M N, ... M, ... M k -> ... M k                       |
     linalg_qr                    | ... M N -> ... P K, ... L Q                              |
+    triangular_solve             | ... M k, ... M N -> ... M k, ... M N                     |
     geqrf                        | ... M N -> ... M N, ... K                                |
     linalg_householder_product   | ... M N, ... K -> ... M N                                |
     ormqr                        | ... M N, ... K, ... P Q -> ... P Q                       |
