@@ -176,6 +176,22 @@ def test_parts_that_are_only_read_are_not_copied(mesh):
         torch.testing.assert_close(result.to_local(), torch.ones(6, 2, 5) + mask.to_local()[:, :2])
 
 
+@pytest.mark.parametrize(("dim", "copied"), [(0, False), (1, True)])
+def test_parts_that_are_only_read_lie_as_kernels_are_told(mesh, dim, copied):
+    """Those of gradients believe a layout that says contiguous: a part with gaps would be read wrong."""
+    seen = []
+    with torch.library._scoped_library("plans_test", "FRAGMENT") as library:
+        library.define("read(Tensor x, Tensor y) -> Tensor")
+        library.impl("read", lambda x, y: seen.append(y) or x + y, "CPU")
+        library.impl("read", torch.add, "Meta")
+        x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(dim)])
+        y = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
+        with register_rule(torch.ops.plans_test.read, "a b, a b -> a b"):
+            torch.ops.plans_test.read(x, y)
+    assert seen[0].is_contiguous()
+    assert (seen[0].data_ptr() != y.to_local().data_ptr()) == copied
+
+
 def test_results_are_no_parts_of_what_was_read(mesh):
     """Of kernels that return what they are given."""
     with torch.library._scoped_library("plans_test", "FRAGMENT") as library:

@@ -16,7 +16,7 @@ from torchshard.rules.rule import Made
 from torchshard.tensor import guards, outside
 from torchshard.tensor.call import Call, Operand, run_on_meta, tells_dtypes
 from torchshard.tensor.codegen import Argument, How, plan_maker
-from torchshard.tensor.dtensor import DTensor, new
+from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local, redistribute_together
 from torchshard.tensor.refusing import reading_first, refusing
@@ -40,8 +40,10 @@ class FirstRun:
         self.moves = [o.layout.sharding is not t.sharding for o, t in zip(operands, targets, strict=True)]
         # Whether results should be views of the first operand, and cannot be because that has to be moved.
         self.severs = call.viewed() and (self.moves[0] or bool(operands[0].layout.marks & SEVERED))
-        # Whether operands that are moved are only read, so that they may be parts of what is here; see also _shared.
-        self.reading = not (call.written() or call.keeps_strides())
+        # Whether operands that are moved are only read, so that they may be parts of what is here. In a trace, whose
+        # compiler sees that for itself, lengths may be symbols.
+        traced = is_traced(next(dtensors_in(call.values))._local_tensor)
+        self.reading = not (traced or call.written() or call.keeps_strides())
         # Whether the result may be a copy, where the global strides allow a view and those of this rank's piece do not;
         # and whether it is one.
         self.may_copy, self.copied = call.name == "view.default" and not self.severs, False
@@ -100,10 +102,7 @@ class FirstRun:
     def _shared(self, parts: Sequence[Any]) -> set[int]:
         """Which results have the memory of an operand that was moved: of a kernel that returns what it is given."""
         moved = [o for o, moves in zip(self.operands, self.moves, strict=True) if moves and o.item is None]
-        locals_ = [self.call.values[o.at]._local_tensor for o in moved if not o.fixed]
-        if not locals_ or any(map(is_traced, locals_)):
-            return set()
-        read = set(map(memory_of, locals_))
+        read = {memory_of(self.call.values[o.at]._local_tensor) for o in moved if not o.fixed}
         return {k for k, t in enumerate(parts) if isinstance(t, Tensor) and memory_of(t) in read}
 
     def _first(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +120,7 @@ class FirstRun:
                 moves = moves or self._is_turned(o)
                 how[o.at] = "move" if moves else "local"
                 if moves:
-                    bound[f"move_{name}"] = mover(o.layout, target, reading=self.reading)
+                    bound[f"move_{name}"] = mover(o.layout, target, self.reading and self._takes_part(o, target))
         for at, pairs in lists.items():
             still = all(a.sharding is b.sharding and not a.marks & TURNED for a, b in pairs.values())
             how[at] = "locals" if still else "moves"
@@ -129,6 +128,12 @@ class FirstRun:
                 bound[f"move_{call.names[at]}"] = list_mover(pairs)
         self._constants(how, bound, results)
         return tuple(map(Argument, call.names, how)), bound
+
+    def _takes_part(self, o: Operand, target: TensorLayout) -> bool:
+        """Whether the operator takes a part of what is here: gradients' kernels believe strides of layouts, and read
+        what has none of their gaps as if it had none itself.
+        """
+        return torch.Tag.pointwise in self.call.func.tags or lies_as_told(o.layout, target)
 
     def _is_turned(self, o: Operand) -> bool:
         """Whether an operand is read, and does not lie in memory as its strides say."""
@@ -282,6 +287,14 @@ def _ordering(function: Callable[..., Any], outs: Sequence[TensorLayout | None],
     """The results of a function of local tensors, in memory as their layouts say."""
     made = function(*args, **kwargs)
     return _ordered([made], outs)[0] if isinstance(made, Tensor) else _ordered(made, outs)
+
+
+def lies_as_told(source: TensorLayout, target: TensorLayout) -> bool:
+    """Whether the part of a local tensor of `source` that `target` has lies without gaps, if those of `source` do."""
+    if source.stride != dense_stride(source.shape, source.stride):
+        return True
+    whole, part = (dense_stride(layout.local_shape, source.stride) for layout in (source, target))
+    return all(n <= 1 or a == b for n, a, b in zip(target.local_shape, whole, part, strict=True))
 
 
 def mover(source: TensorLayout, target: TensorLayout, reading: bool = False) -> Callable[[Tensor], Tensor]:
