@@ -165,8 +165,8 @@ def test_parts_that_are_only_read_are_not_copied(mesh):
         library.define("masked(Tensor x, Tensor mask) -> Tensor")
         library.impl("masked", kernel, "CPU")
         library.impl("masked", torch.add, "Meta")
-        x = distribute_tensor(torch.ones(6, 4, 5), mesh, [Shard(1)])
-        rows = distribute_tensor(torch.arange(40.0).view(5, 8), mesh, [Replicate()])
+        x = DTensor.from_local(torch.ones(6, 2, 5), mesh, [Shard(1)])
+        rows = DTensor.from_local(torch.arange(40.0).view(5, 8), mesh, [Replicate()])
         mask = rows[:, :4].t().expand(6, 4, 5)
         with register_rule(torch.ops.plans_test.masked, "..., ... -> ..."):
             made = [torch.ops.plans_test.masked(x, mask) for _ in range(2)]  # the first time, and by its plan
