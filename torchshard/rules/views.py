@@ -1,6 +1,7 @@
 """Operators that only rearrange: views, joins, cuts, and new tensors made after the likeness of others."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,7 +150,8 @@ def _expand(x: Layout, size: Sequence[int], *, implicit: bool = False) -> Made:
 def _slice(x: Layout, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
     dim %= x.ndim
     names = letters(x.ndim)
-    if not start and step == 1 and (end is None or end >= x.shape[dim]):
+    # Whether a symbolic length goes beyond an end that was left open is not asked: the answer would bound the symbol.
+    if not start and step == 1 and (end in (None, sys.maxsize) or end >= x.shape[dim]):
         return _line(names, names)
     names = letters(x.ndim, [dim])
     return _line(names, [*names[:dim], "Z", *names[dim + 1 :]])
