@@ -101,6 +101,7 @@ OF_ALL_LENGTHS = {
     "product by letters": lambda x: torch.einsum("ij,kj->ik", x, x),
     "sum": lambda x: (x.sum(0) + 1).full_tensor(),
     "softmax": lambda x: torch.softmax(x, 0),
+    "columns, all rows of each": lambda x: torch.outer(x[:, 0], x[:, 1]),
     "views": lambda x: x.view(-1, 2, 2).flatten(1).view(-1).sin(),
     "from_local": lambda x: from_local(x.to_local() * 1, MESH, x.placements).redistribute(placements=[Replicate()]),
 }

@@ -1,10 +1,11 @@
 """Operators that only rearrange: views, joins, cuts, and new tensors made after the likeness of others."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torchshard.layout.layout import Layout
+from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.rules.reducing import dims_of, letters
 from torchshard.rules.rule import Made, Rule, named, options, table
 
@@ -42,7 +43,10 @@ def _view(x: Layout, size: Sequence[int]) -> Made:
             sizes[factor] = 1
             operand[d].append(factor)
             result[at].append(factor)
-    return Made(_line(*[list(map(_dim, side)) for side in (operand, result)]), sizes, local_size=1)
+    line = _line(*[list(map(_dim, side)) for side in (operand, result)])
+    # A tensor without gaps in row-major order can be viewed in each shape, and is such a one again.
+    dense = min(target, default=0) >= 0 and tuple(x.stride) == contiguous_stride(source)
+    return Made(line, sizes, local_size=1, contiguous=dense)
 
 
 def _name_factors(
@@ -149,7 +153,8 @@ def _expand(x: Layout, size: Sequence[int], *, implicit: bool = False) -> Made:
 def _slice(x: Layout, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
     dim %= x.ndim
     names = letters(x.ndim)
-    if not start and step == 1 and (end is None or end >= x.shape[dim]):
+    # Whether a symbolic length goes beyond an end that was left open is not asked: the answer would bound the symbol.
+    if not start and step == 1 and (end in (None, sys.maxsize) or end >= x.shape[dim]):
         return _line(names, names)
     names = letters(x.ndim, [dim])
     return _line(names, [*names[:dim], "Z", *names[dim + 1 :]])
