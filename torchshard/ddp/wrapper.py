@@ -95,7 +95,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         delayed = {id(p) for p in self._delay_all_reduce_params}
         named = module.named_parameters(remove_duplicate=False)
         self.parameters_to_ignore.update(n for n, p in named if id(p) in delayed)
-        self._module_parameters = [p for _, p in options.reduced(module, self.parameters_to_ignore)]
+        reduced = options.reduced(module, self.parameters_to_ignore)
+        options.require_plain(reduced)
+        self._module_parameters = [p for _, p in reduced]
         options.check_parameters(self._module_parameters, self._delay_all_reduce_params)
         somewhere = self._module_parameters or self._delay_all_reduce_params
         vars(self).update(vars(options.check_devices(somewhere, device_ids, output_device)))
@@ -137,8 +139,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         """Check that all ranks hold the same model, then give them rank 0's values."""
         ignored = self.parameters_to_ignore
         params = options.reduced(self.module, ignored)
+        held = options.parts(params)
         buffers = [(n, b) for n, b in self.module.named_buffers() if n not in ignored] if sync_buffers else []
-        options.require_values(params + buffers)
+        options.require_values(held + buffers)
         settings = {
             "bucket sizes": "auto" if self._chooses_buckets else self._policy,
             "find_unused_parameters": self.find_unused_parameters,
@@ -148,10 +151,10 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             "forward_sync_buffers": self.forward_sync_buffers,
         }
         lines = [f"argument {name}: {value}" for name, value in settings.items()]
-        lines += describe("parameter", params) + describe("delayed parameter", delayed) + describe("buffer", buffers)
+        lines += describe("parameter", held) + describe("delayed parameter", delayed) + describe("buffer", buffers)
         lines += [f"requires a gradient: {n}" for n, p in params if p.requires_grad]
         verify_equal(lines, exchange)
-        tensors = [t for _, t in params + buffers]
+        tensors = [t for _, t in held + buffers]
         wait = partial(exchange.wait, what="the parameters and buffers of rank 0")
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size, wait=wait)
 
