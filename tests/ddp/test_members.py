@@ -56,7 +56,8 @@ def _quantized(rank, world):
     model = DistributedDataParallel(module)
     assert torch.equal(weight.numbers, torch.arange(64, dtype=torch.int8).view(8, 8))  # rank 0's
     assert weight.scale == torch.tensor(0.01)
-    _step(model, rank)
+    with model.join():
+        _step(model, rank)
     grads = [p.grad for p in module.parameters()]
     assert grads.pop(0) is None
     module[0].weight.requires_grad_(True)

@@ -9,6 +9,7 @@ import torch
 
 from torchshard import _torch
 from torchshard.ddp import messages, options
+from torchshard.ddp.composite import require_plain
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -86,7 +87,7 @@ class Members:
         if new := [n for n, p in trained if id(p) not in known]:
             here = {id(p) for _, p in present}
             raise RuntimeError(messages.replaced_text([n for n, p in self._averaged if id(p) not in here], new))
-        options.require_plain(trained)
+        require_plain(trained)
         self._note(module, present)
         return [n for n, p in trained if id(p) not in averaged]
 

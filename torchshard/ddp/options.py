@@ -11,8 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
+from torchshard.ddp.composite import is_composite
 from torchshard.tensor.parts import local_parameters
-from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
 
 def require_module(module: Any) -> None:
@@ -87,33 +87,6 @@ def require_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         )
 
 
-def parts(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """These tensors; in place of one made of others, as quantized weights are, those that it is made of."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for name, t in named:
-        if _is_made_of_others(t):
-            inner, _ = t.__tensor_flatten__()  # type: ignore[attr-defined]
-            found += parts([(f"{name}.{each}", getattr(t, each)) for each in inner])
-        else:
-            found.append((name, t))
-    return found
-
-
-def _is_made_of_others(t: torch.Tensor) -> bool:
-    """Whether a tensor is a wrapper of others, with the same values on every rank: no DTensor or ShardedTensor."""
-    return hasattr(type(t), "__tensor_flatten__") and not hasattr(t, "device_mesh") and not isinstance(t, ShardedTensor)
-
-
-def require_plain(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise ValueError for a parameter made of other tensors whose gradient would have to be averaged."""
-    if found := next(((n, t) for n, t in named if t.requires_grad and _is_made_of_others(t)), None):
-        raise ValueError(
-            f"DistributedDataParallel: the parameter {found[0]} is a {type(found[1]).__name__}, made of other tensors, "
-            "and requires a gradient, which a bucket cannot hold: freeze it by requires_grad_(False) before the module "
-            "is wrapped, and train others, as adapters do; or train it as a plain tensor"
-        )
-
-
 def make_local(module: torch.nn.Module, device_mesh: Any) -> None:
     """Replace DTensor parameters by this rank's parts: data parallel over one axis of a mesh, tensor over others.
 
@@ -121,7 +94,7 @@ def make_local(module: torch.nn.Module, device_mesh: Any) -> None:
         ValueError: device_mesh is missing, or a parameter is split along it.
     """
     for name, p in module.named_parameters():
-        if not hasattr(type(p), "__tensor_flatten__") or _is_made_of_others(p):
+        if not hasattr(type(p), "__tensor_flatten__") or is_composite(p):
             continue
         mesh: Any = getattr(p, "device_mesh", None)
         if device_mesh is None or mesh is None:

@@ -18,6 +18,7 @@ from torchshard.comm.probing import links_of
 from torchshard.comm.summing import look_for_neighbours
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
+from torchshard.ddp.composite import require_plain
 from torchshard.ddp.engine import Engine
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.explaining import Explaining
@@ -96,7 +97,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         named = module.named_parameters(remove_duplicate=False)
         self.parameters_to_ignore.update(n for n, p in named if id(p) in delayed)
         reduced = options.reduced(module, self.parameters_to_ignore)
-        options.require_plain(reduced)
+        require_plain(reduced)
         self._module_parameters = [p for _, p in reduced]
         options.check_parameters(self._module_parameters, self._delay_all_reduce_params)
         somewhere = self._module_parameters or self._delay_all_reduce_params
@@ -139,9 +140,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         """Check that all ranks hold the same model, then give them rank 0's values."""
         ignored = self.parameters_to_ignore
         params = options.reduced(self.module, ignored)
-        held = options.parts(params)
         buffers = [(n, b) for n, b in self.module.named_buffers() if n not in ignored] if sync_buffers else []
-        options.require_values(held + buffers)
+        options.require_values(params + buffers)
         settings = {
             "bucket sizes": "auto" if self._chooses_buckets else self._policy,
             "find_unused_parameters": self.find_unused_parameters,
@@ -151,10 +151,10 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             "forward_sync_buffers": self.forward_sync_buffers,
         }
         lines = [f"argument {name}: {value}" for name, value in settings.items()]
-        lines += describe("parameter", held) + describe("delayed parameter", delayed) + describe("buffer", buffers)
+        lines += describe("parameter", params) + describe("delayed parameter", delayed) + describe("buffer", buffers)
         lines += [f"requires a gradient: {n}" for n, p in params if p.requires_grad]
         verify_equal(lines, exchange)
-        tensors = [t for _, t in held + buffers]
+        tensors = [t for _, t in params + buffers]
         wait = partial(exchange.wait, what="the parameters and buffers of rank 0")
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size, wait=wait)
 
