@@ -21,6 +21,53 @@ def _step(model, rank, seed=0):
     model(_batch(rank, seed)).square().mean().backward()
 
 
+class _Quantized(torch.Tensor):
+    """A weight kept as whole numbers and a scale, for linear layers."""
+
+    @staticmethod
+    def __new__(cls, numbers, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)
+
+    def __init__(self, numbers, scale):
+        self.numbers, self.scale = numbers, scale
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            x, weight, *bias = args
+            return func(x, weight.numbers * weight.scale, *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func is torch.ops.aten.detach.default, func
+        return cls(args[0].numbers, args[0].scale)
+
+
+def _quantized(rank, world):
+    from torchshard.ddp import DistributedDataParallel
+
+    module = mlp(8, 3)
+    weight = _Quantized(torch.arange(64).view(8, 8).add(rank).to(torch.int8), torch.tensor(0.01 + rank))
+    module[0].weight = nn.Parameter(weight, requires_grad=False)
+    model = DistributedDataParallel(module)
+    assert torch.equal(weight.numbers, torch.arange(64, dtype=torch.int8).view(8, 8))  # rank 0's
+    assert weight.scale == torch.tensor(0.01)
+    with model.join():
+        _step(model, rank)
+    grads = [p.grad for p in module.parameters()]
+    assert grads.pop(0) is None
+    module[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0\.weight is a _Quantized, made of other tensors"):
+        _step(model, rank)
+    with pytest.raises(ValueError, match=r"freeze it by requires_grad_\(False\)"):
+        DistributedDataParallel(module)
+    return [g.tolist() for g in grads]
+
+
 def _thawed(rank, world):
     """Frozen when wrapped, trained later, from a backward under no_sync on; `settings` None: compiled before."""
     from torchshard.ddp import DistributedDataParallel
@@ -55,6 +102,11 @@ def _thawed(rank, world):
         assert model.reducer.counters.backwards == 3
         del model, run
         assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+
+
+def test_weights_made_of_other_tensors():
+    first, second = run_ranks(2, _quantized)
+    assert first == second
 
 
 def test_a_parameter_that_is_thawed_is_averaged():

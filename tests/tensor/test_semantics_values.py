@@ -57,6 +57,7 @@ _LINES = """
     z = F.batch_norm(x.t(), put(V[:, 0]), put(V[:, 0].abs()), training=False); y = z.view(-1), z.stride()
     z = F.batch_norm(x.t(), None, None, training=True); y = z.view(-1), z.stride()
     m, v, w = (put(V[0] / n) for n in (7, 8, 9)); y = F.batch_norm(x, m, v, w, w, True, 0.3), m, v
+    m, v = (put(V[0] > 2).float() for _ in "mv"); y = F.batch_norm(x, m, v, None, None, True, 0.3), m, v
     x.requires_grad_(); F.batch_norm(x.double(), None, None, put(V[0].double()), None, True).sin().sum().backward(); y = x.grad
     y = F.batch_norm(x.bfloat16(), None, None, x[0].float(), training=True), F.batch_norm(x[:0], None, None, training=True)
     y = F.interpolate(put(V[None, :0]), 2), F.interpolate(put(V[None, None][:0]), (2, 2)), F.interpolate(x[None, :0], 7)

@@ -9,6 +9,7 @@ import torch
 
 from torchshard import _torch
 from torchshard.ddp import messages, options
+from torchshard.ddp.composite import require_plain
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -73,6 +74,7 @@ class Members:
 
         Raises:
             RuntimeError: parameters that were not there are to be trained.
+            ValueError: one that is made of other tensors is to be trained.
         """
         if self._places.are_kept() and not any(map(_requires_grad, self._others)):
             return []
@@ -85,6 +87,7 @@ class Members:
         if new := [n for n, p in trained if id(p) not in known]:
             here = {id(p) for _, p in present}
             raise RuntimeError(messages.replaced_text([n for n, p in self._averaged if id(p) not in here], new))
+        require_plain(trained)
         self._note(module, present)
         return [n for n, p in trained if id(p) not in averaged]
 

@@ -11,6 +11,7 @@ import torch
 
 from torchshard import _torch
 from torchshard.ddp import messages
+from torchshard.ddp.composite import is_composite
 from torchshard.ddp.copying import Filling
 from torchshard.ddp.flat import FlatBucket
 from torchshard.ddp.graphs import GraphBucket
@@ -33,7 +34,7 @@ class MixedPrecision:
     def __init__(self, config: Any, module: torch.nn.Module, ignored: Collection[str]) -> None:
         self.param_dtype: torch.dtype | None = config.param_dtype
         self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
-        self._params = [p for _, p in reduced(module, ignored) if p.is_floating_point()]
+        self._params = [p for _, p in reduced(module, ignored) if p.is_floating_point() and not is_composite(p)]
         self._forwards: set[weakref.ref[ForwardPass]] = set()  # that backward may still run through
         self._is_busy = False  # a forward or a backward runs
         for p in self._params:

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
+from torchshard.ddp.composite import is_composite
 from torchshard.tensor.parts import local_parameters
 
 
@@ -93,7 +94,7 @@ def make_local(module: torch.nn.Module, device_mesh: Any) -> None:
         ValueError: device_mesh is missing, or a parameter is split along it.
     """
     for name, p in module.named_parameters():
-        if not hasattr(type(p), "__tensor_flatten__"):  # not made of other tensors, as DTensors are
+        if not hasattr(type(p), "__tensor_flatten__") or is_composite(p):
             continue
         mesh: Any = getattr(p, "device_mesh", None)
         if device_mesh is None or mesh is None:

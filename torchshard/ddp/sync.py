@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, plan_buckets
+from torchshard.ddp.composite import parts
 from torchshard.ddp.exchange import Exchange
 from torchshard.errors import RankMismatchError
 
@@ -16,7 +17,7 @@ def describe(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """A line for each tensor: what has to be equal on all ranks."""
     return [
         f"{kind} {name}: {str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, strides {list(t.stride())}"
-        for name, t in named
+        for name, t in parts(named)
     ]
 
 
@@ -76,6 +77,7 @@ def broadcast_coalesced(
     Raises:
         RuntimeError: a tensor is sparse, or expanded, so that it cannot be written to; on all ranks.
     """
+    tensors = [t for _, t in parts([("", t) for t in tensors])]
     for t in tensors:
         if t.layout is not torch.strided:
             raise RuntimeError(

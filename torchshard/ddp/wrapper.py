@@ -18,6 +18,7 @@ from torchshard.comm.probing import links_of
 from torchshard.comm.summing import look_for_neighbours
 from torchshard.ddp import active, options
 from torchshard.ddp.compat import Compatibility
+from torchshard.ddp.composite import require_plain
 from torchshard.ddp.engine import Engine
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.explaining import Explaining
@@ -95,7 +96,9 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         delayed = {id(p) for p in self._delay_all_reduce_params}
         named = module.named_parameters(remove_duplicate=False)
         self.parameters_to_ignore.update(n for n, p in named if id(p) in delayed)
-        self._module_parameters = [p for _, p in options.reduced(module, self.parameters_to_ignore)]
+        reduced = options.reduced(module, self.parameters_to_ignore)
+        require_plain(reduced)
+        self._module_parameters = [p for _, p in reduced]
         options.check_parameters(self._module_parameters, self._delay_all_reduce_params)
         somewhere = self._module_parameters or self._delay_all_reduce_params
         vars(self).update(vars(options.check_devices(somewhere, device_ids, output_device)))

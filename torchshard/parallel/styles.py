@@ -60,9 +60,12 @@ class _CutWeights(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         cuts = next((cuts for kind, cuts in self.cuts.items() if isinstance(module, kind)), None)
         if cuts is None:
+            got, inside = type(module), ", ".join(name for name, _ in module.named_children())
             raise NotImplementedError(
-                f"{type(self).__name__} takes nn.Linear and nn.Embedding, and this is a {type(module).__name__}; "
-                "name its submodules in the plan, or write a ParallelStyle for it"
+                f"{type(self).__name__} takes nn.Linear and nn.Embedding, and this is a {got.__module__}."
+                f"{got.__qualname__}; "
+                + (f"name its submodules in the plan ({inside}), or " if inside else "")
+                + "write a ParallelStyle for it"
             )
 
         def partition(_: str, submodule: nn.Module, mesh: DeviceMesh) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torchshard.layout.layout import Layout
 from torchshard.rules.reducing import broadcast_shape
-from torchshard.rules.rule import Made, Rule, named, table
+from torchshard.rules.rule import Made, Rule, named, options, table
 from torchshard.rules.terms import converts_sums
 
 _LINES = table("""
@@ -71,4 +71,13 @@ def _copy(x: Layout, source: Layout, non_blocking: bool = False) -> str | Made:
     return Made("..., ... -> ...", options={"linear": ((0, 1),)} if converts_sums(source.dtype, x.dtype) else {})
 
 
-RULES = {**_LINES, **named("_to_copy", Rule(_to_copy)), **named("copy_", Rule(_copy))}
+def _masked_fill(x: Layout, mask: Layout, value: float) -> Made:
+    return Made("..., ... -> ...", options={"linear": ((0,),)} if value == 0 else {})
+
+
+RULES = {
+    **_LINES,
+    **named("_to_copy", Rule(_to_copy)),
+    **named("copy_", Rule(_copy)),
+    **named("masked_fill.Scalar", Rule(_masked_fill, options("reads=value"))),
+}

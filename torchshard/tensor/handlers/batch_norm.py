@@ -82,7 +82,8 @@ def _forward(
         return NotImplemented
     x = in_boxes(x)
     batch = _Batch(x)
-    if func in _BY_RULE and batch.whole and all(t._spec.sharding is batch.of_channels for t in given):
+    stay = mean is None or x._spec.sharding is batch.sharding  # statistics are written where they lie: none may move
+    if func in _BY_RULE and batch.whole and stay and all(t._spec.sharding is batch.of_channels for t in given):
         return NotImplemented
     if batch.outside:
         nothing = x._local_tensor.new_empty(0)
