@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks import run_ranks
 from torchshard.comm import collectives as C
 from torchshard.comm.group import Group
-from torchshard.comm.reducing import prepare
+from torchshard.comm.reducing import only_gloo_reduces, prepare
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.pieces import piece
 
@@ -66,8 +66,10 @@ def test_pieces_of_every_length_and_type_are_gathered_exchanged_and_broadcast(wo
     assert run_ranks(world, _moves) == [len(DTYPES) * len(SIZES) * 3] * world
 
 
-def _reduces(rank, world):
+def _reduces(rank, world, gloo):
     group = _group(rank, world)
+    if not gloo:
+        C.only_gloo_reduces = lambda term, op: op in ("band", "bor", "bxor")
     for op, dtypes, by in [
         ("sum", [torch.float32, torch.bfloat16, torch.int16, torch.int64, torch.complex64], lambda t: t.sum(0)),
         ("avg", [torch.float32, torch.float64], lambda t: t.mean(0)),
@@ -106,9 +108,16 @@ def _fold(terms, by):
     return total
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_reductions(world):
-    assert all(run_ranks(world, _reduces))
+@pytest.mark.parametrize(("world", "gloo"), [(2, True), (3, False)])
+def test_reductions(world, gloo):
+    assert all(run_ranks(world, _reduces, gloo))
+
+
+def test_bits_are_reduced_by_gloo_alone():
+    for device, known in (("cpu", True), ("meta", False)):
+        x = torch.empty(2, dtype=torch.int32, device=device)
+        assert only_gloo_reduces(x, "bxor") is not known
+        assert not only_gloo_reduces(x, "max")
 
 
 def _nan(rank, world):

@@ -1,12 +1,14 @@
 """Ranks of one machine that read one another's memory."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import by_messages, run_ranks
+from torchshard._torch import device_carried
 from torchshard.errors import RankMismatchError
 
 CPU = torch.device("cpu")
@@ -47,7 +49,7 @@ def given_and_got(rank, world):
     from torchshard.comm.neighbours import fetch, neighbours
 
     readers._LONGEST = 2**20
-    pids = neighbours(circle(), CPU)
+    pids = neighbours(circle())
     assert sorted(pids) == list(range(world))
     assert pids[rank] == os.getpid()
     others = [r for r in range(world) if r != rank]
@@ -73,7 +75,7 @@ def nobody_may_read(rank, world):
 
     if rank == 1:
         by_messages()
-    return dict(neighbours.neighbours(circle(), CPU))
+    return dict(neighbours.neighbours(circle()))
 
 
 def a_stranger_has_the_process_id(rank, world):
@@ -81,7 +83,7 @@ def a_stranger_has_the_process_id(rank, world):
 
     if rank == 1:
         os.getpid = os.getppid  # as in a container with processes of its own
-    return dict(neighbours.neighbours(circle(), CPU))
+    return dict(neighbours.neighbours(circle()))
 
 
 @pytest.mark.parametrize("case", [nobody_may_read, a_stranger_has_the_process_id])
@@ -92,7 +94,7 @@ def test_all_send_messages_if_one_cannot_be_read(case):
 def lost_while_it_is_read(rank, world):
     from torchshard.comm.neighbours import fetch, neighbours
 
-    pids = dict(neighbours(circle(), CPU))
+    pids = dict(neighbours(circle()))
     if rank == 0:
         pids[1] = 2**22 + 1  # no process has this id
     part = torch.zeros(8)
@@ -112,3 +114,16 @@ def test_who_holds_another_word_is_not_read():
     assert _readable([*told, 0, 1, 2, 3])
     assert not _readable([*told, 0, 1, 2, 4])  # a process elsewhere that has the same id
     assert not _readable([told[0] + 1, *told[1:], 0, 1, 2, 3])
+
+
+def test_what_a_group_does_not_carry_travels_on_its_own_device():
+    cuda, first = torch.device("cuda"), torch.device("cuda", 1)
+    for known, bound, of_cpu, of_cuda in [
+        ([CPU, cuda], None, CPU, first),
+        ([cuda], None, cuda, first),
+        ([cuda], first, first, first),
+        ([CPU], None, CPU, CPU),
+        ([], None, CPU, first),
+    ]:
+        group = SimpleNamespace(_device_types=known, bound_device_id=bound)
+        assert (device_carried(group, CPU), device_carried(group, first)) == (of_cpu, of_cuda)

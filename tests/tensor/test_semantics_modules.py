@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import nn
 
+import torchshard
 from tests.ranks import run_ranks
 from tests.tensor.programs import check
 
@@ -108,6 +109,37 @@ def _normalised(put):
     return _outcome(model, put(INPUT))
 
 
+def _by_kernel(name):
+    """Batch normalisation by a kernel that only a GPU has for plain tensors; nothing is gathered."""
+
+    def run(put):
+        x, vector = put(torch.linspace(-1, 2, 30).view(5, 3, 2)), torch.linspace(0.5, 2, 3)
+        weight, bias, mean, var = (put(vector * n) for n in (1, 2, 3, 4))
+        for leaf in (x, weight, bias):
+            leaf.requires_grad_()
+        if x.__class__ is torch.Tensor:
+            y = nn.functional.batch_norm(x, mean, var, weight, bias, True, 0.3, 1e-5)
+        else:
+            with torchshard.fallback("error"):
+                y = getattr(torch.ops.aten, name)(x, weight, bias, mean, var, True, 0.3, 1e-5)[0]
+        y.sin().sum().backward()
+        return [y, mean, var, x.grad, weight.grad, bias.grad]
+
+    return run
+
+
+def _sampled(put):
+    x, grid = put(torch.linspace(-1, 2, 96).view(4, 3, 2, 4)), put(torch.linspace(-1, 1, 48).view(4, 3, 2, 2))
+    x.requires_grad_(), grid.requires_grad_()
+    if x.__class__ is torch.Tensor:
+        y = nn.functional.grid_sample(x, grid, align_corners=True)
+    else:
+        with torchshard.fallback("silent"):
+            y = torch.ops.aten.cudnn_grid_sampler(x, grid)
+    y.sin().sum().backward()
+    return [y, x.grad, grid.grad]
+
+
 def _spread(put):
     model = _module(put)
     return [len(list(model.parameters())), sum(p.numel() for p in model.parameters()), str(model), model.training]
@@ -124,6 +156,9 @@ MODULES = {
     "meta": _emptied,
     "initialised": _initialised,
     "weight_norm": _normalised,
+    "cudnn": _by_kernel("cudnn_batch_norm"),
+    "miopen": _by_kernel("miopen_batch_norm"),
+    "grid sampler": _sampled,
     "counted": _spread,
 }
 

@@ -42,6 +42,18 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
         return dist.default_pg_timeout
 
 
+def device_carried(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """A device from which the group's transports take tensors: this one, unless they know none of its type.
+
+    As NCCL knows no CPU (ProcessGroup._device_types and bound_device_id, 2.11-2.15); without these names, this one.
+    """
+    known = {one.type for one in getattr(group, "_device_types", ())}
+    if not known or device.type in known:
+        return device
+    bound: torch.device | None = getattr(group, "bound_device_id", None)
+    return bound or torch.device("cpu" if "cpu" in known else min(known))
+
+
 def is_destroyed(group: dist.ProcessGroup) -> bool:
     """Whether destroy_process_group has been called for this group or for all (distributed_c10d._world, 2.11-2.15)."""
     from torch.distributed.distributed_c10d import _world

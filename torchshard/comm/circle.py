@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from torchshard._torch import group_of_members
+from torchshard._torch import device_carried, group_of_members
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import RankMismatchError
 
@@ -19,6 +19,7 @@ class Circle:
         ranks: global ranks, ascending.
         rank: this one.
         group: the process group of all of them.
+        device: where messages lie while they travel.
         agreement: on what is exchanged.
         exchanges: how many there have been; the same on every rank that follows the others.
         near: process ids by rank if all can read one another's memory, else empty; None until somebody asks.
@@ -27,6 +28,7 @@ class Circle:
     ranks: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup
+    device: torch.device
     agreement: Agreement
     exchanges: int = 0
     near: Mapping[int, int] | None = None
@@ -62,7 +64,8 @@ def circle_of(ranks: tuple[int, ...], device: torch.device, group: dist.ProcessG
 
     Args:
         ranks: global ranks.
-        device: what is sent lies on devices of this type.
+        device: what is sent lies on devices of this type; it travels on another one if the group's transport takes
+            nothing from there, as NCCL nothing from a CPU.
         group: a process group to use if it is of exactly these ranks; else one is made when first needed.
     """
     if _known.world is not dist.group.WORLD:
@@ -72,7 +75,8 @@ def circle_of(ranks: tuple[int, ...], device: torch.device, group: dist.ProcessG
     if found is None:
         if group is None or sorted(dist.get_process_group_ranks(group)) != list(ranks):
             group = _group_of(ranks, device)
-        made = Circle(ranks, dist.get_rank(), group, Agreement(group, device, "state dicts"))
+        wire = device_carried(group, device)
+        made = Circle(ranks, dist.get_rank(), group, wire, Agreement(group, wire, "state dicts"))
         found = _known.circles[ranks, device.type] = made
     return found
 

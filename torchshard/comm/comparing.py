@@ -28,6 +28,15 @@ def differing(
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
     if all(told == [digest] for told in collectives.of_all_ranks([digest], device, group)):
         return None
-    said: list[Any] = [None] * group.size
-    dist.all_gather_object(said, text, group=process_group)
-    return list(zip(dist.get_process_group_ranks(process_group), said, strict=True))
+    return list(zip(dist.get_process_group_ranks(process_group), said_by_all(text, device, process_group), strict=True))
+
+
+def said_by_all(mine: Any, device: torch.device, process_group: dist.ProcessGroup) -> list[Any]:
+    """What each rank says, an object of any kind, in the order of the group.
+
+    It travels on the device given; torch would take the current one, which for ranks that have set none is the same.
+    """
+    said: list[Any] = [None] * process_group.size()
+    with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
+        dist.all_gather_object(said, mine, group=process_group)
+    return said

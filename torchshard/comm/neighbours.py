@@ -49,19 +49,18 @@ _STAGED = 4 * 2**20
 """Bytes that are read so at a time."""
 
 
-def neighbours(circle: Circle, device: torch.device) -> Mapping[int, int]:
+def neighbours(circle: Circle) -> Mapping[int, int]:
     """Rank -> process id, if each rank of the circle can read the memory of all others; else nothing, on all ranks.
 
     Args:
         circle: ranks that have agreed to exchange something, so that all of them ask.
-        device: where the parts lie.
 
     Raises:
         RankMismatchError: a rank is lost; names it.
     """
     if circle.near is None:
         with circle.agreement.waiting_for(_WHAT):
-            pids = process_ids(circle.group, device)
+            pids = process_ids(circle.group, circle.device)
         circle.near = dict(zip(circle.ranks, pids, strict=True)) if pids else {}
     return circle.near
 

@@ -85,6 +85,6 @@ class _Probe:
     def _once(self, x: torch.Tensor) -> float:
         start = time.perf_counter()
         self._wait([self._all_reduce(x)])
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
+        if x.device.type != "cpu":
+            torch.accelerator.synchronize(x.device)
         return time.perf_counter() - start

@@ -6,6 +6,7 @@ transport averages integers, knows norms, or takes 16-bit integers or booleans i
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ _WIDER = {
 # In which averages and powers are reckoned, as eager torch does within a kernel: their sums need not fit where they do.
 _ROOMY = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _OF_BOOLS = {"band": "min", "bor": "max", "max": "max", "min": "min", "product": "min"}
-_OF_BITS = {"band", "bor", "bxor"}
+_OF_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
 
 def prepare(x: Tensor, op: str, ranks: int) -> tuple[Terms, Finish]:
@@ -59,6 +60,16 @@ def prepare(x: Tensor, op: str, ranks: int) -> tuple[Terms, Finish]:
     if op in ("max", "min") and x.is_floating_point():
         return _extreme(x, op)
     return [(x, op)], lambda got: got[0]
+
+
+def only_gloo_reduces(x: Tensor, op: str) -> bool:
+    """Whether the transport of this term does not know the operation: those of accelerators know none of bits."""
+    return op in _OF_BITS and x.device.type != "cpu"
+
+
+def reduced_bits(terms: Sequence[Tensor] | Tensor, op: str) -> Tensor:
+    """The reduction, here, of the terms of all ranks."""
+    return reduce(_OF_BITS[op], terms)
 
 
 def _has_meaning(dtype: torch.dtype, op: str) -> bool:

@@ -1,6 +1,6 @@
 """What the ranks of a wrapper say to one another beside gradients, in a common order of collectives."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,25 +54,29 @@ class Exchange:
 
     def of_each_rank(self, number: int) -> list[int]:
         """What each rank says, in their order."""
-        sent = torch.tensor([number], dtype=torch.int32, device=self.device)
+        sent = self._sent([number], torch.int32)
         said = sent.new_empty(self.group.size())
-        return self._answer(said, dist.all_gather([*said.split(1)], sent, self.group, async_op=True))
+        return self._answer(said, dist.all_gather([*said.split(1)], sent, self.group, async_op=True))()
 
-    def totals(self, numbers: Sequence[int]) -> list[int]:
-        """Place by place the sum over the ranks."""
-        sent = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+    def totals(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        """Place by place the sum over the ranks; on an accelerator, whoever reads it waits for all that goes before."""
+        sent = self._sent(numbers, torch.int32)
         return self._answer(sent, self.all_reduce(sent))
 
-    def _answer(self, numbers: torch.Tensor, work: Any) -> list[int]:
+    def _answer(self, numbers: torch.Tensor, work: Any) -> Callable[[], list[int]]:
         self.issued += 1
         self.wait([work])
-        return [int(n) for n in numbers.tolist()]
+        return lambda: [int(n) for n in numbers.tolist()]
+
+    def _sent(self, numbers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """On the group's device, without waiting for what is under way there."""
+        return torch.tensor(numbers, dtype=dtype, device="cpu").to(self.device, non_blocking=True)
 
     def of_first_rank(self, numbers: Sequence[int]) -> list[int]:
         """The numbers that rank 0 has; others may have another count of them."""
-        size = torch.tensor([len(numbers)], dtype=torch.int64, device=self.device)
+        size = self._sent([len(numbers)], torch.int64)
         self._broadcast(size)
-        sent = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        sent = self._sent(numbers, torch.int64)
         if int(size) != len(numbers):
             sent = sent.new_empty(int(size))
         self._broadcast(sent)

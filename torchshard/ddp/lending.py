@@ -164,7 +164,7 @@ class Lending:
         """What is late; here alone, unless some ranks have nothing of their own and give zeros."""
         numbers: Iterable[int] = self.late
         if self.shadowed and self._bucket_of:
-            counts = self._reducer.exchange.totals([int(i in self.late) for i in range(len(self._reducer.params))])
+            counts = self._reducer.exchange.totals([int(i in self.late) for i in range(len(self._reducer.params))])()
             numbers = (i for i, count in enumerate(counts) if count)
         late = {i: self.late.get(i) for i in sorted(numbers)}
         return {i: torch.zeros_like(self._reducer.params[i]) if grad is None else grad for i, grad in late.items()}

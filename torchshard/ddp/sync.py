@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, plan_buckets
+from torchshard.comm.comparing import said_by_all
 from torchshard.ddp.composite import parts
 from torchshard.ddp.exchange import Exchange
 from torchshard.errors import RankMismatchError
@@ -32,8 +33,7 @@ def verify_equal(lines: Sequence[str], exchange: Exchange) -> None:
     exchange.wait([dist.all_gather(digests, mine, group=group, async_op=True)], "what each rank is to train")
     if all(torch.equal(mine, other) for other in digests):
         return
-    every: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(every, list(lines), group=group)
+    every: list[list[str]] = said_by_all(list(lines), device, group)
     others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
     left, right = _first_difference(every[0], every[others[0]])
     raise RankMismatchError(

@@ -1,6 +1,6 @@
 """Which parameters get a gradient in a backward: all, as many as come, or those of the first backward."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 from torch.autograd.profiler import record_function
 
@@ -35,7 +35,22 @@ class Usage:
         self.repeated: Mapping[int, int] = {}
         self.left: dict[int, int] = {}
         self.never: frozenset[int] = frozenset()
-        self.anywhere: Mapping[int, int] = dict.fromkeys(self.all, 1)  # used in the last backward: by how many ranks
+        self._anywhere: Mapping[int, int] = dict.fromkeys(self.all, 1)
+        self._counts: Callable[[], Sequence[int]] | None = None
+
+    @property
+    def anywhere(self) -> Mapping[int, int]:
+        """Parameters that were used in the last backward, and by how many ranks.
+
+        What the ranks have said is read here and not before: on an accelerator, reading waits for the whole backward.
+        """
+        if self._counts is not None:
+            self._anywhere = {i: count for i, count in enumerate(self._counts()) if count}
+            self._counts = None
+        return self._anywhere
+
+    def _ask(self, absent: Collection[int], exchange: Exchange) -> None:
+        self._counts = exchange.totals([int(i not in absent) for i in self.all])
 
     def skipped(self, buckets: Sequence[FlatBucket], touched: Set[int], exchange: Exchange) -> Collection[int]:
         """Numbers of the buckets that are not reduced in this backward, which is over; arguments as for `decide`."""
@@ -97,8 +112,8 @@ class ChangingUsage(Usage):
         self.static = self.static and self.absent in (None, absent)
         self.absent = absent
         with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):  # as torch's, in profiles
-            self.anywhere = _used_anywhere(self.all, set(absent).difference(touched), exchange)
-        return self.anywhere
+            self._ask(set(absent).difference(touched), exchange)
+        return self.anywhere if absent else self.all  # those that have a gradient here are used
 
 
 class StaticUsage(Usage):
@@ -109,7 +124,7 @@ class StaticUsage(Usage):
     def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
         """As for Usage; the ranks talk once, at the end of the first backward."""
         if self.learning:
-            self.anywhere = _used_anywhere(self.all, set(absent).difference(touched), exchange)
+            self._ask(set(absent).difference(touched), exchange)
             self.never = frozenset(absent) - self.uses.keys()  # one that gave none may yet do so
             self.repeated = {i: n for i, n in self.uses.items() if n > 1}
             self.tolerant = self.attentive = self.learning = False
@@ -118,7 +133,7 @@ class StaticUsage(Usage):
     def shadow(self, exchange: Exchange) -> Collection[int]:
         """As for Usage; a rank that shadows the first backward takes it that its own will bring each gradient once."""
         if self.learning:
-            self.anywhere = _used_anywhere(self.all, self.all, exchange)
+            self._ask(self.all, exchange)
             self.never = frozenset(self.all) - self.anywhere.keys()
             self.uses = dict.fromkeys(self.anywhere, 1)
             self.tolerant = self.attentive = self.learning = False
@@ -135,8 +150,3 @@ class StaticUsage(Usage):
             f"{rank} the gradient of the parameter at index {index} with name {name} {known}. Leave static_graph out; "
             "find_unused_parameters=True is for parameters that are used now and then"
         )
-
-
-def _used_anywhere(every: range, absent: Collection[int], exchange: Exchange) -> dict[int, int]:
-    counts = exchange.totals([int(i not in absent) for i in every])
-    return {i: count for i, count in enumerate(counts) if count}

@@ -239,18 +239,13 @@ def _as_it_is(form: Form) -> Target:
     if not form.holding.owners:  # no element anywhere: any cut is right
         return InParts(specs.chunks(0, ranks, form.device), ranks, form.group or circle_of(ranks, form.device).group)
     held = [(rank, box) for box, owners in form.holding.owners.items() for rank in owners if rank in ranks]
-    shards = [specs.ShardMetadata(list(b.offset), list(b.size), _place(rank, form)) for rank, b in sorted(held)]
+    shards = [
+        specs.ShardMetadata(list(b.offset), list(b.size), specs.place_alike(rank, form.device))
+        for rank, b in sorted(held)
+    ]
     group = form.group or circle_of(ranks, form.device).group
     metadata = specs.ShardedTensorMetadata(shards, torch.Size(form.shape))
     return InParts(specs.inferred_spec(metadata), ranks, group)
-
-
-def _place(rank: int, form: Form) -> Any:
-    """The device of a rank: this rank's own, or the one of the same number as the rank has on its host."""
-    device = form.device
-    if device.index is not None and rank != dist.get_rank():
-        device = torch.device(device.type, rank % torch.get_device_module(device).device_count())
-    return specs.place_of(rank, device)
 
 
 def _group_of(form: Form) -> dist.ProcessGroup:

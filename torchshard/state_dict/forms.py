@@ -22,7 +22,7 @@ from torchshard.tensor.interop import require_ascending
 from torchshard.tensor.layout import TensorLayout, from_torch
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.redistribute import redistribute_local
-from torchshard.tensor.sharded import moving
+from torchshard.tensor.sharded import moving, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of
 
 
@@ -145,7 +145,7 @@ def _of_sharded_tensor(x: ShardedTensor, memory: Memory) -> Form:
     group = group_of(x)
     key = id(x.metadata())
     holding = memory.get(key) or memory.setdefault(key, moving.held(x))
-    device = x.metadata().shards_metadata[0].placement.device()
+    device = specs.device_here(x.metadata())
     shape = tuple(x.shape)
     text = _of_parts(x, holding)
     return Form(shape, x.stride(), x.dtype, holding, moving.parts(x), device, text, x.requires_grad, group=group)

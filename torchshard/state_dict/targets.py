@@ -210,9 +210,7 @@ class InParts(Target):
 
     def device(self, form: Form) -> torch.device:
         """As of Target."""
-        shards = self.metadata(form).shards_metadata
-        mine = [s.placement.device() for s in shards if s.placement.rank() == this_rank()]
-        return (mine or [shards[0].placement.device()])[0]  # type: ignore[no-any-return]
+        return specs.device_here(self.metadata(form))
 
     def room(self, form: Form, box: Box) -> Tensor:
         """As of Target."""

@@ -117,7 +117,7 @@ def _carry(jobs: Sequence[Job], ranks: tuple[int, ...], problem: TorchshardError
 
 def _exchange(jobs: Sequence[Job], circle: Circle) -> None:
     """Each rank gets what it lacks: out of the memory of the others where it can read that, else by messages."""
-    if pids := neighbours(circle, jobs[0].device):
+    if pids := neighbours(circle):
         into: dict[int, list[Tensor]] = {}
         for job in jobs:
             for peer, box in receives(job.source, job.target, circle.rank):
@@ -142,7 +142,7 @@ def _sent(jobs: Sequence[Job], rank: int) -> dict[int, list[Tensor]]:
 
 def _send(jobs: Sequence[Job], circle: Circle) -> None:
     """Batch by batch; the oldest are waited for where what exists for the journey only would take too much memory."""
-    device, limit = jobs[0].device, max(AT_ONCE, *[job.nbytes for job in jobs])
+    device, limit = circle.device, max(AT_ONCE, *[job.nbytes for job in jobs])
     under_way: deque[Transfer] = deque()
     for batch in batches(jobs):
         ahead = sum(job.nbytes for job in batch)
@@ -158,7 +158,7 @@ def _start(batch: Sequence[Job], circle: Circle) -> Transfer:
     landings = 0
     for job in batch:
         copies = receives(job.source, job.target, circle.rank)
-        if (dim := _side_by_side(job, copies)) is not None:
+        if (dim := _side_by_side(job, copies, circle)) is not None:
             slabs = [_slab(job, copy, circle.rank) for copy in copies]
             joins.append(partial(torch.cat, slabs, dim, out=job.goals[0][1]))
             landings += sum(x.nbytes for x, (peer, _) in zip(slabs, copies, strict=True) if peer != circle.rank)
@@ -170,10 +170,10 @@ def _start(batch: Sequence[Job], circle: Circle) -> Transfer:
                 into.setdefault(peer, []).append(goal)
             elif dim is None:
                 goal.copy_(_view(job.parts, box))
-    return start(_sent(batch, circle.rank), into, batch[0].device, circle, joins, landings)
+    return start(_sent(batch, circle.rank), into, circle.device, circle, joins, landings)
 
 
-def _side_by_side(job: Job, copies: Sequence[Copy]) -> int | None:
+def _side_by_side(job: Job, copies: Sequence[Copy], circle: Circle) -> int | None:
     """The dim along which large parts lie side by side in the rows of the one goal, as columns do; else None.
 
     Such parts land apart and are joined: row by row, torch.cat takes two thirds of the time that it takes to copy each
@@ -183,7 +183,7 @@ def _side_by_side(job: Job, copies: Sequence[Copy]) -> int | None:
         return None
     [(whole, memory)] = job.goals
     cut = {d for copy in copies for d, n in enumerate(copy.box.size) if n != whole.size[d]}
-    direct = memory.is_contiguous() and memory.device.type == job.device.type
+    direct = memory.is_contiguous() and memory.device.type == job.device.type == circle.device.type
     if len(cut) != 1 or math.prod(whole.size[: min(cut)]) == 1 or not direct:
         return None
     return cut.pop()

@@ -35,7 +35,7 @@ _OF_WRAPPERS = {
 
 
 _ROOMS = (
-    *("amp", "batch_norm", "embedding", "forward_ad", "gather", "norms", "packing"),
+    *("amp", "batch_norm", "embedding", "forward_ad", "gather", "gpu_kernels", "norms", "packing"),
     *("random", "softmax", "split_classes", "statistics", "views"),
 )
 

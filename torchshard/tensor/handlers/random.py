@@ -51,14 +51,23 @@ def agree_on_generator(mesh: BoundMesh, device: torch.device, generator: torch.G
     """Give every rank of the mesh the state of its first rank's generator."""
     if mesh.size == 1:
         return
-    module = torch if device.type == "cpu" else getattr(torch, device.type)
-    state = module.get_rng_state() if generator is None else generator.get_state()
+    state = _state_of(device) if generator is None else generator.get_state()
     group = mesh.everyone
-    state = collectives.broadcast(state.to(device), 0, group).cpu()
-    if generator is None:
-        module.set_rng_state(state)
-    else:
+    state = collectives.broadcast(state.to(device, non_blocking=True), 0, group).cpu()
+    if generator is not None:
         generator.set_state(state)
+    elif device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _state_of(device: torch.device) -> Tensor:
+    """Of the generator that draws there; the current device need not be the one that the tensors are on."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def _plain_layout(x: DTensor, strides: Callable[..., Sequence[int]] = kept_stride) -> TensorLayout:

@@ -60,7 +60,7 @@ def gather(x: ShardedTensor, dst: int, out: Tensor | None, dtype: torch.dtype | 
         goals = [(whole(x.shape), out.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device=out.device))]
     target = Holding.of(x.shape, [(ranks[dst], whole(x.shape))])
     plan = f"{x.dtype} of shape {tuple(x.shape)}, gathered on rank {ranks[dst]}"
-    device = x._metadata.shards_metadata[0].placement.device()
+    device = specs.device_here(x._metadata)
     carry([Job("gather", plan, x.dtype, held(x), target, parts(x), goals, device, problem, group)])
     if goals and out is not None and goals[0][1] is not out:
         out.detach().copy_(goals[0][1] if dtype is None else goals[0][1].to(dtype))
@@ -91,7 +91,7 @@ def cut(x: ShardedTensor, spec: Any) -> ShardedTensor:
         goals = [(specs.box_of(s, x.shape), tensor) for s, tensor in zip(mine, tensors, strict=True)]
         cuts = "; ".join(f"{box} on {owners}" for box, owners in target.owners.items())
         plan = f"{x.dtype} of shape {tuple(x.shape)}, to {cuts}"
-        device = x._metadata.shards_metadata[0].placement.device()
+        device = specs.device_here(x._metadata)
         carry([Job("reshard", plan, x.dtype, source, target, parts(x), goals, device, None, group)])
     asking = metadata.tensor_properties.requires_grad
     shards = [specs.Shard(tensor.requires_grad_(asking), s) for tensor, s in zip(tensors, mine, strict=True)]

@@ -359,7 +359,7 @@ def made(
 ) -> ShardedTensor:
     """A ShardedTensor around these parts, which are not checked; `nothing` stands for none in graphs."""
     size, properties = tuple(metadata.size), metadata.tensor_properties
-    device = shards[0].tensor.device if shards else metadata.shards_metadata[0].placement.device()
+    device = shards[0].tensor.device if shards else specs.device_here(metadata)
     x: Any = stand_in(ShardedTensor, size, contiguous_stride(size), properties.dtype, device)
     x._local_shards, x._metadata, x._sharding_spec, x._group = list(shards), metadata, spec, Group(group)
     x._token = object()

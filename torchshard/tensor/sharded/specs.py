@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard._torch import sharded_tensors
+from torchshard.comm.circle import this_rank
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
@@ -134,7 +135,7 @@ def inferred_spec(metadata: Any) -> Any:
 
 def chunks(dim: int, ranks: Sequence[int], device: torch.device) -> Any:
     """One piece along `dim` for each of these ranks, on a device each."""
-    return ChunkShardingSpec(dim, [place_of(rank, device) for rank in ranks])
+    return ChunkShardingSpec(dim, [place_alike(rank, device) for rank in ranks])
 
 
 def flat_size(size: Sequence[Any]) -> torch.Size:
@@ -157,7 +158,7 @@ def asking(shards: Sequence[Any], metadata: Any, requires_grad: bool) -> tuple[S
 def on_device(metadata: Any, device: torch.device) -> Any:
     """The same parts, each on this device of its rank."""
     shards = [
-        ShardMetadata(list(s.shard_offsets), list(s.shard_sizes), place_of(s.placement.rank(), device))
+        ShardMetadata(list(s.shard_offsets), list(s.shard_sizes), place_alike(s.placement.rank(), device))
         for s in metadata.shards_metadata
     ]
     return replace(metadata, shards_metadata=shards)
@@ -166,3 +167,17 @@ def on_device(metadata: Any, device: torch.device) -> Any:
 def place_of(rank: int, device: torch.device | str) -> Any:
     """A device of a rank, in torch's words."""
     return upstream.RemoteDevice(f"rank:{rank}/{device}")
+
+
+def place_alike(rank: int, device: torch.device) -> Any:
+    """This device of this rank; of another rank, the one of the same number as that rank has on its host."""
+    if device.index is not None and device.type not in ("cpu", "meta") and rank != this_rank():
+        device = torch.device(device.type, rank % torch.get_device_module(device).device_count())
+    return place_of(rank, device)
+
+
+def device_here(metadata: Any) -> torch.device:
+    """Where this rank's parts lie; of one that has none, the current device of the kind on which others have theirs."""
+    places = [s.placement for s in metadata.shards_metadata]
+    mine = [place.device() for place in places if place.rank() == this_rank()]
+    return mine[0] if mine else torch.device(places[0].device().type)

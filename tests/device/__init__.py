@@ -1,0 +1,12 @@
+"""A device without a GPU: "strict", memory of the host beside the CPU's, and a transport that takes what NCCL takes.
+
+    python -m tests.device                       # all checks of checks.py
+    python -m tests.device tests.ddp.test_mixed:_uneven
+
+Operators are the CPU's kernels, so values can be compared. What a GPU would not do fails here, by name: tensors on the
+CPU in a collective, gaps, dtypes and reductions that NCCL does not know, tensors of another device than the group's.
+`torch.strict.waits()` counts how often the host has waited for the device: values read, and numbers put there without
+non_blocking. A collective is over when it has been begun, so nothing shows that depends on streams.
+
+`device.cpp` is compiled when it is first used (some 80 s), hence not in every run of the tests.
+"""
