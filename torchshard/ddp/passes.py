@@ -11,6 +11,7 @@ import torch
 from torchshard import _torch
 from torchshard.ddp.traced import Traced
 
+_HIDDEN = -1  # the number of outputs that are not found
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
 
 
@@ -33,13 +34,15 @@ class ForwardPass:
 
     Attributes:
         sync: whether its gradients are to be reduced (it did not run under no_sync).
+        ahead: outputs that no backward has reached, by number; something stays in it if outputs may be hidden.
         kept: what is to live as long.
     """
 
-    __slots__ = ("__weakref__", "kept", "sync")
+    __slots__ = ("__weakref__", "ahead", "kept", "sync")
 
     def __init__(self, sync: bool) -> None:
         self.sync = sync
+        self.ahead: set[int] = {_HIDDEN}
         self.kept: object = None
 
 
@@ -57,13 +60,6 @@ def watch(
         traced: is told instead, under compiled autograd.
     """
     method = weakref.WeakMethod(begin)
-
-    @_torch.skip_frame
-    def reached(_gradients: object) -> None:
-        if act := method():
-            act(forward)
-
-    hook = traced.prehook(forward.sync, reached) if traced else reached
     nodes, certain = {}, True
     for leaf in _leaves(output):
         if isinstance(leaf, torch.Tensor):
@@ -76,9 +72,27 @@ def watch(
             certain = certain and not (leaf.requires_grad and leaf.grad_fn is None)
         else:
             certain = certain and isinstance(leaf, _PLAIN)
-    for node in nodes.values():
-        node.register_prehook(hook)
-    return certain and bool(nodes)
+    for number, node in enumerate(nodes.values()):
+        forward.ahead.add(number)
+        reached = _reaching(number, forward, method)
+        node.register_prehook(traced.prehook(forward.sync, reached) if traced else reached)
+    if certain := certain and bool(nodes):
+        forward.ahead.remove(_HIDDEN)
+    return certain
+
+
+def _reaching(
+    number: int, forward: ForwardPass, method: "weakref.WeakMethod[Callable[[ForwardPass], None]]"
+) -> Callable[[object], None]:
+    """What to do when a backward reaches the output with this number."""
+
+    @_torch.skip_frame
+    def reached(_gradients: object) -> None:
+        forward.ahead.discard(number)
+        if act := method():
+            act(forward)
+
+    return reached
 
 
 def _leaves(value: Any) -> Iterator[Any]:
