@@ -74,25 +74,28 @@ def watch(
             certain = certain and isinstance(leaf, _PLAIN)
     for number, node in enumerate(nodes.values()):
         forward.ahead.add(number)
-        reached = _reaching(number, forward, method)
+        reached = _Reaching(number, forward, method)
         node.register_prehook(traced.prehook(forward.sync, reached) if traced else reached)
     if certain := certain and bool(nodes):
         forward.ahead.remove(_HIDDEN)
     return certain
 
 
-def _reaching(
-    number: int, forward: ForwardPass, method: "weakref.WeakMethod[Callable[[ForwardPass], None]]"
-) -> Callable[[object], None]:
-    """What to do when a backward reaches the output with this number."""
+class _Reaching:
+    """A prehook: what happens when a backward reaches an output."""
+
+    __slots__ = ("_begin", "_forward", "_number")
+
+    def __init__(
+        self, number: int, forward: ForwardPass, begin: "weakref.WeakMethod[Callable[[ForwardPass], None]]"
+    ) -> None:
+        self._number, self._forward, self._begin = number, forward, begin
 
     @_torch.skip_frame
-    def reached(_gradients: object) -> None:
-        forward.ahead.discard(number)
-        if act := method():
-            act(forward)
-
-    return reached
+    def __call__(self, _gradients: object) -> None:
+        self._forward.ahead.discard(self._number)
+        if act := self._begin():
+            act(self._forward)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -191,12 +191,15 @@ class Reducer(Launching, ReducerCompatibility):
                 bucket.begin()
 
     @_torch.untraced
-    @in_turn
     def outside(self, index: int) -> bool:
         """A gradient has arrived while none is reduced. Whether that has to begin now."""
-        if self.mode is Mode.LOCAL:
+        if self.mode is Mode.LOCAL:  # until its end
             self._touched.add(index)
             return False
+        return self._begins_now()
+
+    @in_turn
+    def _begins_now(self) -> bool:
         if self.mode is Mode.SYNC:  # another thread was here first
             return True
         if self._armed or self._forwards:
