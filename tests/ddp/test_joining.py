@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join
 
 from tests.models import mlp
 from tests.ranks import run_ranks
+from torchshard.errors import RankMismatchError
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -231,9 +232,19 @@ def _raises(rank, world):
 
     with pytest.raises(ValueError, match="of the user"):
         train()
+
+    def disagree():
+        with model.join(), model.no_sync() if rank == 0 else contextlib.nullcontext():
+            if rank < world - 1:  # the last one has no inputs
+                model(torch.ones(4, 8)).sum().backward()
+
+    with pytest.raises(RankMismatchError, match=r"rank 0: no gradients, no .*\n +rank 1: gradients, no buffers\n"):
+        disagree()
+    model.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()  # all have heard of it: they may go on
     assert model.join_device == torch.device("cpu")
     assert model.join_process_group is dist.group.WORLD
 
 
 def test_exceptions_pass_through():
-    run_ranks(2, _raises)
+    run_ranks(3, _raises)

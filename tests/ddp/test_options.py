@@ -93,6 +93,14 @@ def test_a_module_that_cannot_be_trained_is_refused(fake_group):
         DistributedDataParallel(module)
 
 
+def test_a_module_that_is_wrapped_in_inference_mode_can_be_trained(fake_group):
+    module = mlp()
+    with torch.inference_mode():
+        model = DistributedDataParallel(module)
+    model(torch.ones(2, next(model.parameters()).shape[1])).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 OURS = {
     "negative cap": ({"bucket_cap_mb": -1}, ValueError, "cannot hold less than nothing"),
     "negative cap in the list": ({"bucket_cap_mb_list": [1, -2]}, ValueError, "cap of -2 MiB"),

@@ -16,6 +16,8 @@ from torchshard._torch.finding import find
 
 T = TypeVar("T")
 
+_after = operator.attrgetter("_post_accumulate_grad_hooks")
+
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Have the autograd engine call this when the backward that runs now is over.
@@ -201,8 +203,12 @@ def has_hooks_at_end(param: Tensor) -> bool:
 
 def hooks_after(param: Any) -> int:
     """How many hooks run when a parameter's gradient has been accumulated (._post_accumulate_grad_hooks, 2.11-2.15)."""
-    hooks = param._post_accumulate_grad_hooks
-    return len(hooks) if hooks else 0
+    return len(_after(param) or ())
+
+
+def counts_after(params: Iterable[Tensor]) -> list[int]:
+    """The same of each parameter that has any, without a step of Python for each: asked at every forward."""
+    return [*map(len, filter(None, map(_after, params)))]
 
 
 def hooks_of(node: Any) -> tuple[Mapping[int, object], ...]:

@@ -34,7 +34,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._counts: list[int] = []  # of hooks on each parameter
+        self._counts: list[int] = []  # of hooks on each parameter that has some
         self.turn = threading.RLock()
 
     def __bool__(self) -> bool:
@@ -48,11 +48,11 @@ class Hooks:
             for i, hook in _hooks_of(reducer, bucket).items():
                 chosen = reducer.traced.hook(i, hook) if reducer.traced else hook
                 self._handles.append(_torch.register_after_grad(reducer.params[i], chosen))
-        self._counts = [*map(_torch.hooks_after, reducer.params)]
+        self._counts = _torch.counts_after(reducer.params)
 
     def move_last(self, reducer: "Reducer") -> None:
         """If others have put some on since, behind them: what they do to a gradient comes before its reduction."""
-        if self._handles and [*map(_torch.hooks_after, reducer.params)] != self._counts:
+        if self._handles and _torch.counts_after(reducer.params) != self._counts:
             self.put(reducer)
 
     def remove(self) -> None:

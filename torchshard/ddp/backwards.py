@@ -19,7 +19,8 @@ class Leaves:
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params
-        self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in params]
+        with torch.inference_mode(False):  # under which nothing has a node
+            self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in params]
 
     def renew(self) -> None:
         """Look all of them up anew."""

@@ -108,8 +108,19 @@ class Joining(Buffers, Joinable):
         self._whose_buffers = max(found.active)
 
     def _tell(self, mine: int) -> Round:
-        """Exchange what this round brings; 0 for a rank that has joined."""
+        """Exchange what this round brings; 0 for a rank that has joined.
+
+        Raises:
+            RankMismatchError: ranks that have inputs bring different things; on all ranks.
+        """
         said = self.reducer.exchange.of_each_rank(mine)
+        if len({*filter(None, said)}) > 1:
+            raise RankMismatchError(
+                "DistributedDataParallel.join(): in one iteration ranks that have inputs do different things",
+                expected="each of them to reduce gradients, and to synchronize buffers, or none",
+                got="\n".join(f"rank {rank}: {_words(word)}" for rank, word in enumerate(said) if word),
+                fix="enter no_sync(), or no_grad(), in the same iterations on all ranks that still have inputs",
+            )
         return Round(
             active=[rank for rank, word in enumerate(said) if word],
             buffers=any(word & _BUFFERS for word in said),
@@ -127,6 +138,10 @@ class Joining(Buffers, Joinable):
             tensors += self.modules_buffers
         wait = functools.partial(self.reducer.exchange.wait, what=f"the model of rank {self._authoritative_rank}")
         broadcast_coalesced(tensors, self.process_group, self.broadcast_bucket_size, wait, self._authoritative_rank)
+
+
+def _words(word: int) -> str:
+    return f"{'gradients' if word & _GRADIENTS else 'no gradients'}, {'buffers' if word & _BUFFERS else 'no buffers'}"
 
 
 class _Join(Join):
