@@ -23,17 +23,25 @@ from torchshard._torch import (
     group_named,
     run_collectives_once,
     unflatten,
-    without_autocast,
 )
 from torchshard.comm.agreement import NO_LOSS, raise_lost
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import prepare
+from torchshard.comm.travelling import (
+    CARRIED,
+    by_seat,
+    carried,
+    carried_out,
+    cut,
+    dense,
+    joined,
+    numel,
+    one_after_another,
+    padded,
+    uncarried,
+)
 
 _c10d = functional_collectives()
-
-# What every transport takes as it is; other types travel as one of these of the same width (complex: as pairs).
-_CARRIED = {torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8}
-_SAME_WIDTH = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 SMALL = 16 * 1024
 """Bytes up to which a tensor is sent with others: a link carries them while a collective starts."""
@@ -79,11 +87,11 @@ def all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Ten
 
 def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     """all_gather, without waiting."""
-    x = _carried_out(x)
-    if x.dtype not in _CARRIED:
-        return _then_uncarried(start_all_gather(_carried(x), dim, lengths, group), x.dtype)
+    x = carried_out(x)
+    if x.dtype not in CARRIED:
+        return _then_uncarried(start_all_gather(carried(x), dim, lengths, group), x.dtype)
     longest = max(lengths)
-    piece = _dense(_padded(x, dim, longest))
+    piece = dense(padded(x, dim, longest))
     shape = (group.size, *piece.shape)
     coming = _sent(group, _c10d.all_gather_into_tensor, piece, group.size)
     if group.seats is None and dim == 0 and min(lengths) == longest:
@@ -92,7 +100,7 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
     def join(got: Sequence[Tensor]) -> Tensor:
         pieces = got[0].view(shape)
         seats = group.seats or range(group.size)
-        return _joined(torch.cat, [pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
+        return joined(torch.cat, [pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
 
     return Started(group, (coming,), join)
 
@@ -123,11 +131,14 @@ def start_all_to_all(
         received: length along `join` of the block from each rank.
         group: who takes part.
     """
-    blocks = x.split_with_sizes(list(sent), split)
-    mine = list(blocks[group.position].shape)
-    shapes = [(*mine[:join], n, *mine[join + 1 :]) for n in received]
-    started = start_exchange(blocks, shapes, group)
-    return Started(group, started.coming, lambda got: _joined(torch.cat, started.finish(got), join))
+    x = carried_out(x)
+    if x.dtype not in CARRIED:
+        return _then_uncarried(start_all_to_all(carried(x), split, join, sent, received, group), x.dtype)
+    packed, given = cut(x, split, sent, group)
+    mine = list(x.shape)
+    mine[split] = sent[group.position]
+    started = _start_exchange(packed, given, [(*mine[:join], n, *mine[join + 1 :]) for n in received], group)
+    return Started(group, started.coming, lambda got: joined(torch.cat, started.finish(got), join))
 
 
 def all_to_all(x: Tensor, split: int, join: int, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
@@ -148,14 +159,20 @@ def exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: G
 
 def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> Started[list[Tensor]]:
     """exchange, without waiting."""
-    blocks, dtype = [_carried_out(b) for b in blocks], blocks[0].dtype
-    if dtype not in _CARRIED:
+    blocks, dtype = [carried_out(b) for b in blocks], blocks[0].dtype
+    if dtype not in CARRIED:
         pairs = (2,) if dtype.is_complex else ()
-        started = start_exchange([_carried(b) for b in blocks], [(*shape, *pairs) for shape in shapes], group)
-        return Started(group, started.coming, lambda got: [_uncarried(piece, dtype) for piece in started.finish(got)])
-    blocks = _by_seat(blocks, group)
-    given, taken = [block.numel() for block in blocks], [_numel(shape) for shape in _by_seat(shapes, group)]
-    packed = _packed(blocks)
+        started = start_exchange([carried(b) for b in blocks], [(*shape, *pairs) for shape in shapes], group)
+        return Started(group, started.coming, lambda got: [uncarried(piece, dtype) for piece in started.finish(got)])
+    blocks = by_seat(blocks, group)
+    return _start_exchange(one_after_another(blocks), [block.numel() for block in blocks], shapes, group)
+
+
+def _start_exchange(
+    packed: Tensor, given: list[int], shapes: Sequence[Sequence[int]], group: Group
+) -> Started[list[Tensor]]:
+    """start_exchange of blocks that lie one after another, `given` elements for each rank of the process group."""
+    taken = [numel(shape) for shape in by_seat(shapes, group)]
 
     def unpack(got: Sequence[Tensor]) -> list[Tensor]:
         pieces, seats = got[0].split_with_sizes(taken), group.seats or range(group.size)
@@ -181,13 +198,13 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
 
 def start_all_reduce(x: Tensor, op: str, group: Group) -> Started[Tensor]:
     """all_reduce, without waiting."""
-    terms, finish = prepare(_carried_out(x), op, group.size)
-    return Started(group, [_sent(group, _c10d.all_reduce, _dense(term), name) for term, name in terms], finish)
+    terms, finish = prepare(carried_out(x), op, group.size)
+    return Started(group, [_sent(group, _c10d.all_reduce, dense(term), name) for term, name in terms], finish)
 
 
 def all_reduce_largest(x: Tensor, group: Group) -> Tensor:
     """The largest of all ranks' values, which are floating-point numbers and not NaN: one collective, not two."""
-    return _wait(_sent(group, _c10d.all_reduce, _dense(x), "max"), group)
+    return _wait(_sent(group, _c10d.all_reduce, dense(x), "max"), group)
 
 
 def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
@@ -205,7 +222,7 @@ def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: 
 
 def start_reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     """reduce_scatter, without waiting."""
-    terms, finish = prepare(_carried_out(x), op, group.size)
+    terms, finish = prepare(carried_out(x), op, group.size)
     parts = [_start_reduce_scatter(term, name, dim, lengths, group) for term, name in terms]
     coming = [part.coming[0] for part in parts]
     return Started(group, coming, lambda got: finish([part.finish([x]) for part, x in zip(parts, got, strict=True)]))
@@ -214,11 +231,11 @@ def start_reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], g
 def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     longest, mine = max(lengths), lengths[group.position]
     if dim == 0 and min(lengths) == longest and group.seats is None:
-        return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, _dense(x), name, group.size),), _first)
+        return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, dense(x), name, group.size),), _first)
     # The collective splits the first dim: the pieces have to lie one after another in it.
-    pieces = [_padded(piece, dim, longest) for piece in _by_seat(x.split_with_sizes(list(lengths), dim), group)]
+    pieces = [padded(piece, dim, longest) for piece in by_seat(x.split_with_sizes(list(lengths), dim), group)]
     shape = pieces[0].shape
-    packed = _joined(torch.stack, pieces).reshape(-1)
+    packed = joined(torch.stack, pieces).reshape(-1)
 
     def cut(got: Sequence[Tensor]) -> Tensor:
         piece = got[0].view(shape)
@@ -232,7 +249,7 @@ def _first(got: Sequence[Tensor]) -> Tensor:
 
 
 def _then_uncarried(started: Started[Tensor], dtype: torch.dtype) -> Started[Tensor]:
-    return Started(started.group, started.coming, lambda got: _uncarried(started.finish(got), dtype))
+    return Started(started.group, started.coming, lambda got: uncarried(started.finish(got), dtype))
 
 
 def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Group) -> Tensor:
@@ -245,23 +262,22 @@ def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Gro
         source: whose values count.
         group: who takes part.
     """
-    if x.dtype not in _CARRIED:
-        return _uncarried(scatter(_carried(x), dim, lengths, source, group), x.dtype)
+    if x.dtype not in CARRIED:
+        return uncarried(scatter(carried(x), dim, lengths, source, group), x.dtype)
     shape = list(x.shape)
     shape[dim] = lengths[group.position]
     given, taken = [0] * group.size, [0] * group.size
-    taken[_seat(source, group)], packed = _numel(shape), x.new_empty(0)
+    taken[_seat(source, group)], packed = numel(shape), x.new_empty(0)
     if group.position == source:
-        blocks = _by_seat(_carried_out(x).split_with_sizes(list(lengths), dim), group)
-        given, packed = [block.numel() for block in blocks], _packed(blocks)
+        packed, given = cut(carried_out(x), dim, lengths, group)
     return _wait(_sent(group, _exchanged, packed, taken, given), group).view(shape)
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """The tensor of the rank at place `source` of the line, on every rank."""
-    if x.dtype not in _CARRIED:
-        return _uncarried(broadcast(_carried(x), source, group), x.dtype)
-    return _wait(_sent(group, _c10d.broadcast, _dense(x), _seat(source, group)), group)
+    if x.dtype not in CARRIED:
+        return uncarried(broadcast(carried(x), source, group), x.dtype)
+    return _wait(_sent(group, _c10d.broadcast, dense(x), _seat(source, group)), group)
 
 
 def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tensor]:
@@ -273,8 +289,8 @@ def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[
         else:
             found[k] = broadcast(x, source, group)
     for together in small.values():
-        dense = [_dense(tensors[k]) for k in together]
-        for k, x in zip(together, unflatten(broadcast(flatten(dense), source, group), dense), strict=True):
+        small_ones = [dense(tensors[k]) for k in together]
+        for k, x in zip(together, unflatten(broadcast(flatten(small_ones), source, group), small_ones), strict=True):
             found[k] = x.clone()  # in memory of its own
     return found
 
@@ -313,82 +329,6 @@ def _blame(group: Group, error: RuntimeError, x: Tensor) -> NoReturn:
     raise_lost(group_named(group.name), "a collective of DTensors", error)
 
 
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for n in shape:
-        numel *= n
-    return numel
-
-
 def _seat(place: int, group: Group) -> int:
     """The rank in the process group of the one at a place of the line."""
     return group.seats[place] if group.seats else place
-
-
-def _by_seat(items: Sequence[_Item], group: Group) -> Sequence[_Item]:
-    """One item for each rank, from the order of the line into that of the process group."""
-    if group.seats is None:
-        return items
-    return [items[place] for place in sorted(range(group.size), key=group.seats.__getitem__)]
-
-
-def _packed(blocks: Sequence[Tensor]) -> Tensor:
-    """All elements of these blocks, one block after another."""
-    if all(block.shape == blocks[0].shape for block in blocks):  # copied once, where flattening first copies twice
-        return _joined(torch.stack, blocks).reshape(-1)
-    return _joined(torch.cat, [block.reshape(-1) for block in blocks])
-
-
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
-    missing = length - x.shape[dim]
-    if not missing:
-        return x
-    shape = list(x.shape)
-    shape[dim] = missing
-    return _joined(torch.cat, [x, x.new_zeros(shape)], dim)
-
-
-def _joined(join: Callable[..., Tensor], pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """torch.cat or torch.stack: a move under torch.autocast is a move all the same."""
-    with without_autocast(pieces[0].device):
-        return join(pieces, dim)
-
-
-def _carried_out(x: Tensor) -> Tensor:
-    """With the conjugation or negation carried out that torch may have put off.
-
-    In operators of DTensors torch does not do it for those that join, pad or mask.
-    """
-    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Without gaps, and with nothing put off."""
-    return _carried_out(x).contiguous()
-
-
-def _carried(x: Tensor) -> Tensor:
-    """The same bits in a type that travels; complex numbers get a last dim of 2."""
-    if x.is_complex():
-        return torch.view_as_real(_dense(x))
-    if _is_compiled(x, x.dtype):
-        return _dense(x).to(torch.uint8)
-    return _dense(x).view(_SAME_WIDTH[x.itemsize])
-
-
-def _uncarried(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if _is_compiled(x, dtype):
-        return x.to(dtype)
-    if not dtype.is_complex:
-        return x.view(dtype)
-    pairs = torch.view_as_complex(x)
-    if x.__class__ is not Tensor:
-        return pairs
-    # No view of real numbers for autograd: Dynamo would make that view of them, where they have another shape.
-    alone = torch.empty(0, dtype=dtype, device=x.device)
-    return alone.set_(pairs.untyped_storage(), pairs.storage_offset(), pairs.shape, pairs.stride())
-
-
-def _is_compiled(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether these truth values are traced: inductor has no code for bytes that are read as such (2.11-2.15)."""
-    return dtype is torch.bool and x.__class__ is not Tensor
