@@ -8,6 +8,7 @@ from tests.ranks import run_ranks
 from torchshard.comm import collectives as C
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import only_gloo_reduces, prepare
+from torchshard.comm.travelling import cut
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.pieces import piece
 
@@ -262,3 +263,13 @@ def _put_off(rank, world):
 
 def test_what_torch_has_put_off_is_carried_out():
     assert run_ranks(2, _put_off) == [True, True]
+
+
+def test_pieces_along_the_first_dim_are_sent_where_they_lie():
+    x, lengths, group = torch.arange(15.0).view(5, 3), [2, 2, 1], Group("", 3, 0)
+    assert cut(x, 0, lengths, group)[0].data_ptr() == x.data_ptr()
+    for dim, at, places in ((0, group, (0, 1, 2)), (0, Group("", 3, 0, (1, 2, 0)), (2, 0, 1)), (1, group, (0, 1, 2))):
+        pieces = x.split([2, 2, 1] if dim == 0 else [1, 1, 1], dim)
+        sent, counts = cut(x, dim, [piece.shape[dim] for piece in pieces], at)
+        assert torch.equal(sent, torch.cat([pieces[k].reshape(-1) for k in places]))
+        assert counts == [pieces[k].numel() for k in places]

@@ -115,6 +115,12 @@ nll_loss_forward.default: handler
   div.Tensor: ..., ... -> ...""",
     )
     assert explained.result.placements == (Replicate(), Replicate())
+    whole = [t.redistribute(placements=[Replicate(), Replicate()]) for t in (x, target)]
+    rows = explain(torch.nn.functional.cross_entropy, *whole).rows  # what is not split needs no sums
+    assert [(row.operator, row.how) for row in rows] == [
+        ("_log_softmax.default", "rule"),
+        ("nll_loss_forward.default", "rule"),
+    ]
 
 
 def test_lists_and_handlers(mesh):

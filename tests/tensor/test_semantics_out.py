@@ -41,7 +41,10 @@ def rows(put):
     with fallback("error"):
         x, y = put(torch.linspace(-1, 1, 15).view(5, 3)), put(torch.linspace(1, -1, 10).view(5, 2))
         torch.mm(x, put(torch.linspace(1, -1, 6).view(3, 2)), out=y)
-        return y, torch.square(x, out=put(torch.zeros(5, 3))), torch.sum(x, 1, out=put(torch.zeros(5)))
+        pairs = torch.stack([x, x], 2, out=put(torch.zeros(5, 3, 2)))
+        twice = torch.cat([pairs, pairs + 1], 2, out=put(torch.zeros(5, 3, 4)))
+        sums = torch.sum(x, 1, out=put(torch.zeros(5))), torch.cumsum(twice, 2, out=put(torch.zeros(5, 3, 4)))
+        return y, torch.square(x, out=put(torch.zeros(5, 3))), sums, pairs, twice
 
 
 def split(put):

@@ -23,12 +23,23 @@ from torchshard._torch import (
     group_named,
     run_collectives_once,
     unflatten,
-    without_autocast,
 )
 from torchshard.comm.agreement import NO_LOSS, raise_lost
-from torchshard.comm.carrying import CARRIED, carried, carried_out, dense, uncarried
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import only_gloo_reduces, prepare, reduced_bits
+from torchshard.comm.travelling import (
+    CARRIED,
+    by_seat,
+    carried,
+    carried_out,
+    cut,
+    dense,
+    joined,
+    numel,
+    one_after_another,
+    padded,
+    uncarried,
+)
 
 _c10d = functional_collectives()
 
@@ -80,7 +91,7 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
     if x.dtype not in CARRIED:
         return _then_uncarried(start_all_gather(carried(x), dim, lengths, group), x.dtype)
     longest = max(lengths)
-    piece = dense(_padded(x, dim, longest))
+    piece = dense(padded(x, dim, longest))
     shape = (group.size, *piece.shape)
     coming = _sent(group, _c10d.all_gather_into_tensor, piece, group.size)
     if group.seats is None and dim == 0 and min(lengths) == longest:
@@ -89,7 +100,7 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
     def join(got: Sequence[Tensor]) -> Tensor:
         pieces = got[0].view(shape)
         seats = group.seats or range(group.size)
-        return _joined(torch.cat, [pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
+        return joined(torch.cat, [pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
 
     return Started(group, (coming,), join)
 
@@ -120,11 +131,14 @@ def start_all_to_all(
         received: length along `join` of the block from each rank.
         group: who takes part.
     """
-    blocks = x.split_with_sizes(list(sent), split)
-    mine = list(blocks[group.position].shape)
-    shapes = [(*mine[:join], n, *mine[join + 1 :]) for n in received]
-    started = start_exchange(blocks, shapes, group)
-    return Started(group, started.coming, lambda got: _joined(torch.cat, started.finish(got), join))
+    x = carried_out(x)
+    if x.dtype not in CARRIED:
+        return _then_uncarried(start_all_to_all(carried(x), split, join, sent, received, group), x.dtype)
+    packed, given = cut(x, split, sent, group)
+    mine = list(x.shape)
+    mine[split] = sent[group.position]
+    started = _start_exchange(packed, given, [(*mine[:join], n, *mine[join + 1 :]) for n in received], group)
+    return Started(group, started.coming, lambda got: joined(torch.cat, started.finish(got), join))
 
 
 def all_to_all(x: Tensor, split: int, join: int, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
@@ -150,9 +164,15 @@ def start_exchange(blocks: Sequence[Tensor], shapes: Sequence[Sequence[int]], gr
         pairs = (2,) if dtype.is_complex else ()
         started = start_exchange([carried(b) for b in blocks], [(*shape, *pairs) for shape in shapes], group)
         return Started(group, started.coming, lambda got: [uncarried(piece, dtype) for piece in started.finish(got)])
-    blocks = _by_seat(blocks, group)
-    given, taken = [block.numel() for block in blocks], [_numel(shape) for shape in _by_seat(shapes, group)]
-    packed = _packed(blocks)
+    blocks = by_seat(blocks, group)
+    return _start_exchange(one_after_another(blocks), [block.numel() for block in blocks], shapes, group)
+
+
+def _start_exchange(
+    packed: Tensor, given: list[int], shapes: Sequence[Sequence[int]], group: Group
+) -> Started[list[Tensor]]:
+    """start_exchange of blocks that lie one after another, `given` elements for each rank of the process group."""
+    taken = [numel(shape) for shape in by_seat(shapes, group)]
 
     def unpack(got: Sequence[Tensor]) -> list[Tensor]:
         pieces, seats = got[0].split_with_sizes(taken), group.seats or range(group.size)
@@ -222,9 +242,9 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
     if dim == 0 and min(lengths) == longest and group.seats is None:
         return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, dense(x), name, group.size),), _first)
     # The collective splits the first dim: the pieces have to lie one after another in it.
-    pieces = [_padded(piece, dim, longest) for piece in _by_seat(x.split_with_sizes(list(lengths), dim), group)]
+    pieces = [padded(piece, dim, longest) for piece in by_seat(x.split_with_sizes(list(lengths), dim), group)]
     shape = pieces[0].shape
-    packed = _joined(torch.stack, pieces).reshape(-1)
+    packed = joined(torch.stack, pieces).reshape(-1)
 
     def cut(got: Sequence[Tensor]) -> Tensor:
         piece = got[0].view(shape)
@@ -256,10 +276,9 @@ def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Gro
     shape = list(x.shape)
     shape[dim] = lengths[group.position]
     given, taken = [0] * group.size, [0] * group.size
-    taken[_seat(source, group)], packed = _numel(shape), x.new_empty(0)
+    taken[_seat(source, group)], packed = numel(shape), x.new_empty(0)
     if group.position == source:
-        blocks = _by_seat(carried_out(x).split_with_sizes(list(lengths), dim), group)
-        given, packed = [block.numel() for block in blocks], _packed(blocks)
+        packed, given = cut(carried_out(x), dim, lengths, group)
     return _wait(_sent(group, _exchanged, packed, taken, given), group).view(shape)
 
 
@@ -279,8 +298,8 @@ def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[
         else:
             found[k] = broadcast(x, source, group)
     for together in small.values():
-        given = [dense(tensors[k]) for k in together]
-        for k, x in zip(together, unflatten(broadcast(flatten(given), source, group), given), strict=True):
+        small_ones = [dense(tensors[k]) for k in together]
+        for k, x in zip(together, unflatten(broadcast(flatten(small_ones), source, group), small_ones), strict=True):
             found[k] = x.clone()  # in memory of its own
     return found
 
@@ -319,42 +338,6 @@ def _blame(group: Group, error: RuntimeError, x: Tensor) -> NoReturn:
     raise_lost(group_named(group.name), "a collective of DTensors", error)
 
 
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for n in shape:
-        numel *= n
-    return numel
-
-
 def _seat(place: int, group: Group) -> int:
     """The rank in the process group of the one at a place of the line."""
     return group.seats[place] if group.seats else place
-
-
-def _by_seat(items: Sequence[_Item], group: Group) -> Sequence[_Item]:
-    """One item for each rank, from the order of the line into that of the process group."""
-    if group.seats is None:
-        return items
-    return [items[place] for place in sorted(range(group.size), key=group.seats.__getitem__)]
-
-
-def _packed(blocks: Sequence[Tensor]) -> Tensor:
-    """All elements of these blocks, one block after another."""
-    if all(block.shape == blocks[0].shape for block in blocks):  # copied once, where flattening first copies twice
-        return _joined(torch.stack, blocks).reshape(-1)
-    return _joined(torch.cat, [block.reshape(-1) for block in blocks])
-
-
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
-    missing = length - x.shape[dim]
-    if not missing:
-        return x
-    shape = list(x.shape)
-    shape[dim] = missing
-    return _joined(torch.cat, [x, x.new_zeros(shape)], dim)
-
-
-def _joined(join: Callable[..., Tensor], pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """torch.cat or torch.stack: a move under torch.autocast is a move all the same."""
-    with without_autocast(pieces[0].device):
-        return join(pieces, dim)

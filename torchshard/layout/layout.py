@@ -248,6 +248,7 @@ class Layout:
 
     __slots__ = (
         "__weakref__",
+        "_held",
         "dtype",
         "local_shape",
         "mesh",
@@ -279,13 +280,15 @@ class Layout:
                     where=sharding,
                 )
         coordinate = self.mesh.coordinate
-        self.local_shape = (0,) if coordinate is None else sharding.part(shape, coordinate)
+        held = None if coordinate is None else grid.box_at(shape, sharding.splits, self.mesh.shape, coordinate)
+        self._held, self.local_shape = held, (0,) if held is None else held.size
 
     @property
     def box(self) -> Box | None:
         """Offsets and sizes of this rank's part; None on a rank outside of the mesh. Raises as Sharding.boxes does."""
-        coordinate = self.mesh.coordinate
-        return None if coordinate is None else self.sharding.box(self.shape, coordinate)
+        if self.sharding.runs and self._held is not None:
+            self.sharding._require_boxes()
+        return self._held
 
     def to(self, sharding: Sharding) -> "Layout":
         """The same tensor in another sharding."""

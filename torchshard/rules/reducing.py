@@ -96,13 +96,17 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name
     return args[position - 1] if len(args) >= position else kwargs.get(name, default)
 
 
-def along(results: int = 1, *, position: int = 1, name: str = "dim", default: Dims = -1) -> Callable[..., str]:
-    """Lines along some dims are handled as a whole; results have the dims of the operand, if not their lengths."""
+def along(
+    results: int = 1, *, position: int = 1, name: str = "dim", default: Dims = -1, keeps: bool = True
+) -> Callable[..., str]:
+    """Lines along some dims are handled as a whole; results have the dims of the operand, and if it `keeps` them, their
+    lengths.
+    """
 
     def build(x: Layout, *args: Any, **kwargs: Any) -> str:
         dims = dims_of(argument(args, kwargs, position, name, default), x.ndim)
         operand = letters(x.ndim, dims)
-        result = " ".join([f"Z{f}" if d in dims else f for d, f in enumerate(operand)])
+        result = " ".join([f"Z{f}" if d in dims and not keeps else f for d, f in enumerate(operand)])
         return f"{' '.join(operand)} -> {', '.join([result] * results)}"
 
     return build
@@ -164,9 +168,9 @@ RULES = {
     **named("cumprod logcumsumexp", Rule(along())),
     **named("sort cummax cummin", Rule(along(2), options("exact"))),
     **named("sort.stable", Rule(along(2, position=2), options("exact"))),
-    **named("topk", Rule(along(2, position=2), options("exact"))),
+    **named("topk", Rule(along(2, position=2, keeps=False), options("exact"))),
     **named("renorm", Rule(_renorm)),
     **named("histc", Rule(_histogram, options("reads=min,max"))),
     **named("tril triu", Rule(_triangle, options("lin=0"))),
-    **named("_fft_c2c _fft_r2c _fft_c2r", Rule(along(), options("lin=0 full"))),
+    **named("_fft_c2c _fft_r2c _fft_c2r", Rule(along(keeps=False), options("lin=0 full"))),
 }

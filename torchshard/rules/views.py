@@ -203,14 +203,15 @@ def _cat(tensors: Sequence[Layout], dim: int = 0) -> Made:
         skipped = t.ndim == 1 and ndim > 1
         operands.append(f"W{k}" if skipped else " ".join([*names[:dim], f"W{k}", *names[dim + 1 :]]))
     result = " ".join([*names[:dim], "Z", *names[dim + 1 :]])
-    return Made(f"{', '.join(operands)} -> {result}", options={"linear": (tuple(range(len(tensors))),)})
+    total = sum([t.shape[dim] for t in tensors if t.ndim == ndim and ndim])
+    return Made(f"{', '.join(operands)} -> {result}", {"Z": total}, {"linear": (tuple(range(len(tensors))),)})
 
 
 def _stack(tensors: Sequence[Layout], dim: int = 0) -> Made:
     names = letters(tensors[0].ndim)
     dim %= len(names) + 1
     line = f"{', '.join([' '.join(names)] * len(tensors))} -> {' '.join([*names[:dim], 'Z', *names[dim:]])}"
-    return Made(line, options={"linear": (tuple(range(len(tensors))),)})
+    return Made(line, {"Z": len(tensors)}, {"linear": (tuple(range(len(tensors))),)})
 
 
 def _block_diag(tensors: Sequence[Layout]) -> Made:

@@ -224,12 +224,13 @@ def _nesting(
 
 
 def _from_torch(placement: TorchPlacement, axis: int, mesh: Mesh, ndim: int) -> Placement:
-    if isinstance(placement, upstream.Replicate):
-        return R
-    if type(placement) is upstream.Partial:
-        return Partial(placement.reduce_op)
-    if type(placement) is norm_partial():
-        return Partial(f"norm({float(placement.norm_type)})")  # type: ignore[attr-defined]
+    if type(placement) is not upstream.Shard:  # what is one passes by a metaclass, and names that have to be found
+        if isinstance(placement, upstream.Replicate):
+            return R
+        if type(placement) is upstream.Partial:
+            return Partial(placement.reduce_op)
+        if type(placement) is norm_partial():
+            return Partial(f"norm({float(placement.norm_type)})")  # type: ignore[attr-defined]
     if isinstance(placement, (upstream.Shard, strided_shard())):
         dim = placement.dim + ndim if placement.dim < 0 else placement.dim
         if not 0 <= dim < ndim:

@@ -31,6 +31,7 @@ class BoundMesh(Mesh):
         "_by_axes",
         "_groups",
         "_process_groups",
+        "decisions",
         "device_mesh",
         "programs",
     )
@@ -49,6 +50,7 @@ class BoundMesh(Mesh):
         self._bridges: dict[BoundMesh, Bridge] = {}
         self._ascending: dict[int, bool] = {}
         self.programs: dict[Any, Any] = {}  # see redistribute.py
+        self.decisions: dict[Any, Any] = {}  # see handlers/parts.py
 
     def group(self, axes: tuple[int, ...]) -> Group:
         """The ranks that differ from this one on `axes` only, the first axis slowest.

@@ -14,7 +14,7 @@ from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import held, in_boxes, made_of, own_numbers, part
+from torchshard.tensor.handlers.parts import decided, held, in_boxes, made_of, own_numbers, part
 from torchshard.tensor.layout import layout_for
 
 
@@ -63,14 +63,26 @@ def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: 
     if by_frequency or type(grad) is not DTensor or grad._spec.mesh.coordinate is None:
         return NotImplemented
     grad, indices = in_boxes(grad), in_boxes(indices)
-    mesh, n = grad._spec.mesh, indices.ndim
-    of_indices = _sharding(indices, mesh)
-    table = _table_sharding(grad, rows)
+    of_indices = _sharding(indices, grad._spec.mesh)
+    of_grad, of_index, of_table = _splits(grad._spec.sharding, of_indices, _table_sharding(grad, rows), indices.ndim)
+    grads, index, shape = part(grad, of_grad), part(indices, of_index), (rows, grad._spec.shape[-1])
+    if 0 not in of_table.splits:
+        return made_of(func(grads, index, rows, padding, False), of_table, shape)
+    start, count = held(layout_for(of_table, shape, contiguous_stride(shape), grad.dtype), 0)
+    mine, own = own_numbers(index, start, count, rows)
+    dropped = torch.where(mine & (index != padding), own, count)  # a row past the end, cut off below
+    return made_of(func(grads, dropped, count + 1, -1, False).narrow(0, 0, count), of_table, shape)
+
+
+@decided
+def _splits(grad: Sharding, indices: Sharding, table: Sharding | None, n: int) -> tuple[Sharding, Sharding, Sharding]:
+    """How the gradient of the result and the indices, of n dims, are to be, and how the table's gradient then is."""
+    mesh = grad.mesh
     given: list[Placement] = []
     batch: list[Placement] = []
-    for axis, g in enumerate(grad._spec.placements):
+    for axis, g in enumerate(grad.placements):
         w = table.placements[axis] if table is not None else R
-        i = of_indices.placements[axis]
+        i = indices.placements[axis]
         b = g if isinstance(g, Shard) and g.dim < n else i if isinstance(i, Shard) else R
         columns = w is Shard(1) or (g is Shard(n) and w is R)
         batch.append(R if w is Shard(0) or columns else b)
@@ -81,17 +93,12 @@ def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: 
     if columns_of and tuple(sorted(order.get(1, ()))) == columns_of:
         columns_of = order[1]
     of_grad = [Shard(n) if a in columns_of else p for a, p in enumerate(batch)]
-    grads = part(grad, mesh.sharding(of_grad, {**along, n: columns_of} if columns_of else along))
-    index = part(indices, mesh.sharding(batch, along))
     splits = {0: order[0]} if 0 in order else {}
-    sharding = mesh.sharding(given, {**splits, 1: columns_of} if columns_of else splits)
-    shape = (rows, grad.shape[-1])
-    if 0 not in splits:
-        return made_of(func(grads, index, rows, padding, False), sharding, shape)
-    start, count = held(layout_for(sharding, shape, contiguous_stride(shape), grad.dtype), 0)
-    mine, own = own_numbers(index, start, count, rows)
-    dropped = torch.where(mine & (index != padding), own, count)  # a row past the end, cut off below
-    return made_of(func(grads, dropped, count + 1, -1, False).narrow(0, 0, count), sharding, shape)
+    return (
+        mesh.sharding(of_grad, {**along, n: columns_of} if columns_of else along),
+        mesh.sharding(batch, along),
+        mesh.sharding(given, {**splits, 1: columns_of} if columns_of else splits),
+    )
 
 
 def _table_sharding(grad: DTensor, rows: int) -> Sharding | None:

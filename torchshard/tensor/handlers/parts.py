@@ -1,6 +1,8 @@
 """What handlers that work on local tensors share: from DTensors to parts, and back."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,23 @@ from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.redistribute import check_assumed, moved, redistribute_local, redistribute_together
+
+_Decision = TypeVar("_Decision")
+
+
+def decided(decide: Callable[..., _Decision]) -> Callable[..., _Decision]:
+    """A function of a sharding, and of others and numbers, that is asked once for each: the mesh keeps what it says."""
+
+    @functools.wraps(decide)
+    def found(sharding: Sharding, *others: Any) -> _Decision:
+        decisions: dict[Any, _Decision] = sharding.mesh.decisions  # type: ignore[attr-defined]
+        key = decide, sharding, *others
+        decision = decisions.get(key)
+        if decision is None:
+            decision = decisions[key] = decide(sharding, *others)
+        return decision
+
+    return found
 
 
 def part(x: Any, sharding: Sharding | None = None) -> Tensor:
