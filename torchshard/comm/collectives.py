@@ -246,11 +246,11 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
     shape = pieces[0].shape
     packed = joined(torch.stack, pieces).reshape(-1)
 
-    def cut(got: Sequence[Tensor]) -> Tensor:
+    def mine_of(got: Sequence[Tensor]) -> Tensor:
         piece = got[0].view(shape)
         return piece if mine == longest else piece.narrow(dim, 0, mine).contiguous()
 
-    return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, packed, name, group.size),), cut)
+    return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, packed, name, group.size),), mine_of)
 
 
 def _first(got: Sequence[Tensor]) -> Tensor:
