@@ -1,5 +1,6 @@
 """What holds for a while in a thread holds in the threads that autograd runs its backwards in, as those of a GPU are."""
 
+import sys
 import threading
 
 import pytest
@@ -94,3 +95,18 @@ def test_each_thread_has_its_own(fast):
     made.value = 0
     deep(lambda: found.append(made.value))
     assert found[2:] == [0]
+
+
+def test_what_is_kept_for_other_threads_is_not_given_up_twice():
+    """As by torch 2.11, which takes no reference to what it stashes."""
+
+    class Holder:
+        value = _torch.Inherited(())
+
+    holder, kept = Holder(), (object(),)
+    before = sys.getrefcount(kept)
+    for _ in range(5):
+        holder.value = kept
+        assert holder.value is kept
+        holder.value = ()
+    assert sys.getrefcount(kept) == before

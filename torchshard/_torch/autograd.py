@@ -1,5 +1,6 @@
 """The autograd engine: its callbacks, and what it is about to do."""
 
+import ctypes
 import functools
 import operator
 import sys
@@ -54,9 +55,31 @@ class Inherited(Generic[T]):
         if self._put is None:
             self._own.value = value
         elif value != self.default or self._remove is None:
+            if _stashes_without_a_reference():
+                _keep(value)
             self._put(self._key, value)
         elif self._has(self._key):
             self._remove(self._key)  # to give up an object, a thread that ends needs the interpreter
+
+
+@functools.cache
+def _stashes_without_a_reference() -> bool:
+    """Whether torch gives up a reference to what it has stashed and took none (2.11): it would be freed in use."""
+    put, _, _, remove = (find(f"_C.{name}") for name in Inherited._NAMES)
+    key, value = f"{__name__}.probe", [object()]
+    before = sys.getrefcount(value)
+    assert put is not None, "nothing to stash with"
+    put(key, value)
+    found = sys.getrefcount(value) == before
+    if found:
+        _keep(value)
+    (put(key, None) if remove is None else remove(key))
+    return found
+
+
+def _keep(value: object) -> None:
+    """Count one more reference to an object, for somebody who gives one up."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
