@@ -62,7 +62,7 @@ def with_gradient(function, part, weights):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_values_and_gradients_are_those_of_the_whole(place):
-    if place in ("made inside", "returned"):
+    if place != "handed through":  # the others have a mesh in their graphs
         require("meshes in graphs")
     torch._dynamo.reset()
     dense, weights = torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
