@@ -31,6 +31,9 @@ CALLS = {
     "lists that are moved": lambda x, y, low: torch._foreach_add_([x, x * 1], [y, y * 1]),
     "lists that broadcast": lambda x, y, low: torch._foreach_add_([x, x * 1], [low, low * 1]),
     "severed views": lambda x, y, low: torch._foreach_add_([x[1:3], x[2:4]], 1.0),
+    "by a handler": lambda x, y, low: torch.softmax(x, 0),
+    "norms": lambda x, y, low: torch._foreach_norm([x, y, low]),
+    "written when gathered": lambda x, y, low: x.put_(y.argmax(0), low[0]),
 }
 
 

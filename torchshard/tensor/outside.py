@@ -46,6 +46,7 @@ def for_lists(call: Call, away: Sequence[TensorLayout | None]) -> tuple[Any, Cal
         call: the operator, which works item with item.
         away: for each item of its lists the layout of the result, where this rank is outside; else None.
     """
+    given, call = call.values, call.without_values()
     count, returns = len(away), bool(schema(call.func).returns)
 
     def here(value: Any) -> Any:
@@ -66,7 +67,7 @@ def for_lists(call: Call, away: Sequence[TensorLayout | None]) -> tuple[Any, Cal
             for x, layout in zip(first, away, strict=True)
         ]
 
-    return plan(*call.values), plan
+    return plan(*given), plan
 
 
 def dtypes_of(call: Call, operand: Operand) -> list[Any]:

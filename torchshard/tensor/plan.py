@@ -7,6 +7,7 @@ gathering        every operand whole on every rank; said once
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Pla
         result = handler(call.func, *args, **kwargs)
         if result is not NotImplemented:
             tell("handler")
-            return result, _of_arguments(call, lambda *a, **k: handler(call.func, *a, **k))
+            return result, _of_arguments(call, partial(handler, call.func))
     if foreach.handles(call.name):
         tell("list")
         return linearity.by_numbers(call, linearity.of_lists(call.name), operands, foreach.make_plan)
@@ -118,6 +119,8 @@ def _closed(composed: Callable[..., Any]) -> Callable[..., Any]:
 def _of_arguments(call: Call, function: Callable[..., Any]) -> Plan:
     """A plan that passes its arguments on to a function of DTensors."""
     count, keywords = call.positional, call.names[call.positional :]
+    if not keywords:
+        return function
 
     def plan(*values: Any) -> Any:
         return function(*values[:count], **dict(zip(keywords, values[count:], strict=True)))
@@ -235,10 +238,10 @@ def _said_again(call: Call, plan: Plan | None) -> Plan | None:
     """The plan, asking again what the user wants of operators without a rule."""
     if plan is None or call.name in handlers.QUIET:
         return plan
-    kept = plan
+    name, kept = call.name, plan
 
     def run(*values: Any) -> Any:
-        say_replicated(call.name, "no rule for these operands")
+        say_replicated(name, "no rule for these operands")
         return kept(*values)
 
     return run
@@ -246,7 +249,7 @@ def _said_again(call: Call, plan: Plan | None) -> Plan | None:
 
 def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     """An operator that writes, where its operand cannot be written in place: on gathered copies, then written back."""
-    written = call.written()
+    given, call, written = call.values, call.without_values(), call.written()
     whole = operands[0].layout.mesh.replicated()
     pairs = [(o, o.layout.to(whole)) for o in operands if not o.fixed]  # a plain scalar is written to itself
     # What is returned: an argument that was written, or something new.
@@ -274,7 +277,7 @@ def _round_trip(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan]:
         ]
         return None if not returns else outs[0] if len(returns) == 1 else tuple(outs)
 
-    return plan(*call.values), plan
+    return plan(*given), plan
 
 
 def _item(values: Sequence[Any], o: Operand) -> Any:
