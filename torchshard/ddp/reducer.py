@@ -240,7 +240,7 @@ class Reducer(Launching, ReducerCompatibility):
 
     def _nothing_will_come(self) -> bool:
         """Whether the forwards of the backward that ends have used no parameter here, and others may have done so."""
-        if (self._missing() and not self.usage.tolerant) or not any(p.requires_grad for p in self.params):
+        if (self._missing() and not self.usage.tolerant) or not self.leaves.some_are_trained():
             return False
         return bool(self._reached) and not any(forward.ahead for forward in self._reached)
 
