@@ -52,6 +52,8 @@ def install() -> None:
     module.manual_seed = module.manual_seed_all = module.synchronize = lambda *_: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.waits = lambda: core.reads_by_the_host() + core.writes_by_the_host()
+    module.Stream, module.Event, module.stream = torch.Stream, torch.Event, lambda stream: stream
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(device)
     torch._register_device_module("strict", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("strict", _transport, devices=["strict"])
