@@ -56,21 +56,6 @@ def test_plans_keep_no_tensors(mesh, call):
     assert [each() for each in left] == [None] * 3
 
 
-def test_views_of_contiguous_tensors_are_planned_by_arithmetic_alone(mesh, monkeypatch):
-    forget_plans()
-    x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
-    with pytest.raises(RuntimeError, match="invalid shape dimension -4"):
-        x.view(-4, -6)
-    with pytest.raises(RuntimeError, match="view size is not compatible"):
-        x.t().view(24)
-    monkeypatch.setattr("torchshard.tensor.plan.run_on_meta", None)
-    monkeypatch.setattr("torchshard.tensor.first_run.run_on_meta", None)
-    for size in [(24,), (4, 1, -1), (2, 2, 6)]:
-        full = torch.ones(4, 6).view(size)
-        for view in (x.view(size), torch.ops.aten._unsafe_view(x, size), x.reshape(size)):
-            assert (view.shape, view.stride()) == (full.shape, full.stride())
-
-
 @pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=("within", "outside"))
 def test_plans_keep_no_default_dtype(mesh, ranks):
     x = distribute_tensor(torch.arange(4), DeviceMesh("cpu", ranks), [Shard(0)])

@@ -65,7 +65,7 @@ class Made:
         local_size: position of an argument that is the size of the result, to be replaced by its local size.
         local_stride: position of an argument that is the stride of the result, likewise.
         local: what to call on local tensors instead of the operator, which it gets before its arguments.
-        contiguous: whether results are known to be contiguous, so that nothing has to be asked for their strides.
+        contiguous: whether that gives contiguous tensors, so that nothing has to be asked for their strides.
     """
 
     line: str

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torchshard.layout.layout import Layout, contiguous_stride
+from torchshard.layout.layout import Layout
 from torchshard.rules.reducing import dims_of, letters
 from torchshard.rules.rule import Made, Rule, named, options, table
 
@@ -43,10 +43,7 @@ def _view(x: Layout, size: Sequence[int]) -> Made:
             sizes[factor] = 1
             operand[d].append(factor)
             result[at].append(factor)
-    line = _line(*[list(map(_dim, side)) for side in (operand, result)])
-    # A tensor without gaps in row-major order can be viewed in each shape, and is such a one again.
-    dense = min(target, default=0) >= 0 and tuple(x.stride) == contiguous_stride(source)
-    return Made(line, sizes, local_size=1, contiguous=dense)
+    return Made(_line(*[list(map(_dim, side)) for side in (operand, result)]), sizes, local_size=1)
 
 
 def _name_factors(

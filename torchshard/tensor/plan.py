@@ -159,7 +159,7 @@ def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]
     if lifted is None:
         return None
     targets = [layout.to(sharding) for layout, sharding in zip(layouts, lifted.operands, strict=True)]
-    if call.name == "view.default" and not made.contiguous:
+    if call.name == "view.default":
         run_on_meta(call)  # a view that eager torch refuses
     tell("rule", made.line, [(call.names[o.at], o.layout, t) for o, t in zip(operands, targets, strict=True)])
     run = FirstRun(call, operands, made, targets, bound.tells_shapes())
