@@ -135,37 +135,3 @@ def _in_two_backwards(rank, world):
 
 def test_one_forward_in_two_backwards():
     assert run_ranks(2, _in_two_backwards) == [3, 3]
-
-
-class _Either(nn.Module):
-    """Has one parameter, or passes its input on."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x, used):
-        return x * self.scale if used else x * 1, x * 2
-
-
-def _unused_as_a_whole(rank, world):
-    """A backward of this rank uses no parameter at all; another one's uses some."""
-    from torchshard.ddp import DistributedDataParallel
-
-    for settings, ranks in (({"find_unused_parameters": True}, [0, 1, 0, 2]), ({"static_graph": True}, [0, 0])):
-        model = DistributedDataParallel(_Either(), **settings)
-        for used in ranks:
-            model.zero_grad()
-            first, second = model(torch.ones(2, 3, requires_grad=True), rank == used)
-            second.sum().backward()  # brings nothing on any rank, and is not the last of this forward
-            first.sum().backward()
-            expected = None if used == 2 else torch.ones(3)
-            assert model.module.scale.grad is expected or torch.equal(model.module.scale.grad, expected)
-        assert model.reducer.counters.backwards == len(ranks)
-    model.module.requires_grad_(False)  # as of a discriminator in the generator's turn: nothing is to be reduced
-    sum(y.sum() for y in model(torch.ones(2, 3, requires_grad=True), True)).backward()
-    assert model.reducer.counters.backwards == 2
-
-
-def test_unused_as_a_whole_on_one_rank():
-    run_ranks(2, _unused_as_a_whole, timeout=30)

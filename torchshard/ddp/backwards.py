@@ -38,10 +38,6 @@ class Leaves:
         """Whether it will do so for any."""
         return any(map(_torch.will_run, self._nodes)) or any(map(self.will_run, range(len(self._params))))
 
-    def some_are_trained(self) -> bool:
-        """Whether any parameter is not frozen now."""
-        return any(p.requires_grad for p in self._params)
-
     def _has_moved(self, index: int) -> bool:
         param = self._params[index]
         if not param.requires_grad or _torch.in_transform():  # a transform ends in its own inputs

@@ -11,7 +11,6 @@ import torch
 from torchshard import _torch
 from torchshard.ddp.traced import Traced
 
-_HIDDEN = -1  # the number of outputs that are not found
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
 
 
@@ -34,15 +33,13 @@ class ForwardPass:
 
     Attributes:
         sync: whether its gradients are to be reduced (it did not run under no_sync).
-        ahead: outputs that no backward has reached, by number; something stays in it if outputs may be hidden.
         kept: what is to live as long.
     """
 
-    __slots__ = ("__weakref__", "ahead", "kept", "sync")
+    __slots__ = ("__weakref__", "kept", "sync")
 
     def __init__(self, sync: bool) -> None:
         self.sync = sync
-        self.ahead: set[int] = {_HIDDEN}
         self.kept: object = None
 
 
@@ -60,6 +57,13 @@ def watch(
         traced: is told instead, under compiled autograd.
     """
     method = weakref.WeakMethod(begin)
+
+    @_torch.skip_frame
+    def reached(_gradients: object) -> None:
+        if act := method():
+            act(forward)
+
+    hook = traced.prehook(forward.sync, reached) if traced else reached
     nodes, certain = {}, True
     for leaf in _leaves(output):
         if isinstance(leaf, torch.Tensor):
@@ -72,30 +76,9 @@ def watch(
             certain = certain and not (leaf.requires_grad and leaf.grad_fn is None)
         else:
             certain = certain and isinstance(leaf, _PLAIN)
-    for number, node in enumerate(nodes.values()):
-        forward.ahead.add(number)
-        reached = _Reaching(number, forward, method)
-        node.register_prehook(traced.prehook(forward.sync, reached) if traced else reached)
-    if certain := certain and bool(nodes):
-        forward.ahead.remove(_HIDDEN)
-    return certain
-
-
-class _Reaching:
-    """A prehook: what happens when a backward reaches an output."""
-
-    __slots__ = ("_begin", "_forward", "_number")
-
-    def __init__(
-        self, number: int, forward: ForwardPass, begin: "weakref.WeakMethod[Callable[[ForwardPass], None]]"
-    ) -> None:
-        self._number, self._forward, self._begin = number, forward, begin
-
-    @_torch.skip_frame
-    def __call__(self, _gradients: object) -> None:
-        self._forward.ahead.discard(self._number)
-        if act := self._begin():
-            act(self._forward)
+    for node in nodes.values():
+        node.register_prehook(hook)
+    return certain and bool(nodes)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

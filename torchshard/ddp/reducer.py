@@ -148,7 +148,7 @@ class Reducer(Launching, ReducerCompatibility):
             self.mode = Mode.AROUND
             active.show(self)
             self.ending.ask()
-        elif self.mode not in (Mode.SYNC, Mode.AROUND):
+        elif self.mode is not Mode.SYNC:
             return
         self._reached.add(forward)
 
@@ -223,8 +223,8 @@ class Reducer(Launching, ReducerCompatibility):
     @_torch.untraced
     def _end(self) -> None:
         """The engine calls this when a backward is over."""
-        if self.mode is Mode.AROUND and (any(b.heard for b in self.buckets) or self._nothing_will_come()):
-            self._enter(Mode.SYNC)  # none but quiet hooks have noticed the backwards inside, or there was nothing to
+        if self.mode is Mode.AROUND and any(b.heard for b in self.buckets):
+            self._enter(Mode.SYNC)  # none but quiet hooks have noticed the backwards inside
         if self.mode is Mode.SYNC:
             self._end_of_sync()
         elif self.mode is Mode.LOCAL:
@@ -237,12 +237,6 @@ class Reducer(Launching, ReducerCompatibility):
             self.post_backward.pop().wait()
         for act in self.at_end:
             act()
-
-    def _nothing_will_come(self) -> bool:
-        """Whether the forwards of the backward that ends have used no parameter here, and others may have done so."""
-        if (self._missing() and not self.usage.tolerant) or not self.leaves.some_are_trained():
-            return False
-        return bool(self._reached) and not any(forward.ahead for forward in self._reached)
 
     def _end_of_sync(self) -> None:
         if self.arrived is not None:
