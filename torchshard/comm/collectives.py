@@ -47,7 +47,6 @@ SMALL = 16 * 1024
 """Bytes up to which a tensor is sent with others: a link carries them while a collective starts."""
 
 _Result = TypeVar("_Result")
-_Item = TypeVar("_Item")
 
 
 @dataclass(slots=True)

@@ -133,7 +133,7 @@ class FirstRun:
         """Whether the operator takes a part of what is here: gradients' kernels believe strides of layouts, and read
         what has none of their gaps as if it had none itself.
         """
-        return torch.Tag.pointwise in self.call.func.tags or lies_as_told(o.layout, target)
+        return torch.Tag.pointwise in self.call.func.tags or _lies_as_told(o.layout, target)
 
     def _is_turned(self, o: Operand) -> bool:
         """Whether an operand is read, and does not lie in memory as its strides say."""
@@ -289,7 +289,7 @@ def _ordering(function: Callable[..., Any], outs: Sequence[TensorLayout | None],
     return _ordered([made], outs)[0] if isinstance(made, Tensor) else _ordered(made, outs)
 
 
-def lies_as_told(source: TensorLayout, target: TensorLayout) -> bool:
+def _lies_as_told(source: TensorLayout, target: TensorLayout) -> bool:
     """Whether the part of a local tensor of `source` that `target` has lies without gaps, if those of `source` do."""
     if source.stride != dense_stride(source.shape, source.stride):
         return True
