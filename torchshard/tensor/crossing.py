@@ -2,9 +2,6 @@
 
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from torchshard._torch import root_mesh
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
@@ -13,7 +10,7 @@ from torchshard.layout.layout import Mesh
 from torchshard.layout.passages import Passage, passage
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.mesh import BoundMesh, Bridge
-from torchshard.tensor.steps import Action, actions, boxes_of, communicating, start_copies
+from torchshard.tensor.steps import Action, actions, boxes_of, communicating, part_within, start_copies, taking
 
 
 def actions_between(source: TensorLayout, target: TensorLayout) -> list[Action]:
@@ -77,20 +74,11 @@ def _copies(way: Passage, source: TensorLayout, target: TensorLayout, here: Boun
     if there.coordinate is not None:
         wanted, takes = way.crossing.target.box(source.shape, there.coordinate), way.crossing.receives(there.coordinate)
     if not way.lacked:
-        return Action(partial(_kept, mine=mine, wanted=wanted))
+        return taking(part_within(mine, wanted))
     bridge = here.bridge(there)
     _agree(bridge, source, target)
     given, taken = _by_rank(gives, there, bridge), _by_rank(takes, here, bridge)
     return communicating(partial(start_copies, given=given, taken=taken, mine=mine, wanted=wanted, group=bridge.group))
-
-
-def _kept(x: Tensor, mine: Box | None, wanted: Box | None) -> Tensor:
-    """The part that this rank keeps, where no rank lacks anything."""
-    if wanted is None:
-        return x.new_empty(0)
-    if mine is None or not wanted.numel:
-        return x.new_empty(wanted.size)
-    return x[wanted.within(mine)].clone(memory_format=torch.contiguous_format)
 
 
 def _by_rank(parts: list[Part], mesh: Mesh, bridge: Bridge) -> list[Box | None]:

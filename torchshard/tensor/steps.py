@@ -137,8 +137,14 @@ def _exchange(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
 def _kept(step: Step, plan: Transition, mesh: BoundMesh) -> Run:
     """What is left of this rank's part by an exchange that brings it nothing."""
     assert mesh.coordinate is not None
-    mine, wanted = (s.box(plan.shape, mesh.coordinate) for s in (step.before, step.after))
-    if not wanted.numel:
+    return part_within(*(s.box(plan.shape, mesh.coordinate) for s in (step.before, step.after)))
+
+
+def part_within(mine: Box | None, wanted: Box | None) -> Run:
+    """The view of `wanted` where `mine` holds all of it; None is the box of a rank outside of the mesh."""
+    if wanted is None:
+        return lambda x: x.new_empty(0)
+    if mine is None or not wanted.numel:
         return lambda x: x.new_empty(wanted.size)
     within = wanted.within(mine)
     return lambda x: x[within]
