@@ -25,7 +25,7 @@ def signature(function) -> str:
 
 def described(name: str, room=torchshard) -> list[str]:
     value = getattr(room, name)
-    home = getattr(value, "__module__", "")
+    home, names = getattr(value, "__module__", ""), getattr(room, "__all__", ())
     if isinstance(value, UnionType):
         return [f"{name} = {' | '.join(each.__name__ for each in value.__args__)}"]
     if home.split(".")[0] != "torchshard":
@@ -35,7 +35,12 @@ def described(name: str, room=torchshard) -> list[str]:
     lines = [f"class {name}({', '.join(base.__name__ for base in value.__bases__)})"]
     if "__init__" in vars(value):
         lines.append("    __init__" + signature(value.__init__))
-    for member, what in sorted(vars(value).items()):
+    own = [
+        c
+        for c in value.__mro__
+        if c.__module__.split(".")[0] == "torchshard" and (c is value or c.__name__ not in names)
+    ]
+    for member, what in sorted({k: v for c in reversed(own) for k, v in vars(c).items()}.items()):
         if member.startswith("_"):
             continue
         function = getattr(what, "__func__", what)
@@ -72,12 +77,26 @@ class DTensor(Tangent, Tensor)
 DeviceMesh: torch's own
 class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States, DistributedDataParallel)
     __init__(self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False)
+    broadcast_buffers: property
+    explain(self)
+    finalize_backward(self)
     forward(self, *inputs, **kwargs)
+    join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False)
+    join_device: property
+    join_hook(self, **kwargs)
+    join_process_group: property
+    load_state_dict(self, state_dict, strict=True, assign=False)
+    register_comm_hook(self, state, hook)
+    require_manual_backward_finalization: property
+    should_finalize_after_backward: property
+    state_dict(self, *args, **kwargs)
+    will_sync_module_buffers(self)
 Partial: torch's own
 Placement: torch's own
 Replicate: torch's own
 Shard: torch's own
-class ShardedTensor(TracedByParts, Tensor)
+class ShardedTensor(HeldInParts, TracedByParts, Tensor)
+    apply_(self, callable)
     backward(self, gradient=None, *args, **options)
     cpu(self, memory_format=torch.preserve_format, process_group=None)
     cuda(self, device=None, non_blocking=False, memory_format=torch.preserve_format, process_group=None)
@@ -89,12 +108,15 @@ class ShardedTensor(TracedByParts, Tensor)
     from_torch(cls, upstream)
     gather(self, dst=0, out=None, enforce_dtype=False, dtype=None)
     is_pinned(self, device=None)
+    is_shared(self)
     local_shards(self)
     local_tensor(self)
     metadata(self)
     remote_shards(self)
     reshard(self, resharding_spec)
     sharding_spec(self)
+    share_memory_(self)
+    storage(self)
     to(self, *args, **options)
     to_torch(self)
 distribute_module(module, device_mesh=None, partition_fn=None, input_fn=None, output_fn=None)

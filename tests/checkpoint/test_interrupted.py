@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,11 @@ def test_resume_refuses_another_source_or_other_options(small, tmp_path):
         with pytest.raises(CheckpointError, match="of another source or other options"):
             checkpoint.convert(small, tmp_path / "out", to="torch", max_memory=2**21, resume=True, **kwargs)
     assert os.listdir(tmp_path) == [".out.partial"]
+    shutil.copy2(small, tmp_path / "a.pt")
+    run(KILLED, tmp_path / "a.pt", tmp_path / "other", "torch", 12, "{}")
+    shutil.copy2(small, tmp_path / "a.pt")  # another file of the same size and time of writing
+    with pytest.raises(CheckpointError, match="of another source or other options"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "other", to="torch", max_memory=2**21, resume=True)
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])

@@ -231,19 +231,30 @@ class Custom:
     pass
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor", "ignore:.*nested tensors")
 def test_what_is_refused_is_named(tmp_path):
     assert "tests.checkpoint.test_torch_file.Custom" in refused(tmp_path, {"a": Custom()})
     assert "collections.defaultdict" in refused(tmp_path, {"a": collections.defaultdict(list)})
     assert "builtins.frozenset" in refused(tmp_path, {"a": frozenset([1])})
     assert "numpy" in refused(tmp_path, {"a": torch.ones(2).numpy()})
+    for made, way in (
+        (torch.eye(3).to_sparse(), "to_dense()"),
+        (torch.nested.nested_tensor([torch.ones(2)]), "unbind()"),
+        (torch.nn.Linear(2, 2), "state_dict()"),
+        (torch.ones(2).numpy(), "from_numpy"),
+    ):
+        assert way in refused(tmp_path, {"a": made})
     assert "_rebuild_sparse_tensor" in refused(tmp_path, {"a": torch.eye(3).to_sparse()})
     assert "_rebuild_meta_tensor" in refused(tmp_path, {"a": torch.ones(2, device="meta")})
     assert "conjugated or negated" in refused(tmp_path, {"a": torch.ones(2, dtype=torch.complex64).conj()})
-    assert "_rebuild_qtensor" in refused(tmp_path, {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)})
+    assert "dequantize()" in refused(tmp_path, {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)})
     assert "tensor.view(torch.uint8)" in refused(tmp_path, {"a": torch.ones(2, dtype=torch.uint8).view(torch.bits8)})
     assert "holds no state dict" in refused(tmp_path, torch.ones(2))
     assert "same dotted name" in refused(tmp_path, {"a.b": 1, "a": {"b": 2}})
+    torch.save({"a": {"b": torch.ones(2).untyped_storage()}}, tmp_path / "a.pt")
+    for to, key in (("torch", "the key b"), ("dcp", "the key a.b")):
+        with pytest.raises(CheckpointError, match=f"(?s)Storage.*{key}"):
+            checkpoint.convert(tmp_path / "a.pt", tmp_path / "out", to=to)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

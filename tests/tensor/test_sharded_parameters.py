@@ -105,6 +105,20 @@ def _parameters(rank, world):
     refused(lambda: ShardedTensor.from_local(torch.ones(2, 3), dim=2), "No dim to join along")
     refused(lambda: ShardedTensor.from_local(torch.ones(())), "No dim to join along")
     refused(lambda: x.gather(world, None), "no such destination")
+    for other in ("0", group if rank >= 2 else torch.distributed.GroupMember.NON_GROUP_MEMBER):
+        words = (
+            "This is no process group" if other == "0" else f"This rank is not in the process group(.|\n)*rank {rank}"
+        )
+        refused(lambda other=other: ShardedTensor.from_local(torch.ones(2), process_group=other), words)
+        refused(lambda other=other: factories.ones(spec, 5, process_group=other), words)
+
+    # What asks for memory that is one is told so, or asks this rank's parts.
+    assert not x.is_shared()
+    module.share_memory()
+    assert module.w.is_shared()
+    assert module.w.local_tensor().is_shared()
+    for call in (x.storage, x.__dlpack__, lambda: x.apply_(abs)):
+        refused(call, "shares the memory of a tensor", UnsupportedOperatorError)
     refused(lambda: factories.ones(specs.ChunkShardingSpec(0, ["one/cpu", "two/cpu"]), 4), "lies on no rank")
 
 
@@ -118,6 +132,7 @@ def _asking(rank, world):
     from torch import nn
 
     from torchshard import ShardedTensor, state_dict
+    from torchshard.compiler import support_groups
     from torchshard.errors import ShardingError
     from torchshard.tensor.sharded import factories, specs
 
@@ -155,6 +170,34 @@ def _asking(rank, world):
     assert x.grad is None
     (2 * x).backward(factories.ones(rows, 4, 2), retain_graph=True)
     assert x.grad.local_tensor().tolist() == [[2.0, 2.0]] * (4 // world)
+
+    # Gradients of parts are those of the tensor, and go on to what the parts were computed from; also where compiled.
+    def loss(x):
+        return (2 * x).local_tensor().square().sum()
+
+    def loss_of_shards(x):
+        return 2 * x.local_shards()[0].tensor.square().sum() * 2
+
+    support_groups()
+    compiled = [torch.compile(call, backend="aot_eager", fullgraph=True) for call in (loss, loss_of_shards)]
+    for call in (loss, loss_of_shards, *compiled):
+        x.grad = None
+        call(x).backward()
+        assert x.grad.local_tensor().tolist() == [[8.0, 8.0]] * (4 // world)
+    assert asks(x) == {True}
+    with torch.no_grad():
+        x.local_tensor().fill_(3.0)
+    assert x.detach().local_tensor().eq(3.0).all()
+    a, b = (torch.full((1, 2), float(n), requires_grad=True) for n in (1, 2))
+    parts = [specs.Shard.from_tensor_and_offsets(t * t, [2 * rank + k, 0], rank) for k, t in enumerate((a, b))]
+    joined = ShardedTensor.from_local_shards(parts, 4, 2)
+    assert joined.requires_grad
+    assert not joined.is_leaf
+    assert joined.local_shards()[1].tensor.data_ptr() == parts[1].tensor.data_ptr()
+    (3 * joined).local_shards()[1].tensor.sum().backward(retain_graph=True)
+    assert [t.grad.tolist() for t in (a, b)] == [[[0.0, 0.0]], [[12.0, 12.0]]]
+    (3 * joined).backward(torch.ones_like(joined))
+    assert [t.grad.tolist() for t in (a, b)] == [[[6.0, 6.0]], [[24.0, 24.0]]]
 
 
 def test_gradients_are_asked_for_and_given_alike():

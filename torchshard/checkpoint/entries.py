@@ -31,7 +31,7 @@ class Extent(NamedTuple):
         return f"{self.files.root / self.file}"
 
     @property
-    def version(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int, int]:
         """Of the file; see Files."""
         return self.files.version(self.file)
 

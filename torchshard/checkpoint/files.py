@@ -87,9 +87,13 @@ class Files:
         """Bytes of the file, which must be a regular one."""
         return self._status(name).st_size
 
-    def version(self, name: str) -> tuple[int, int]:
-        """Size of the file, and when it was last written to, as it was when the size was first asked for."""
-        return _version(self._status(name))
+    def version(self, name: str) -> tuple[int, int, int]:
+        """Size of the file and its times, as they were when the size was first asked for.
+
+        That of the last write can be set, as copying programs do; that of the last change of any kind cannot.
+        """
+        status = self._status(name)
+        return *_version(status), status.st_ctime_ns
 
     def _status(self, name: str) -> os.stat_result:
         if name not in self._found:

@@ -71,7 +71,7 @@ class _Rank:
             plan = of_tensor(value.dtype, box.size)
             slots = [Slot(value, self.end + plan.payload(0), box)]
         else:
-            plan, tensors = lay_out(value)
+            plan, tensors = lay_out(value, key=key)
             slots = [whole_slot(entry, self.end + plan.payload(i)) for i, entry in enumerate(tensors)]
         self.files[-1].append(_Archive(key, box, self.end, plan, tuple(slots)))
         self.nbytes += plan.nbytes

@@ -144,20 +144,23 @@ def _file(name: str, tree: object) -> OutFile:
     return OutFile(name, slots, archive.nbytes, (archive.pickle,), archive.finish)
 
 
-def lay_out(tree: object, *, weights_only: bool = False) -> tuple[ArchivePlan, Sequence[TensorEntry]]:
+def lay_out(
+    tree: object, *, weights_only: bool = False, key: object = None
+) -> tuple[ArchivePlan, Sequence[TensorEntry]]:
     """The archive that torch.load reads as `tree`, and the tensors of its records.
 
     Args:
         tree: plain data, with entries anywhere inside.
         weights_only: whether torch.load(weights_only=True) is to read it.
+        key: of the tree, for errors.
 
     Raises:
         CheckpointError: something that is not plain data.
     """
     numbered = _Numbered()
-    data = dump(tree, numbered.view, weights_only=weights_only)
+    data = dump(tree, numbered.view, weights_only=weights_only, key=key)
     if numbered.join():
-        data = dump(tree, numbered.view, weights_only=weights_only)
+        data = dump(tree, numbered.view, weights_only=weights_only, key=key)
     sizes = [("data.pkl", len(data)), *[(name, len(body)) for name, body in _BESIDE]]
     sizes += [(f"data/{i}", entry.nbytes) for i, entry in enumerate(numbered.records)]
     sizes.append(("version", len(_VERSION)))

@@ -252,7 +252,18 @@ def _table() -> dict[str, Global]:
 
 
 ALLOWED: Mapping[str, Global] = MappingProxyType(_table())
-_BITS = re.compile(r"torch\.(bits\d+(x\d)?|float4_\w+)")  # types of elements that are less than a byte, or not numbers
+_ADVICE = {
+    # Types of elements that are less than a byte, or not numbers.
+    r"torch\.(bits\d+(x\d)?|float4_\w+)": "Save such a tensor as bytes: tensor.view(torch.uint8).",
+    r"torch\._utils\._rebuild_sparse\w+": "Save such a tensor dense: tensor.to_dense().",
+    r"torch\._utils\._rebuild_qtensor": "Save such a tensor as numbers: tensor.dequantize(), or tensor.int_repr().",
+    r"torch\._utils\._rebuild_nested_tensor": "Save the tensors of a nested tensor: nested.unbind().",
+    r"torch\._utils\._rebuild_meta_tensor\w*": "Save the tensor when it has values: it is on the meta device.",
+    r"torch\.nn\.modules\..*": "Save the state dict of the module: module.state_dict().",
+    r"(torch|torchshard)\..*": None,
+    r"numpy\..*": "Save arrays as tensors, torch.from_numpy(array), and scalars as numbers, scalar.item().",
+    r".*": "Save plain data beside the tensors: numbers, text, bytes, lists, tuples, dicts and sets.",
+}  # the first that matches
 
 
 def attribute(readable: Mapping[str, Sequence[str]]) -> Global:
@@ -274,8 +285,4 @@ def attribute(readable: Mapping[str, Sequence[str]]) -> Global:
 
 def advice(name: str) -> str | None:
     """What to do about a name that is not read."""
-    if _BITS.fullmatch(name):
-        return "Save such a tensor as bytes: tensor.view(torch.uint8)."
-    if name.startswith(("torch.", "torchshard.")):
-        return None
-    return "Save plain data beside the tensors: numbers, text, bytes, lists, tuples, dicts and sets."
+    return next(what for pattern, what in _ADVICE.items() if re.fullmatch(pattern, name, re.DOTALL))

@@ -44,6 +44,7 @@ def dump(
     *,
     weights_only: bool = False,
     shared: bool = True,
+    key: object = None,
 ) -> bytes:
     """The pickle of a state dict.
 
@@ -54,11 +55,12 @@ def dump(
         weights_only: whether torch.load(weights_only=True) is to read it.
         shared: whether what stands in several places is to be one object there; to know what does, all that is written
             is remembered.
+        key: of the tree, for errors.
 
     Raises:
         CheckpointError: something that is not plain data, or that torch would not read, or containers nested too deep.
     """
-    writer = _Writer(view, records, weights_only, shared)
+    writer = _Writer(view, records, weights_only, shared, key)
     writer.put(tree)
     return b"\x80\x02" + bytes(writer.out) + b"."
 
@@ -84,7 +86,7 @@ class Alike:
 
 
 class _Writer:
-    def __init__(self, view: Viewing, records: Collection[str], weights_only: bool, shared: bool) -> None:
+    def __init__(self, view: Viewing, records: Collection[str], weights_only: bool, shared: bool, key: object) -> None:
         self.out = bytearray()
         self.view, self.records, self.weights_only = view, records, weights_only
         self.shared = shared
@@ -94,7 +96,7 @@ class _Writer:
         self.alike: dict[Hashable, bytes] = {}  # opcodes that are written again and again
         self.slots = 0
         self.depth = 0
-        self.key: object = None  # of a dict, last written; for errors
+        self.key = key  # of a dict, last written; for errors
 
     def put(self, value: object) -> None:
         """Append the opcodes that make `value`, or that fetch it where it was made before."""

@@ -53,9 +53,10 @@ def check_own(shards: Sequence[Any], metadata: Any, rank: int, ranks: Sequence[i
             ("its dtype", properties.dtype, shard.tensor.dtype),
             ("its memory layout", torch.strided, shard.tensor.layout),
             ("whether it is dense", True, shard.tensor.is_contiguous()),
-            ("whether it requires gradients", properties.requires_grad, shard.tensor.requires_grad),
             ("its device", place.device() if place is not None else None, shard.tensor.device),
         ]
+        if torch.is_grad_enabled():  # else parts are given without their history
+            checks.append(("whether it requires gradients", properties.requires_grad, shard.tensor.requires_grad))
         for what, expected, got in checks:
             if expected != got:
                 raise ShardingError(f"A part does not agree in {what}.", expected=expected, got=got, where=where)

@@ -8,15 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchshard._torch import default_group, group_of_theirs, no_torch_function, stand_in, their_sharded_tensor
+from torchshard._torch import group_of_theirs, no_torch_function, stand_in, their_sharded_tensor
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.sharded import checking, specs
+from torchshard.tensor.sharded.held import HeldInParts, joined
 from torchshard.tensor.sharded.specs import Group, Shard, TensorProperties
 from torchshard.tensor.sharded.tracing import TracedByParts
 
 
-class ShardedTensor(TracedByParts, Tensor):
+class ShardedTensor(HeldInParts, TracedByParts, Tensor):
     """A tensor whose parts are boxes with an owner each; every rank may hold none, one or several.
 
     It is described by torch's own metadata. Pointwise and optimizer operators run on the parts, without communication;
@@ -61,7 +62,7 @@ class ShardedTensor(TracedByParts, Tensor):
             )
         properties = TensorProperties(dtype or torch.get_default_dtype(), layout, requires_grad, pin_memory=pin_memory)
         metadata = specs.metadata_of(sharding_spec, specs.flat_size(size), properties)
-        group = process_group or default_group()
+        group = specs.group_given(process_group)
         ranks = dist.get_process_group_ranks(group)
         checking.check_whole(metadata, ranks)
         shards = [
@@ -106,7 +107,7 @@ class ShardedTensor(TracedByParts, Tensor):
         """
         if not -local_tensor.ndim <= dim < local_tensor.ndim:
             raise ShardingError("No dim to join along.", expected=f"a dim of {tuple(local_tensor.shape)}", got=dim)
-        group = process_group or default_group()
+        group = specs.group_given(process_group)
         ranks = dist.get_process_group_ranks(group)
         shapes = checking.of_all(tuple(local_tensor.shape), group)
         dim = dim + local_tensor.ndim if dim < 0 else dim
@@ -140,14 +141,14 @@ class ShardedTensor(TracedByParts, Tensor):
             RankMismatchError: ranks differ in size, dtype or properties; names them.
         """
         _refuse_rrefs(init_rrefs)
-        group, problem, mine = process_group or default_group(), None, None
+        group, problem, mine = specs.group_given(process_group), None, None
         ranks, size = dist.get_process_group_ranks(group), specs.flat_size(global_size)
         try:
             mine = checking.local_metadata(local_shards, size, dist.get_rank(), ranks)
         except ShardingError as error:
             problem = error
         metadata = checking.global_metadata(mine, problem, size, group, ranks)
-        return made(local_shards, metadata, specs.inferred_spec(metadata), group)
+        return joined(local_shards, metadata, specs.inferred_spec(metadata), group)  # type: ignore[no-any-return]
 
     @classmethod
     def from_shards_and_metadata(
@@ -164,12 +165,12 @@ class ShardedTensor(TracedByParts, Tensor):
             ShardingError: the metadata does not make up a tensor, or this rank's parts do not agree with it.
         """
         _refuse_rrefs(init_rrefs)
-        group = process_group or default_group()
+        group = specs.group_given(process_group)
         ranks = dist.get_process_group_ranks(group)
         checking.check_whole(sharded_tensor_metadata, ranks)
         checking.check_own(local_shards, sharded_tensor_metadata, dist.get_rank(), ranks)
         spec = sharding_spec or specs.inferred_spec(sharded_tensor_metadata)
-        return made(local_shards, sharded_tensor_metadata, spec, group)
+        return joined(local_shards, sharded_tensor_metadata, spec, group)  # type: ignore[no-any-return]
 
     @property
     def _process_group(self) -> dist.ProcessGroup | None:
@@ -220,27 +221,9 @@ class ShardedTensor(TracedByParts, Tensor):
         operators.require_alike("backward", found, [gradient])
         Tensor.backward(self, gradient, *args, **options)  # type: ignore[no-untyped-call]
 
-    def metadata(self) -> Any:
-        """The ShardedTensorMetadata of the whole tensor."""
-        return self._metadata
-
-    def local_shards(self) -> list[Any]:
-        """This rank's parts, as torch's Shards; none, one or several."""
-        return self._local_shards
-
     def sharding_spec(self) -> Any:
         """How the tensor is cut."""
         return self._sharding_spec
-
-    def local_tensor(self) -> Tensor:
-        """This rank's part, where it has exactly one.
-
-        Raises:
-            NotImplementedError: it has none or several; local_shards() has them.
-        """
-        if len(self._local_shards) != 1:
-            raise NotImplementedError(f"this rank holds {len(self._local_shards)} parts, not one; see local_shards()")
-        return self._local_shards[0].tensor  # type: ignore[no-any-return]
 
     def gather(  # type: ignore[override]
         self,

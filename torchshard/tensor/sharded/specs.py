@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchshard._torch import sharded_tensors
+from torchshard._torch import default_group, sharded_tensors
 from torchshard.comm.circle import this_rank
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
@@ -71,6 +71,32 @@ class Group:
 
     def __deepcopy__(self, memo: Any) -> "Group":
         return self
+
+
+def group_given(group: Any) -> dist.ProcessGroup:
+    """The process group that the user gave, or the default one.
+
+    Raises:
+        ShardingError: this rank is not in it, or it is none.
+    """
+    if group is None:
+        return default_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ShardingError(
+            "This rank is not in the process group.",
+            expected="a group that it is in",
+            got="what new_group() gives other ranks",
+            where=f"rank {dist.get_rank()}",
+            fix="make this call on the ranks of the group only",
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ShardingError(
+            "This is no process group.",
+            expected="a torch.distributed.ProcessGroup",
+            got=repr(group),
+            fix="mesh.get_group(), or torch.distributed.new_group(ranks)",
+        )
+    return group
 
 
 def _placement(place: Any) -> Any:

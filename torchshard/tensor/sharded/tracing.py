@@ -143,11 +143,8 @@ class TracedByParts:
 
     def _stable_hash_for_caching(self) -> str:
         """What of this tensor decides about a compiled graph, for AOTAutograd's cache between processes."""
-        strides = [part.stride() for part in self._parts()]
+        strides = [shard.tensor.stride() for shard in self._local_shards]
         return digest(self.__tensor_flatten__()[1], strides, self.dtype, self.device, self.requires_grad)
-
-    def _parts(self) -> tuple[Tensor, ...]:
-        return tuple([shard.tensor for shard in self._local_shards])
 
 
 def _part(k: int) -> str:
