@@ -16,6 +16,7 @@ BODIES: list[tuple[int, str, tuple[Any, ...]]] = [
     (2, "tests.device.checks:draws_are_the_same", ()),
     (2, "tests.comm.test_collectives:_moves", ()),
     (2, "tests.comm.test_collectives:_reduces", (True,)),
+    (4, "tests.parallel.test_fully_shard:tied_uneven_hybrid", ()),
     (2, "tests.ddp.test_training:_mixed", ()),
     (2, "tests.ddp.test_training:_by_hand", ()),
     (2, "tests.ddp.test_training:_delayed", ()),

@@ -83,7 +83,7 @@ _LEAVES = """
 _COPIES = """
     x.requires_grad_(); (x * 2).sum().backward(); z = copy.deepcopy(x); z.data.add_(1); y = z, z.requires_grad, z.is_leaf, z.grad, z.grad is x.grad
     copy.deepcopy(x.requires_grad_() * 2)
-    p = torch.nn.Parameter(x); q = copy.deepcopy(p); y = q, isinstance(q, torch.nn.Parameter), q.requires_grad
+    p = torch.nn.Parameter(x); p.grad = put(V); q = copy.deepcopy(p); y = q, isinstance(q, torch.nn.Parameter), q.grad
     a, b = copy.deepcopy([x, x]); y = a is b, a is not x
     a, b = copy.deepcopy([x, x.t()]); a.add_(1); y = a, b, x
     x.tag = [3]; z = copy.deepcopy(x); y = z.tag, z.tag is not x.tag, copy.copy(x).tag is x.tag

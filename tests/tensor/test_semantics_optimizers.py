@@ -165,7 +165,30 @@ def _joined(made, **options):
     return run
 
 
+def _beside_plain(kind, **options):
+    """Parameters some of which no plan names, so that they stay plain; which every loop over tensors takes."""
+
+    def run(put):
+        parameters = [nn.Parameter(t.clone()) for t in (BIAS, put(WEIGHT), SCALE, put(BIAS))]
+        optimizer, scaler = kind(parameters, lr=0.1, **options), torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        for step in range(3):
+            for p in parameters:
+                p.grad = p.detach() * (float("inf") if step == 1 and p is parameters[0] else 8)
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_value_(parameters, 0.2, foreach=True)
+            scaler.step(optimizer)
+            scaler.update()
+        versions = [p._version for p in parameters] if options.get("foreach") else None
+        return [p.detach() for p in parameters], scaler.get_scale(), versions
+
+    return run
+
+
 CLIPPING = {
+    "beside plain ones, SGD": _beside_plain(SGD, foreach=True, momentum=0.9),
+    "beside plain ones, Adam": _beside_plain(Adam, foreach=True, amsgrad=True),
+    "beside plain ones, AdamW": _beside_plain(AdamW, fused=True),
     "joined, SGD": _joined(SGD, foreach=True, momentum=0.9),
     "joined, AdamW": _joined(AdamW, fused=True),
     "joined, Adam, maximized": _joined(Adam, foreach=True, maximize=True, weight_decay=0.1),

@@ -144,6 +144,7 @@ def told(rank, world):
         "upstream": lambda: x["S0"] + torch.distributed.tensor.distribute_tensor(plain, mesh),
         "vmap": lambda: torch.vmap(lambda k: x["S0"] * k)(torch.arange(3.0)),
         "norm with a view": lambda: [(n.detach(), n.pow_(2)) for n in [x["S0"].norm(dim=0)]],
+        "sparse": lambda: x["S0"].to_sparse(),
         "nested": lambda: torch._nested_tensor_from_mask(x["S0"].view(1, 5, 3), x["S0"][None, :, 0] < 8),
         "grown": lambda: x["S0"].sum(1, True).addbmm_(x["S0"][None], x["R"].t()[None]),
         "load": lambda: _load_alone(x["S0"]),
@@ -251,6 +252,9 @@ class Sentences(expecttest.TestCase):
   expected: terms of a sum, an average, a maximum or a minimum, not of P(norm(2.0))
   got:      float32[3] (0=2:P(norm(2.0)))
   fix:      redistribute it to Replicate() or Shard(dim) first
+[sparse] UnsupportedOperatorError: _to_sparse.default gives a tensor of layout torch.sparse_coo, which a DTensor cannot hold.
+  expected: strided tensors
+  fix:      use it on x.to_local(), or on x.full_tensor()
 [nested] UnsupportedOperatorError: _nested_tensor_from_mask.default gives a nested tensor, which a DTensor cannot hold.
   expected: strided tensors
   fix:      use it on x.to_local(), or on x.full_tensor(); nn.TransformerEncoder(..., enable_nested_tensor=False) does without

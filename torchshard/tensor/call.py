@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import compress
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -92,6 +93,14 @@ class Call:
     def written(self) -> tuple[int, ...]:
         """Positions of the arguments that the operator writes to."""
         return _written(self.func, self.names)
+
+    def for_items(self, values: Sequence[Any], chosen: Sequence[bool]) -> Any:
+        """The operator, called for the chosen items of its lists alone."""
+        some = [
+            list(compress(v, chosen)) if isinstance(v, (list, tuple)) and len(v) == len(chosen) else v for v in values
+        ]
+        positional, named = self.with_values(some)
+        return self.func(*positional, **named)
 
     def item_by_item(self, values: Sequence[Any]) -> None:
         """The operator, one that writes to its lists, called for each item of these alone."""

@@ -128,7 +128,7 @@ def _kind(x: Any) -> Any:
         )
     if not isinstance(x, Tensor):
         return type(x)
-    if x.requires_grad and id(x) not in _with_plain_gradients:
+    if x.requires_grad and torch.is_grad_enabled() and id(x) not in _with_plain_gradients:
         _with_plain_gradients[id(x)] = x
         x.register_hook(_plain)
     return "plain", x.dtype, x.ndim == 0

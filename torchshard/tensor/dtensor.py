@@ -302,7 +302,7 @@ class DTensor(Tangent, Tensor):
         else:
             copied = self.detach().clone()
         made = memo[id(self)] = self._like_me(copied, memo)
-        if self.grad is not None:
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # of these the copies have none
             made.grad = copy.deepcopy(self.grad, memo)
         return made
 

@@ -103,7 +103,8 @@ class FirstRun:
         """Which results have the memory of an operand that was moved: of a kernel that returns what it is given."""
         moved = [o for o, moves in zip(self.operands, self.moves, strict=True) if moves and o.item is None]
         read = {memory_of(self.call.values[o.at]._local_tensor) for o in moved if not o.fixed}
-        return {k for k, t in enumerate(parts) if isinstance(t, Tensor) and memory_of(t) in read}
+        dense = ((k, t) for k, t in enumerate(parts) if isinstance(t, Tensor) and t.layout is torch.strided)
+        return {k for k, t in dense if memory_of(t) in read}
 
     def _first(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return refusing(self.call, self.operands, self.made, self.targets, function)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torchshard._torch import memory_of
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
 from torchshard.rules.terms import narrowed
-from torchshard.tensor import linearity, outside
+from torchshard.tensor import handlers, linearity, outside
 from torchshard.tensor.call import Call, Operand, refuse_as_eager, require_one_mesh, run_on_meta, tells_dtypes
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
@@ -30,6 +31,31 @@ _FAMILIES = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 def handles(name: str) -> bool:
     """Whether an operator works element by element on lists of tensors, item with item."""
     return name.startswith(_FAMILIES)
+
+
+def apart(call: Call) -> tuple[Any, Plan] | None:
+    """Run a call some of whose items are plain in all lists, for these and for the others; None where it has none.
+
+    An item has nothing to do with the next one, and these are what they are to the operator of one tensor: plain.
+    """
+    lists = [value for part, value in zip(call.parts, call.values, strict=True) if part == "tensors" and value]
+    by_item = handles(call.name) and handlers.find(call.name) is None  # handlers tell of norms: terms of one number
+    if not (by_item or call.name.startswith("_amp_foreach_")) or len({len(value) for value in lists}) != 1:
+        return None
+    own = [any(type(x) is DTensor for x in item) for item in zip(*lists, strict=True)]
+    if all(own) or not any(own):  # none: what goes with all items is a DTensor
+        return None
+    plain, bare, written = [not its for its in own], call.without_values(), call.written()
+
+    def plan(*values: Any) -> Any:
+        made = [bare.for_items(values, chosen) for chosen in (plain, own)]
+        _count([list(compress(v, plain)) if isinstance(v, (list, tuple)) else v for v in values], written)
+        if made[0] is None:
+            return None
+        results = iter(made[0]), iter(made[1])
+        return [next(results[its]) for its in own]
+
+    return plan(*call.values), plan
 
 
 def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:

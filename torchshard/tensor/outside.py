@@ -47,19 +47,13 @@ def for_lists(call: Call, away: Sequence[TensorLayout | None]) -> tuple[Any, Cal
         away: for each item of its lists the layout of the result, where this rank is outside; else None.
     """
     given, call = call.values, call.without_values()
-    count, returns = len(away), bool(schema(call.func).returns)
-
-    def here(value: Any) -> Any:
-        if not isinstance(value, (list, tuple)) or len(value) != count:
-            return value
-        return [x for x, layout in zip(value, away, strict=True) if layout is None]
+    here, returns = [layout is None for layout in away], bool(schema(call.func).returns)
 
     def plan(*values: Any) -> Any:
         first = next(value for value in values if isinstance(value, (list, tuple)))
         made: Iterator[Any] = iter(())
-        if None in away:
-            args, kwargs = call.with_values([here(value) for value in values])
-            made = iter(call.func(*args, **kwargs) or ())
+        if any(here):
+            made = iter(call.for_items(values, here) or ())
         if not returns:
             return None
         return [

@@ -46,6 +46,8 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
     handlers.refuse_wrappers(call)
     if (result := list_numbers.by_numbers_of_tensor(call)) is not NotImplemented:
         return result, None
+    if (parted := foreach.apart(call)) is not None:
+        return parted
     if (wrapped := with_plain_wrapped(call)) is not None:
         args, kwargs = call.with_values(wrapped)
         if takes_plain_for_replicated():

@@ -30,7 +30,10 @@ _OF_MEMORY = frozenset({"as_strided_.default", "as_strided_scatter.default", "se
 # Wrappers of torch's call these on parameters, which they take for plain tensors.
 _OF_WRAPPERS = {
     "fsdp": ("fully_shard", "torchshard.parallel.fsdp.fully_shard"),
-    "c10d": ("DistributedDataParallel", "torchshard.DistributedDataParallel(module, device_mesh=...)"),
+    "c10d": (
+        "DistributedDataParallel and distributed.checkpoint.state_dict",
+        "torchshard.DistributedDataParallel(module, device_mesh=...)",
+    ),
 }
 
 
@@ -59,7 +62,9 @@ def refuse_wrappers(call: "Call") -> None:
                 f"{call.name} works on the memory of a tensor, which a DTensor spreads over ranks.",
                 expected=f"plain tensors, in torch's {theirs} and elsewhere",
                 got="a torchshard.DTensor, as plans make of parameters",
-                fix=f"for a module {ours} in place of torch's; for a tensor x.to_local(), or x.full_tensor()",
+                fix=f"for a module {ours} in place of torch's, and for torch's functions of state dicts"
+                " torchshard.parallel.fsdp.torch_parameters(module) before; for a tensor x.to_local() or"
+                " x.full_tensor()",
             )
 
 

@@ -14,11 +14,12 @@ from torchshard.tensor.redistribute import redistribute_local
 
 def _unscale(func: Any, grads: Sequence[DTensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """Multiply every gradient; `found_inf` (a plain scalar) becomes 1 on all ranks if any rank has found one."""
-    if isinstance(found_inf, DTensor) or any(type(g) is not DTensor for g in grads):
+    if isinstance(found_inf, DTensor):
         raise UnsupportedOperatorError(
-            "Gradients to be unscaled are DTensors or plain tensors, not both in one list.",
-            expected="a list of DTensors, and plain scalars",
-            fix="an optimizer, and a GradScaler call, for each kind of parameters",
+            "Whether gradients are finite is told by a plain number.",
+            expected="a plain scalar",
+            got=found_inf,
+            fix="found_inf.full_tensor(), or torch.amp.GradScaler, which makes one",
         )
     # What counts is whether the values are finite, not whether their terms are.
     moves = [(g._spec, g._spec.to(g._spec.sharding.without_partial())) for g in grads]
