@@ -188,6 +188,49 @@ def test_a_rank_that_goes_on_after_an_exception_in_backward_is_named(monkeypatch
         assert "rank 0: bucket 0" in message
 
 
+def _halving(group, bucket):
+    """A hook that divides what it has summed; other ranks divide before."""
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] / group.size())
+
+
+def _set_alone(rank, world):
+    """One rank is set up otherwise after its wrapper was made."""
+    from torchshard.ddp import DistributedDataParallel
+
+    said, x = {}, torch.ones(2, 8)
+    sets = {
+        "hook": lambda model: model.register_comm_hook(model.process_group, _halving),
+        "compressing": lambda model: model.register_comm_hook(model.process_group, default_hooks.bf16_compress_hook),
+        "averaging": lambda model: model.register_comm_hook(model.process_group, default_hooks.allreduce_hook),
+        "static graph": lambda model: model._set_static_graph(),
+    }
+    for what, act in sets.items():
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        model = DistributedDataParallel(mlp(8), process_group=group)
+        if what != "static graph":
+            model(x).sum().backward()
+        if rank == world - 1:
+            act(model)
+        said[what] = _message(lambda model=model: [model(x).sum().backward() for _ in range(3)])
+    return said
+
+
+@pytest.mark.parametrize("read", ["1", "0"])
+def test_a_rank_that_reduces_otherwise_is_named_before_anything_is_sent(monkeypatch, read):
+    """Sums of what one rank has divided, and another has not, would be wrong without a word."""
+    monkeypatch.setenv("TORCHSHARD_READ_NEIGHBOURS", read)
+    for said in run_ranks(2, _set_alone, timeout=60):
+        plain = "rank 0: each parameter has a gradient in each backward, averaged"
+        assert said.pop("averaging") is None
+        for message in said.values():
+            assert "have different buckets" in message
+            assert plain in message
+        assert "rank 1: each parameter has a gradient in each backward, given to a communication hook" in said["hook"]
+        assert "averaged in bfloat16" in said["compressing"]
+        assert "rank 1: parameters have gradients as in the first backward, averaged" in said["static graph"]
+
+
 def _copied_alone(rank, world, then):
     """The first rank keeps an average of its own."""
     from torchshard.ddp import DistributedDataParallel

@@ -76,13 +76,13 @@ def replaced_text(gone: Sequence[str], new: Sequence[str]) -> str:
     )
 
 
-def plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter]) -> str:
-    """The plan, a line for each bucket and each gradient, for comparison between ranks."""
+def plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter], how: str) -> str:
+    """The plan, a line for each bucket and each gradient, and how they are reduced: for comparison between ranks."""
     lines = []
     for number, bucket in enumerate(plan):
         lines.append(f"bucket {number}: {bucket.kind}")
         lines += [f"{g.name} {list(params[g.index].shape)}" for g in bucket.gradients]
-    return "\n".join(lines)
+    return "\n".join([*lines, how])
 
 
 def unfinished_text(rank: int, missing: Sequence[int], names: Sequence[str], static: bool = False) -> str:

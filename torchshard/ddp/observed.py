@@ -84,7 +84,7 @@ class ObservedReducer(Reducer):
         reduction.in_turn = wait if on_gloo and not reduction.is_linear else None
         self.reduction = reduction
         self.link = self.links[0] if self.links else None  # which the hook uses in its own way
-        self._adopt(self._layout)
+        self._adopt(self._layout, agreed=False)
 
     def choose_sizes(self, *links: LinkSpeed) -> None:
         """Find out which sizes of buckets suit the link between the ranks, and which way of using it, if there is one.
@@ -104,7 +104,7 @@ class ObservedReducer(Reducer):
                 "constructed."
             )
         self.usage = StaticUsage(len(self.params))
-        self.hooks.put(self)
+        self._adopt(self._layout, agreed=False)
 
     def use_rows(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Send only these rows of sparse gradients, by name of the parameter; ValueError for one that has none."""

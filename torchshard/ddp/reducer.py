@@ -97,7 +97,7 @@ class Reducer(Launching, ReducerCompatibility):
         numbers = frozenset(i for i, n in enumerate(self.names) if n in chosen)
         self._recipe = Recipe(self.params, views_stay, numbers, reduce_dtype)
         self._gradients = [self._recipe.gradient(i, n) for i, n in enumerate(self.names)]
-        self._adopt(lay_out((), self._gradients, (), ONE_BUCKET))
+        self._adopt(lay_out((), self._gradients, (), ONE_BUCKET), agreed=verified)
 
     # ---------------------------------------------------------------------------------------------- forward
 
@@ -350,12 +350,13 @@ class Reducer(Launching, ReducerCompatibility):
         numbers = self.exchange.of_first_rank(encode(laid))
         self.lending.know(event for event in self.arrived if isinstance(event, tuple))
         self.arrived = None
-        self._adopt(decode(numbers))
+        self._adopt(decode(numbers), agreed=self._verified)
 
-    def _adopt(self, layout: tuple[LaidBucket, ...]) -> None:
+    def _adopt(self, layout: tuple[LaidBucket, ...], agreed: bool) -> None:
         self._layout, self.plan = layout, planned(layout, self._gradients)
-        self._plan_text = messages.plan_text(self.plan, self.params)
-        if self._verified:
+        how = f"{self.usage.text}, {self.reduction.text}"
+        self._plan_text = messages.plan_text(self.plan, self.params, how)
+        if agreed:
             self.exchange.agreement.adopt(self._plan_text)
         self.buckets = self._recipe.make(layout, self.reduction, self.usage.never)
         self.lending.adopt(self.buckets)

@@ -39,9 +39,10 @@ class Sum:
         hooked: whether a hook of the user's decides about the result.
         is_linear: whether gradients may as well be reduced in two parts, and added up.
         dtype: that they are sent in, if it is another than theirs; not known of a hook that is not linear.
+        text: what becomes of them, for ranks to compare.
     """
 
-    hooked, is_linear, dtype = False, True, None
+    hooked, is_linear, dtype, text = False, True, None, "averaged"
 
     def __init__(self, exchange: Exchange) -> None:
         self.scale = 1.0 / exchange.group.size()
@@ -87,6 +88,7 @@ class Hooked:
 
     scale, hooked, is_linear = 1.0, True, False
     dtype: torch.dtype | None = None
+    text = "given to a communication hook"
     in_turn: Callable[[list[Any]], None] | None = None
 
     def __init__(self, hook: CommHook, state: object) -> None:
@@ -148,6 +150,7 @@ class Averaging(Hooked):
     def __init__(self, hook: CommHook, state: object, exchange: Exchange) -> None:
         super().__init__(hook, state)
         self.dtype, self._exchange = _AVERAGING[hook], exchange
+        self.text = Sum.text if self.dtype is None else f"{Sum.text} in {str(self.dtype).removeprefix('torch.')}"
         self.group = _torch.default_group() if state is None else cast(Any, state)
 
     def send(self, given: GradBucket) -> Any:

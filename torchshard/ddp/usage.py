@@ -23,7 +23,10 @@ class Usage:
         static: whether each backward so far had them.
         absent: parameters without a gradient in the last backward, where that is known.
         broken: a gradient came that should not, and no forward has been told yet what the backward has left out.
+        text: which they are, for ranks to compare.
     """
+
+    text = "each parameter has a gradient in each backward"
 
     tolerant = attentive = learning = broken = is_static = False
     static = True
@@ -89,6 +92,7 @@ class ChangingUsage(Usage):
     """
 
     tolerant = True
+    text = "parameters may have no gradient"
 
     def __init__(self, count: int, skips: bool) -> None:
         super().__init__(count)
@@ -120,6 +124,7 @@ class StaticUsage(Usage):
     """static_graph: the first backward shows which gradients come and how often; the others are taken to be alike."""
 
     tolerant = attentive = learning = is_static = True
+    text = "parameters have gradients as in the first backward"
 
     def decide(self, absent: Collection[int], touched: Collection[int], exchange: Exchange) -> Collection[int]:
         """As for Usage; the ranks talk once, at the end of the first backward."""
