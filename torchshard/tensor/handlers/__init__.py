@@ -35,7 +35,18 @@ _OF_WRAPPERS = {
 
 
 _ROOMS = (
-    *("amp", "batch_norm", "embedding", "forward_ad", "gather", "gpu_kernels", "norms", "packing"),
+    *(
+        "amp",
+        "batch_norm",
+        "convolution",
+        "embedding",
+        "forward_ad",
+        "gather",
+        "gpu_kernels",
+        "norms",
+        "packing",
+        "pooling",
+    ),
     *("random", "softmax", "split_classes", "statistics", "views"),
 )
 
