@@ -45,6 +45,11 @@ def _ends(integers, length):
     return torch.cat([ends[:-1], ends[-1:] * 0 + length])
 
 
+def _scaled(a, b, *scales):
+    a, b = (t.to(torch.float8_e4m3fn) for t in (a, b))
+    return torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16)
+
+
 def _attention(x, *rest):
     attended, shares = torch._native_multi_head_attention(x, x, x, 8, 2, *rest)
     attended = attended.nan_to_num(7)  # where all keys are masked
@@ -137,6 +142,7 @@ POINTWISE = [
     case("hardtanh", F.hardtanh, (5, 4)),
     case("gelu tanh", lambda a: F.gelu(a, approximate="tanh"), (5, 4)),
     *_unary("relu exp sigmoid tanh atan asinh sinh sin cos tan erf erfc expm1 abs square reciprocal sign"),
+    case("rrelu outside of training", F.rrelu, (5, 7)),
     *_unary("gelu silu mish elu softplus hardswish hardsigmoid selu nan_to_num positive cosh"),
     *_unary("sqrt rsqrt log log2 log10 log1p", positive=True),
     *_unary("ceil floor round trunc sgn", grad=False),
@@ -376,6 +382,10 @@ NETWORKS = [
             ("mask for each head", lambda x, *w: _encoder_layer(x, *w, 2), ((3, 2, 5, 5),)),
         )
     ],
+    case("affine grid", lambda t: F.affine_grid(t, (5, 3, 4, 2), align_corners=False), (5, 2, 3)),
+    case("affine grid of points", lambda t: F.affine_grid(t, (3, 2, 2, 3, 4), align_corners=True), (3, 3, 4)),
+    case("scaled product", lambda a, b, s, t: _scaled(a, b, s[0, 0], t[0, 0]), (5, 16), (16, 16), (5, 1), (1, 16), grad=False),
+    case("scaled product, row by row", lambda a, b, s, t: _scaled(a, b, s, t), (5, 16), (16, 16), (5, 1), (1, 16), grad=False),
     case("grouped products, rows", lambda a, b, o: torch._grouped_mm(a, b, _ends(o, 7)), (7, 12), (3, 12, 20), (3,), integers={2: 7}, grad=False),
     case("grouped products, columns", lambda a, b, o: torch._grouped_mm(a, b, _ends(o, 12)), (3, 5, 16), (16, 12), (3,), integers={2: 12}, grad=False),
     case("grouped products, sums", lambda a, b, o: torch._grouped_mm(a, b, _ends(o, 12)), (5, 12), (12, 16), (3,), integers={2: 12}, grad=False),

@@ -27,12 +27,15 @@ PROGRAMS = {
         "y = put(V[:, 0].clone()); [torch.linalg.vector_norm(x, p, 1, out=y).clone() for p in (3, 1)]",
         "y = put(V * 0); torch.ops.aten.relu.out(x, out=y)",
         "y = put(V[:, 0].to(torch.int8)); torch.argmax(x, 1, out=y)",  # refused
+        "y = put(V[:, 0].double()); torch.mean(x, 1, out=y)",
+        "y = put(V * 0); torch.sort(x, 1, out=(x, put(V.long()))); torch.softmax(x, 0, out=x)",
+        "y = put(V[:1] * 0); torch.where(x > 2, x, 0.0, out=y.expand(5, 3))",  # refused
     )
 }
 
 
 def test_they_do_as_with_plain_tensors():
-    check(__name__, "PROGRAMS", raises=3)
+    check(__name__, "PROGRAMS", raises=4)
 
 
 def rows(put):
@@ -44,7 +47,14 @@ def rows(put):
         pairs = torch.stack([x, x], 2, out=put(torch.zeros(5, 3, 2)))
         twice = torch.cat([pairs, pairs + 1], 2, out=put(torch.zeros(5, 3, 4)))
         sums = torch.sum(x, 1, out=put(torch.zeros(5))), torch.cumsum(twice, 2, out=put(torch.zeros(5, 3, 4)))
-        return y, torch.square(x, out=put(torch.zeros(5, 3))), sums, pairs, twice
+        several = [put(torch.zeros(5, n)) for n in (3, 2)], [put(torch.zeros(5, n).long()) for n in (3, 2)]
+        first = torch.max(x, 1, out=(put(torch.zeros(5)), put(torch.zeros(5).long())))
+        for _ in range(2):
+            torch.sort(x, 1, out=(several[0][0], several[1][0]))
+            torch.topk(x, 2, 1, out=(several[0][1], several[1][1]))
+        others = [torch.mean(x, 1, out=put(torch.zeros(5))), torch.log_softmax(x, 1, out=put(torch.zeros(5, 3)))]
+        others += [torch.where(x > 0, x, y[:, :1], out=put(torch.zeros(5, 3)))]
+        return y, torch.square(x, out=put(torch.zeros(5, 3))), sums, pairs, twice, several, list(first), others
 
 
 def split(put):

@@ -135,12 +135,12 @@ def overload_of(namespace: str, name: str, overload: str) -> Any:
 
 
 def returning(func: Any) -> Any:
-    """The operator that returns what this one writes to its only `out`: the overload that takes the rest (2.11-2.15).
+    """The operator that returns what this one writes to its outputs: the overload that takes the rest (2.11-2.15).
 
     None where there is none; overloads are named without a system ("mm.out" and "mm", "sum.out" and "sum.dim_IntList").
     """
     arguments = func._schema.arguments
-    if [(a.name, str(a.type)) for a in arguments if a.is_out] != [("out", "Tensor")]:
+    if not any(a.is_out for a in arguments) or any(str(a.type) != "Tensor" for a in arguments if a.is_out):
         return None
     others = [getattr(func._overloadpacket, name) for name in func._overloadpacket.overloads()]
     taken = _taken([a for a in arguments if not a.is_out])

@@ -82,6 +82,15 @@ def _upsample_backward(grad: Layout, output_size: Any, input_size: Sequence[int]
     return Made(line, dict(zip(result[2:], input_size[2:], strict=True)), local_size=2)
 
 
+def _affine_grid(theta: Layout, size: Sequence[int], *_: Any) -> Made:
+    points = [f"Y{d}" for d in range(len(size) - 2)]
+
+    def local(op: Any, theta: Any, size: Sequence[int], *rest: Any) -> Any:
+        return op(theta, [theta.shape[0], *size[1:]], *rest)
+
+    return Made(f"n A B -> n {' '.join(points)} A", dict(zip(points, size[2:], strict=True)), local=local)
+
+
 def _col2im(x: Layout, *_: Any) -> str:
     return "n K L -> n C H W" if x.ndim == 3 else "K L -> C H W"
 
@@ -116,6 +125,7 @@ RULES = {
     **named("convolution_backward", Rule(_convolution_backward, options("lin=0 red=n:sum,o:sum,c:same full"))),
     **named(_RESAMPLED, Rule(_upsample, options("lin=0 full rounds"))),
     **named(_backward_of(_RESAMPLED), Rule(_upsample_backward, options("lin=0 full"))),
+    **named("affine_grid_generator", Rule(_affine_grid, options("lin=0 full"))),
     **named("col2im", Rule(_col2im, options("lin=0 full"))),
     **named("_trilinear", Rule(_trilinear)),
 }

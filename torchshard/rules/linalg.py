@@ -151,6 +151,19 @@ def _on_aligned(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op(_aligned(a), _aligned(b), *rest, **kwargs).contiguous()
 
 
+def _scaled_mm(
+    a: Layout, b: Layout, scale_a: Layout, scale_b: Layout, bias: Layout | None = None, result: Layout | None = None,
+    *_: Any, **__: Any,
+) -> str | None:  # fmt: skip
+    """A product of scaled numbers of 8 bits: one scale for all, or one a row and a column; what is summed is whole."""
+    one = all(n == 1 for n in (*scale_a.shape, *scale_b.shape))
+    if not one and (scale_a.shape != (a.shape[0], 1) or scale_b.shape != (1, b.shape[1])):
+        return None
+    scales = [" ".join("1" * s.ndim) for s in (scale_a, scale_b)] if one else ["i 1", "1 j"]
+    more = ["j"] * (bias is not None) + ([] if result is None else [" ".join("1" * result.ndim)])
+    return f"{', '.join(['i K, K j', *scales, *more])} -> i j"
+
+
 def _aligned(x: Any) -> Any:
     step = max(16 // x.element_size(), 1)
     if any(x.stride(one) == 1 and x.stride(other) % step == 0 for one, other in ((-1, -2), (-2, -1))):
@@ -167,6 +180,7 @@ RULES = {
     **named("baddbmm", Rule(_added("b i k, b k j -> b i j"), options(_ADDED))),
     **named("addbmm", Rule(_added("b i k, b k j -> i j"), options(f"{_ADDED},b:sum"))),
     **named("_grouped_mm", Rule(_grouped_mm, options("lin=0,1 full"))),
+    **named("_scaled_mm", Rule(_scaled_mm)),
     **named("_linalg_det", Rule(_det)),
     **named("_linalg_slogdet", Rule(_slogdet)),
     **named("_linalg_solve_ex", Rule(_solve)),

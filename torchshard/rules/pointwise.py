@@ -35,6 +35,7 @@ _LINES = table("""
     fill.Scalar                                                 | ... -> ...           | like
     fill.Tensor                                                 | ...,  -> ...         |
     log_sigmoid_backward                                        | ..., ..., ... -> ... | lin=0
+    rrelu_with_noise_backward                                   | ..., ..., ... -> ... | lin=0
     native_dropout_backward                                     | ..., ... -> ...      | lin=0
     hardswish fill_.Scalar                                      | ... -> ...           |
     fill_.Tensor                                                | ..., ... -> ...      |

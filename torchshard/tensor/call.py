@@ -54,7 +54,7 @@ def rule_of(func: Any) -> Rule | None:
         forms.append(other)
     rules = [find(operator_name(form)) for form in forms]
     rules += [BY_ELEMENT for form in forms if _works_by_element(form)]
-    if not any(rules) and (other := returning(func)) and (rule := find(operator_name(other))):
+    if not any(rules) and len(schema(func).returns) == 1 and (other := returning(func)) and (rule := rule_of(other)):
         return rule.with_out()
     return next((rule for rule in rules if rule), None)
 

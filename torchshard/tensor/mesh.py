@@ -63,13 +63,17 @@ class BoundMesh(Mesh):
             group = self._groups[axes] = self._make_group(axes)
         return group
 
-    def line(self, axes: Sequence[int]) -> list[int]:
-        """The ranks that differ from this one on `axes` only, the first axis slowest."""
+    def places(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
+        """The coordinates that differ from this rank's on `axes` only, the first axis slowest."""
         assert self.coordinate is not None, "a rank outside of the mesh communicates"
-        places = [list(self.coordinate)]
+        places = [self.coordinate]
         for axis in axes:
-            places = [[*p[:axis], k, *p[axis + 1 :]] for p in places for k in range(self.shape[axis])]
-        return [self.ranks[self.linear(p)] for p in places]
+            places = [(*p[:axis], k, *p[axis + 1 :]) for p in places for k in range(self.shape[axis])]
+        return places
+
+    def line(self, axes: Sequence[int]) -> list[int]:
+        """The ranks at these places."""
+        return [self.ranks[self.linear(p)] for p in self.places(axes)]
 
     def ascends(self, axis: int) -> bool:
         """Whether ranks ascend along an axis, everywhere in the mesh: the same answer on all of them."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import decomposition, is_traced, schema, takes_plain_for_replicated
+from torchshard._torch import decomposition, is_traced, returning, schema, takes_plain_for_replicated
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
@@ -103,7 +103,35 @@ def _plan_of_these_numbers(call: Call, operands: Sequence[Operand]) -> tuple[Any
         tell("decomposition")
         by_parts = _of_arguments(call, _closed(composed))
         return by_parts(*call.values), by_parts
-    return _by_gathering(call, operands)
+    return _by_returning(call) or _by_gathering(call, operands)
+
+
+def _by_returning(call: Call) -> tuple[Any, Plan] | None:
+    """An operator that writes to outputs by the one that returns them: what it makes is copied there.
+
+    None where there is none, or outputs of other shapes or dtypes are given, on which kernels may decide otherwise.
+    """
+    written, other = call.written(), returning(call.func)
+    if other is None or torch.Tag.nondeterministic_seeded in call.func.tags:
+        return None
+    rest = [at for at in range(len(call.names)) if at not in written]
+    names = [call.names[at] for at in rest[call.positional :]]
+
+    def made(values: Sequence[Any]) -> Sequence[Any]:
+        given = [values[at] for at in rest]
+        found = other(*given[: call.positional], **dict(zip(names, given[call.positional :], strict=True)))
+        return [found] if isinstance(found, Tensor) else found
+
+    def written_to(values: Sequence[Any], found: Sequence[Any]) -> Any:
+        outs = tuple([values[at].copy_(x) for at, x in zip(written, found, strict=True)])
+        return outs[0] if len(outs) == 1 else outs
+
+    values = call.values
+    found = made(values)
+    if any(x.shape != values[at].shape or x.dtype != values[at].dtype for at, x in zip(written, found, strict=True)):
+        return None
+    call = call.without_values()
+    return written_to(values, found), lambda *values: written_to(values, made(values))
 
 
 def _closed(composed: Callable[..., Any]) -> Callable[..., Any]:

@@ -152,11 +152,7 @@ def part_within(mine: Box | None, wanted: Box | None) -> Run:
 
 def _places(step: Step, mesh: BoundMesh) -> dict[tuple[int, ...], int]:
     """Coordinates of this rank's group, with their place along the line."""
-    assert mesh.coordinate is not None
-    line = [mesh.coordinate]
-    for axis in step.axes:
-        line = [(*c[:axis], k, *c[axis + 1 :]) for c in line for k in range(mesh.shape[axis])]
-    return {coordinate: place for place, coordinate in enumerate(line)}
+    return {coordinate: place for place, coordinate in enumerate(mesh.places(step.axes))}
 
 
 def boxes_of(parts: Iterable[tuple[_Who, Box]], places: Mapping[_Who, int]) -> list[Box | None]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from torchshard.layout.layout import Sharding, contiguous_stride
+from torchshard.layout.pieces import nested_pieces
+from torchshard.layout.placements import Partial, R, Shard
 from torchshard.layout.runs import without
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
@@ -78,6 +80,30 @@ def in_boxes(x: Any) -> Any:
     if type(x) is not DTensor or not x._spec.sharding.runs:
         return x
     return redistribute(x, without(x._spec.sharding, x._spec.sharding.runs))
+
+
+@decided
+def batched(sharding: Sharding, dim: int, at: int, terms: bool = False) -> Sharding:
+    """Split along dim `at` by the axes that split a tensor of this sharding along `dim`, and whole along the others.
+
+    Args:
+        sharding: of the tensor.
+        dim: which of its dims is the batch.
+        at: which dim of another tensor is; no matter for terms.
+        terms: for a tensor without a batch, made of a sum over it.
+    """
+    axes = sharding.splits.get(dim, ())
+    split = Partial("sum") if terms else Shard(at)
+    placements = [split if a in axes else R for a in range(sharding.mesh.ndim)]
+    return sharding.mesh.sharding(placements, {at: axes} if axes and not terms else {})
+
+
+def by_batch(x: Any, dim: int) -> bool:
+    """Whether a tensor is split along its batch, no rank being without some of it, and not in runs."""
+    if type(x) is not DTensor or x._spec.sharding.runs or dim not in x._spec.sharding.splits:
+        return False
+    mesh, axes = x._spec.mesh, x._spec.sharding.splits[dim]
+    return mesh.coordinate is not None and nested_pieces(x.shape[dim], [mesh.shape[a] for a in axes])[-1][1] > 0
 
 
 def wide(x: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import redistribute_local
 
+aten = torch.ops.aten
+
 
 def draw(
     layout: TensorLayout,
@@ -118,6 +120,51 @@ def _bernoulli(func: Any, x: DTensor, *args: Any, generator: torch.Generator | N
     return draw(layout, whole.device, lambda _: func(whole, *args, generator=generator), generator)
 
 
+def _normal(func: Any, mean: Any, std: Any = 1.0, generator: torch.Generator | None = None) -> Any:
+    """As kernels have it: standard numbers, or of the deviation that all have, stretched and then shifted."""
+    given = [x for x in (mean, std) if type(x) is DTensor]
+    shape = torch.broadcast_shapes(*[x.shape for x in given])
+    like, many = next((x for x in given if x.shape == shape), None), type(std) is DTensor
+    if like is None or any(x.dtype != like.dtype or not x.is_floating_point() for x in given):
+        return NotImplemented
+    if many and is_traced(std._local_tensor):
+        return NotImplemented
+    if not bool((std >= 0).all() if many else std >= 0):
+        _refuse(func, mean, std)
+    like = redistribute(like, like._spec.sharding.without_partial())
+    drawn = torch.empty_like(like, memory_format=torch.contiguous_format)
+    drawn.normal_(0, 1 if many else std, generator=generator)
+    return drawn.mul_(std).add_(mean) if many else drawn.add_(mean)
+
+
+def _refuse(func: Any, *args: Any) -> None:
+    """Raise what the kernel raises for these arguments, on every rank."""
+    func(*[redistribute(x, x._spec.mesh.replicated())._local_tensor if type(x) is DTensor else x for x in args])
+
+
+def _multinomial(
+    func: Any, x: DTensor, count: int, replacement: bool = False, *, generator: torch.Generator | None = None
+) -> Any:
+    """One class of each row, or several without replacement, as kernels have it: those that come first."""
+    classes = x.shape[-1] if x.ndim in (1, 2) and x.numel() and x.is_floating_point() else 0
+    if (replacement and count != 1) or not 0 < count <= classes or is_traced(x._local_tensor):
+        return NotImplemented
+    x = redistribute(x, x._spec.sharding.without_partial())
+    if not bool((((x >= 0) & (x < torch.inf)).all(-1) & (x.sum(-1) != 0)).all()):
+        _refuse(func, x, count, replacement)
+    times = torch.empty_like(x).exponential_(1, generator=generator)
+    first = torch.div(x, times)
+    return first.argmax(-1, keepdim=True) if count == 1 else first.topk(count)[1]
+
+
+def _rrelu(
+    func: Any, x: Any, noise: Any, lower: Any = 1 / 8, upper: Any = 1 / 3, training: bool = False, *_: Any, **__: Any
+) -> Any:
+    """Outside of training a leaky ReLU; what is drawn in training depends on all values before."""
+    leaky = aten.leaky_relu_ if func is aten.rrelu_with_noise_.default else aten.leaky_relu
+    return NotImplemented if training else leaky(x, (lower + upper) / 2)
+
+
 _FILLED = (
     "uniform_ normal_ exponential_ cauchy_ log_normal_ geometric_ random_ random_.from random_.to bernoulli_.float"
 )
@@ -133,4 +180,7 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     **_named(_ALIKE, _like),
     **_named("native_dropout", _dropout),
     **_named("bernoulli bernoulli.p", _bernoulli),
+    **_named("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", _normal),
+    **_named("multinomial", _multinomial),
+    **_named("rrelu_with_noise rrelu_with_noise_", _rrelu),
 }
