@@ -265,7 +265,8 @@ def chosen_parameters(rank, world):
     with pytest.raises(UnsupportedOperatorError, match=r"fix: .* torchshard\.parallel\.fsdp\.fully_shard in place of"):
         theirs(torch.ones(4, cases.WIDTH))
     with pytest.raises(
-        UnsupportedOperatorError, match=r"DistributedDataParallel\(module, device_mesh=\.\.\.\) in place.*torch_parameters\(module\)"
+        UnsupportedOperatorError,
+        match=r"DistributedDataParallel\(module, device_mesh=\.\.\.\) in place.*torch_parameters\(module\)",
     ):
         nn.parallel.DistributedDataParallel(distribute_module(nn.Linear(4, 4), mesh["tp"]), device_mesh=mesh["dp"])
 

@@ -61,16 +61,20 @@ def test_a_dtensor_behaves_as_a_tensor():
 
 
 def other_ranks(rank, world):
-    """A mesh of the first two ranks of three: the third holds nothing."""
+    """A mesh of the first two ranks of three: the third holds nothing, whatever is drawn."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from torchshard import Replicate, Shard, distribute_tensor
+    from torchshard import Replicate, Shard, distribute_tensor, fallback
 
     mesh = DeviceMesh("cpu", [0, 1])
     x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     y = (x * 2).redistribute(placements=[Replicate()])
+    with fallback("silent"):
+        drawn = torch.multinomial(x, 2), torch.multinomial(x, 7, replacement=True), torch.poisson(x), torch.normal(x, x)
     dist.barrier()
+    assert [tuple(z.shape) for z in drawn] == [(2,), (7,), (6,), (6,)]
+    assert [bool(z.to_local().numel()) for z in drawn] == [rank < 2] * 4
     return tuple(x.shape), tuple(y.shape), y.to_local().tolist()
 
 

@@ -51,7 +51,7 @@ def draw(
 
 def agree_on_generator(mesh: BoundMesh, device: torch.device, generator: torch.Generator | None) -> None:
     """Give every rank of the mesh the state of its first rank's generator."""
-    if mesh.size == 1:
+    if mesh.size == 1 or mesh.coordinate is None:
         return
     state = _state_of(device) if generator is None else generator.get_state()
     group = mesh.everyone
@@ -127,7 +127,7 @@ def _normal(func: Any, mean: Any, std: Any = 1.0, generator: torch.Generator | N
     like, many = next((x for x in given if x.shape == shape), None), type(std) is DTensor
     if like is None or any(x.dtype != like.dtype or not x.is_floating_point() for x in given):
         return NotImplemented
-    if many and is_traced(std._local_tensor):
+    if many and not _may_ask(std):
         return NotImplemented
     if not bool((std >= 0).all() if many else std >= 0):
         _refuse(func, mean, std)
@@ -135,6 +135,11 @@ def _normal(func: Any, mean: Any, std: Any = 1.0, generator: torch.Generator | N
     drawn = torch.empty_like(like, memory_format=torch.contiguous_format)
     drawn.normal_(0, 1 if many else std, generator=generator)
     return drawn.mul_(std).add_(mean) if many else drawn.add_(mean)
+
+
+def _may_ask(x: DTensor) -> bool:
+    """Whether this rank can be told whether the values are such as the kernel takes."""
+    return x._spec.mesh.coordinate is not None and not is_traced(x._local_tensor)
 
 
 def _refuse(func: Any, *args: Any) -> None:
@@ -147,7 +152,7 @@ def _multinomial(
 ) -> Any:
     """One class of each row, or several without replacement, as kernels have it: those that come first."""
     classes = x.shape[-1] if x.ndim in (1, 2) and x.numel() and x.is_floating_point() else 0
-    if (replacement and count != 1) or not 0 < count <= classes or is_traced(x._local_tensor):
+    if (replacement and count != 1) or not 0 < count <= classes or not _may_ask(x):
         return NotImplemented
     x = redistribute(x, x._spec.sharding.without_partial())
     if not bool((((x >= 0) & (x < torch.inf)).all(-1) & (x.sum(-1) != 0)).all()):
