@@ -1,6 +1,8 @@
 """Where graphs are cut, and that the pieces make the whole."""
 
 import copy
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from tests.compiler.models import batch, loss_of, make
+from tests.inductor_cache import own_cache
 from tests.models import GPT, GPTConfig
 from torchshard.compiler import split_backend
 
@@ -121,3 +124,16 @@ def test_mistakes():
         split_backend(bucket_cap_mb=-1)
     with pytest.raises(ValueError, match="inner='nothing' is no compiler"):
         split_backend(inner="nothing")
+
+
+def test_caches_keep_pieces(tmp_path):
+    """Without biases nothing is left for inductor to generate."""
+    module, x = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))), torch.ones(2, 8)
+    wanted = torch.autograd.grad(module(x).sum(), [*module.parameters()])
+    with mock.patch.dict(os.environ, own_cache(str(tmp_path))):
+        for kind in ("saved", "hit"):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            loss = torch.compile(module, backend=split_backend(0, 0))(x).sum()
+            torch.testing.assert_close(torch.autograd.grad(loss, [*module.parameters()]), wanted)
+            assert torch._dynamo.utils.counters["aot_autograd"][f"autograd_cache_{kind}"] == 3

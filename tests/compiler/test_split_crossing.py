@@ -110,20 +110,28 @@ def test_sizes_that_become_known():
 
 
 def test_a_compiler_that_fails_leaves_nothing_behind():
-    contexts = []
+    contexts, afterwards = [], []
 
     def failing(graph, inputs):
         contexts.append(torch._guards.TracingContext.get())
-        assert contexts[-1].fakify_first_call
         if len(contexts) == 2:
             raise ValueError("on purpose")
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
+    def backend(graph, inputs):
+        whole = torch._guards.TracingContext.get()
+        try:
+            return split_backend(0, 0, inner=failing)(graph, inputs)
+        finally:
+            afterwards.append(torch._guards.TracingContext.get() is whole)
+            afterwards.append(whole.fw_metadata is None and not whole.fake_mode.allow_non_fake_inputs)
+
     with pytest.raises(Exception, match="on purpose") as kept:
-        torch.compile(WithoutGradients(), backend=split_backend(0, 0, inner=failing))(torch.ones(2, 8))
+        torch.compile(WithoutGradients(), backend=backend)(torch.ones(2, 8))
     assert kept.tb  # and with it the frames of the failure
     assert torch.is_grad_enabled()
-    assert not contexts[0].fakify_first_call
+    assert afterwards == [True, True]
+    assert contexts[0] is not contexts[1]  # a backward that is compiled later finds what its own forward has noted
 
 
 def test_pieces_say_why_they_are_pieces():

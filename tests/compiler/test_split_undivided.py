@@ -199,11 +199,24 @@ def _check(make, inner):
     return len(backend.last_plan.pieces)
 
 
+class ViewOfWeight(Layers):
+    """Taken in front of everything; where gradients are off, and where they are on."""
+
+    def forward(self, x):
+        b, d = self.b.weight.t(), self.d.weight.view(-1).view(8, 8)
+        with torch.no_grad():
+            a = self.a.weight.t()
+        c = self.c.weight.t()
+        with torch.no_grad():
+            y = x @ c
+        return self.d((self.a(x) @ b + self.c(x) + y) @ a.abs() @ c) @ d
+
+
 INNER = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 PIECES = {
     Vmap: 3, NestedVmap: 3, Grad: 3, GradTwice: 2, Jvp: 3, Hessian: 3, Dual: 3, HooksDisabled: 3, Attention: 3,
     Inference: 4, Versions: 4, Number: 4, View: 3, Base: 3, Detached: 3, ViewOfView: 2, BecomesDifferentiable: 2,
-    Resident: 4,
+    Resident: 4, ViewOfWeight: 2,
 }  # fmt: skip
 
 

@@ -104,7 +104,6 @@ from torchshard._torch.importing import whole_in_graphs
 from torchshard._torch.inductor import (
     GraphPass,
     backend_by_name,
-    compile_pieces,
     compile_with_inductor,
     expect_strides,
     gradient_outputs,
@@ -141,10 +140,12 @@ from torchshard._torch.operators import (
     schema,
 )
 from torchshard._torch.partitioning import fill_unused_results, run_collectives_once
+from torchshard._torch.pieces import compile_pieces
 from torchshard._torch.regions import (
     crosses,
     example_of,
     memories,
+    modes,
     nesting,
     passes_no_gradient,
     setting,
@@ -266,6 +267,7 @@ __all__ = [
     "memory_of",
     "mend_strides_of_results",
     "mend_trace",
+    "modes",
     "nesting",
     "no_torch_function",
     "no_trace_in_dynamo",

@@ -157,59 +157,6 @@ def masked_index_put() -> Any:
     return find("ops.aten._unsafe_masked_index_put_accumulate.default")
 
 
-def compile_pieces(
-    whole: torch.fx.GraphModule,
-    pieces: torch.fx.GraphModule,
-    compiler: Callable[..., Callable[..., Any]],
-    inputs: Sequence[Any],
-) -> Callable[..., Any]:
-    """Compile the pieces of a split graph one by one, each with inputs as the compiled ones before it make them.
-
-    What torch's DDPOptimizer does with the pieces that it makes (torch._dynamo.backends.distributed, 2.11-2.15):
-    sources and metadata of Dynamo are carried over, the graphs go to torch's trace artifacts. Tokens of ordered effects
-    stay inside of a piece as with inductor (torch._functorch.config.unlift_effect_tokens, 2.11-2.15): other compilers
-    would give them to the next piece in place of values.
-
-    Args:
-        whole: the graph before it was split.
-        pieces: what torch.fx.passes.split_module made of it.
-        compiler: called with each piece and its inputs.
-        inputs: of the whole.
-    """
-    import torch._functorch.config
-    from torch._dynamo.backends import distributed as theirs
-    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-    from torch._guards import TracingContext, detect_fake_mode
-    from torch._logging._internal import trace_structured
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    children = {name: child for name, child in pieces.named_children() if isinstance(child, torch.fx.GraphModule)}
-    theirs.propagate_dynamo_source(whole, pieces)
-    theirs.propagate_metadata(whole, pieces)
-    theirs.ddp_graph_log.debug("whole:\n%s\nsplit:\n%s", whole.graph, pieces.graph)
-    trace_structured("optimize_ddp_split_graph", payload_fn=lambda: pieces.print_readable(print_output=False))
-    for name, child in children.items():
-        trace_structured(
-            "optimize_ddp_split_child",
-            lambda name=name: {"name": name},  # type: ignore[misc]
-            payload_fn=lambda child=child: child.print_readable(print_output=False),  # type: ignore[misc]
-        )
-    fake_mode = detect_fake_mode(inputs) or FakeTensorMode()
-    context = TracingContext.try_get()
-    with (
-        _disable_saved_tensors_hooks_during_tracing(),
-        torch.set_grad_enabled(torch.is_grad_enabled()),
-        torch._functorch.config.patch(unlift_effect_tokens=True),
-    ):
-        try:
-            theirs.SubmodCompiler(pieces, compiler, fake_mode).run(*inputs)
-        finally:
-            if context is not None:  # theirs would wait for the end of the traceback that holds its frame
-                context.fakify_first_call = False
-    pieces.recompile()
-    return pieces
-
-
 def trace_backward(graph: torch.fx.GraphModule, inputs: Sequence[Any], rewrite: GraphPass) -> Callable[..., Any]:
     """Trace forward and backward as inductor does, rewrite the backward, and run both node by node.
 

@@ -1,6 +1,6 @@
 """Dynamo's graphs: regions that nodes enter and leave, values and the memory that they lie in."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -65,11 +65,46 @@ def passes_no_gradient(node: torch.fx.Node) -> bool:
     return bool(tensors) and not any(leaf.requires_grad for leaf in tensors)
 
 
+def modes(nodes: Iterable[torch.fx.Node]) -> Iterator[tuple[torch.fx.Node, dict[Any, Any]]]:
+    """Each node with what is set where it stands: two nodes with equal settings may change places.
+
+    What returns neither tensors nor sizes is taken to set something, until a node is given its handle.
+    """
+    state: dict[Any, Any] = {"_set_grad_enabled": (torch.is_grad_enabled(),), **{enter: 0 for enter, _ in REGIONS}}
+    for node in nodes:
+        yield node, {**state}
+        if step := nesting(node):
+            region, change = step
+            state[region] = state[region] + change
+        elif node.op.startswith("call_") and not _returns_values(node):
+            if entered := [given for given in node.all_input_nodes if given in state]:
+                for given in entered:
+                    del state[given]
+            elif _name(node) == "_set_grad_enabled":
+                state[_name(node)] = node.args
+            else:
+                state[node] = True
+
+
+def _returns_values(node: torch.fx.Node) -> bool:
+    from torch.utils import _pytree
+
+    leaves = _pytree.tree_leaves(example_of(node))
+    return any(isinstance(leaf, torch.Tensor | torch.SymInt | int) for leaf in leaves)
+
+
 def crosses(node: torch.fx.Node) -> bool:
-    """Whether one piece of a graph can return a node's value and another can take it."""
+    """Whether one piece of a graph can return a node's value and another can take it.
+
+    A view of a parameter that was taken while gradients were off is a leaf that requires one: AOTAutograd would have
+    gradients go on to the parameter.
+    """
     if _name(node) in RENEWED + CONSTANTS:
         return _name(node) in RENEWED
-    return isinstance(example_of(node), torch.Tensor | torch.SymInt)
+    value = example_of(node)
+    return isinstance(value, torch.SymInt) or (
+        isinstance(value, torch.Tensor) and not (value.requires_grad and value.is_leaf)
+    )
 
 
 def write_known_sizes(graph: torch.fx.Graph) -> None:

@@ -16,7 +16,7 @@ from torch.fx.passes.split_module import split_module
 from torchshard import _torch
 from torchshard.buckets import ONE_BUCKET, BucketPolicy, Gradient, PlannedBucket, names_text, size_text
 from torchshard.compiler.options import Compiler, Options, check_inner, policy_of
-from torchshard.compiler.undivided import inseparable
+from torchshard.compiler.undivided import inseparable, take_views_where_used
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class SplitBackend:
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **_configuration: Any) -> Callable[..., Any]:
         """Compile what Dynamo has captured."""
         _torch.write_known_sizes(graph.graph)
+        take_views_where_used(graph.graph)
         # Without a backward there is nothing to overlap.
         policy = self._policy if torch.is_grad_enabled() else ONE_BUCKET
         plan = self.last_plan = cut(graph.graph, self._parameters(graph, inputs), policy)

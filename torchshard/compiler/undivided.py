@@ -1,10 +1,10 @@
-"""What a cut of Dynamo's graph has to leave in one piece.
+"""What a cut of Dynamo's graph has to leave in one piece, and what is to be brought together before.
 
 Spans of nodes are found by rules that know nothing of each other; where spans overlap, they are one.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,11 +15,42 @@ Span = tuple[int, int]
 """Positions of the first node and the last."""
 
 
+def take_views_where_used(graph: torch.fx.Graph) -> None:
+    """Move views of inputs, as parameters that are lent to a module are, in front of their first uses.
+
+    A module may take all of them when it begins; the gradients of what they are views of would be complete when its
+    backward is over. A view is the same whenever it is taken, as long as gradients are on or off as they were.
+    """
+    modes = dict(_torch.modes(graph.nodes))
+    for view in reversed([*_input_views(graph.nodes)]):
+        use = min(view.users, default=view)
+        if use.op != "output" and modes[view] == modes[use]:
+            use.prepend(view)
+
+
+def _input_views(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node]:
+    """Differentiable views of inputs that nothing writes to."""
+    views: set[torch.fx.Node] = set()
+    for node in nodes:
+        given = node.all_input_nodes
+        if node.op.startswith("call_") and all(x.op in ("placeholder", "get_attr") or x in views for x in given):
+            memory = {key for x in given for key, _ in _torch.memories(_torch.example_of(x))}
+            found = [*_torch.memories(_torch.example_of(node))]
+            same = any(_torch.example_of(x) is _torch.example_of(node) for x in given)  # as what writes in place
+            if found and not same and all(key in memory and _is_lasting(x) for key, x in found):
+                views.add(node)
+                yield node
+
+
+def _is_lasting(x: torch.Tensor) -> bool:
+    return x.requires_grad and not _torch.was_written(x)
+
+
 def inseparable(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """The nodes that belong to the same piece as the node in front of them."""
     nodes = list(graph.nodes)
     reach: dict[int, int] = {}
-    for find in (_regions, _settings, _values, _writes):
+    for find in (_regions, _settings, _values, _writes, _first_uses_of_views):
         for first, last in find(nodes):
             reach[first] = max(last, reach.get(first, last))
     found, end = set(), -1
@@ -70,6 +101,15 @@ def _values(nodes: Sequence[torch.fx.Node]) -> Iterator[Span]:
         if node.op.startswith("call_") and node.users and not _torch.crosses(node):
             last = max(place[user] for user in node.users)
             yield (0 if nodes[last].op == "output" else at), last
+
+
+def _first_uses_of_views(nodes: Sequence[torch.fx.Node]) -> Iterator[Span]:
+    """Views of inputs that stand in front of their first use, with it."""
+    place, views = {node: at for at, node in enumerate(nodes)}, set(_input_views(nodes))
+    for view in views:
+        first, last = place[view], place[min(view.users, default=view)]
+        if all(node in views for node in nodes[first:last]):
+            yield first, last
 
 
 @dataclass
