@@ -65,12 +65,20 @@ def redistribute_local(x: Tensor, source: TensorLayout, target: TensorLayout, re
         RankMismatchError: from_local was not told the shape, and the ranks hold pieces of different sizes or strides;
             or the ranks of two meshes do not redistribute the same.
     """
-    if source.sharding is target.sharding:
+    if _stays(source, target):
         return x
-    if source.mesh.coordinate is None and source.mesh is target.mesh:
-        return x  # a rank outside of the mesh holds nothing, before and after
     if source.assumed:
         check_assumed(x, source)
+    return _carried_out(x, source, target, reading)
+
+
+def _stays(source: TensorLayout, target: TensorLayout) -> bool:
+    """Whether nothing changes; a rank outside of the mesh holds nothing, before and after."""
+    outside = source.mesh.coordinate is None and source.mesh is target.mesh
+    return source.sharding is target.sharding or outside
+
+
+def _carried_out(x: Tensor, source: TensorLayout, target: TensorLayout, reading: bool = False) -> Tensor:
     traced = type(x) is not Tensor and is_traced(x)
     program = _program(source, target, traced)
     return _run((reading and program.views) or program.runs, x)
@@ -83,12 +91,14 @@ def redistribute_together(parts: Sequence[Tensor], moves: Sequence[tuple[TensorL
         What redistribute_local gives; those that went together share memory, and are there to be read.
     """
     found, packs = list(parts), dict[Hashable, tuple[Program, list[int]]]()
-    for k, (x, (source, target)) in enumerate(zip(parts, moves, strict=True)):
-        if not (source.sharding.partial and source.sharding is not target.sharding and _is_small(x)):
-            found[k] = redistribute_local(x, source, target)
+    moving = [k for k, move in enumerate(moves) if not _stays(*move)]
+    if any(moves[k][0].assumed for k in moving):
+        check_assumed(parts[moving[0]], *[moves[k][0] for k in moving])
+    for k in moving:
+        x, (source, target) = parts[k], moves[k]
+        if not (source.sharding.partial and _is_small(x)):
+            found[k] = _carried_out(x, source, target)
             continue
-        if source.assumed:
-            check_assumed(x, source)
         program = _program(source, target, is_traced(x))
         if program.by_element:
             packs.setdefault((source.sharding, target.sharding, x.dtype), (program, []))[1].append(k)
@@ -113,7 +123,7 @@ def redistribute_later(x: Tensor, source: TensorLayout, target: TensorLayout) ->
 
     `x` must not be written to before.
     """
-    if source.sharding is target.sharding or (source.mesh.coordinate is None and source.mesh is target.mesh):
+    if _stays(source, target):
         return x
     if is_traced(x):
         return redistribute_local(x, source, target)
@@ -215,19 +225,32 @@ def in_memory_order(x: Tensor, layout: Layout) -> Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def check_assumed(x: Tensor, layout: TensorLayout) -> None:
+def check_assumed(x: Tensor, *layouts: TensorLayout) -> None:
     """Make sure that all ranks have given from_local pieces of one size, type and memory order, as it took for granted.
+
+    One small exchange a mesh, for however many tensors.
+
+    Args:
+        x: one of the tensors.
+        layouts: of all of them.
 
     Raises:
         RankMismatchError: names the ranks and what they hold.
     """
-    mesh = layout.mesh
-    if is_traced(x) or mesh.size == 1 or mesh.coordinate is None:
+    if is_traced(x):
         return  # a trace computes nothing; the eager run before it has checked
-    assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
-    everywhere = tuple(range(mesh.ndim))
-    text = "; ".join(sorted([f"{tuple(a.local_shape)} of {a}, strides {a.stride}" for a in layout.assumed]))
-    held = differing(text, x.device, mesh.group(everywhere), mesh.process_group(everywhere))
+    by_mesh: dict[BoundMesh, list[TensorLayout]] = {}
+    for layout in layouts:
+        if layout.assumed and layout.mesh.size > 1 and layout.mesh.coordinate is not None:
+            by_mesh.setdefault(layout.mesh, []).append(layout)  # type: ignore[arg-type]
+    for mesh, together in by_mesh.items():
+        if len(together) == 1 or _differing([layout.assumed for layout in together], x.device, mesh):
+            for layout in together:  # which of them it is
+                _require_as_assumed(layout, x.device, mesh)
+
+
+def _require_as_assumed(layout: TensorLayout, device: torch.device, mesh: BoundMesh) -> None:
+    held = _differing([layout.assumed], device, mesh)
     if held is not None:
         raise RankMismatchError(
             "from_local, or local_map, was not told the shape of the tensor, and ranks hold pieces of different sizes "
@@ -237,6 +260,19 @@ def check_assumed(x: Tensor, layout: TensorLayout) -> None:
             where=f"a tensor on the mesh {mesh}, placements {layout.placements}",
             fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; not local_map",
         )
+
+
+def _differing(
+    taken: Sequence[frozenset[TensorLayout]], device: torch.device, mesh: BoundMesh
+) -> list[tuple[int, str]] | None:
+    """What each rank of the mesh says of the layouts that were taken for granted, where not all say the same."""
+    everywhere, texts = tuple(range(mesh.ndim)), dict[frozenset[TensorLayout], str]()
+    for assumed in taken:
+        if assumed not in texts:
+            told = [f"{tuple(a.local_shape)} of {a}, strides {a.stride}" for a in assumed]
+            texts[assumed] = "; ".join(sorted(told))
+    text = "\n".join([texts[assumed] for assumed in taken])
+    return differing(text, device, mesh.group(everywhere), mesh.process_group(everywhere))
 
 
 def require_same(text: str, device: torch.device, axes: tuple[int, ...], mesh: BoundMesh, what: str) -> None:
