@@ -10,7 +10,8 @@ UNKNOWN = {
         "default group", "meshes in graphs", "strided shards", "parameters that are thawed", "inference in a piece",
         "attributes that go in a region", "collectives of a fake group", "stagers that are used again",
         "masked rows", "join without buffers", "gradients of aminmax",
-        "strides of results",
+        "strides of results", "no default group", "names in graphs",
+        "two backwards in lower precision",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",

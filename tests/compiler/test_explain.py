@@ -48,6 +48,7 @@ graph    bucket    parameters                                      bytes     in 
 
 
 def test_the_trace_of_an_mlp(fake_group):
+    require("names in graphs")
     ddp = DistributedDataParallel(make("mlp"), bucket_cap_mb=0.005)
     assert_expected_inline(
         _inserted(explain(ddp, batch("mlp", 8)[0])),
