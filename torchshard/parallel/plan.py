@@ -45,6 +45,10 @@ def parallelize_module(
         ShardingError: the mesh is none, or has several axes; a shared parameter is to be cut in two ways, or has hooks.
         NotImplementedError: a style that does not know the module.
         TypeError: a plan that is neither.
+
+    Example:
+        >>> plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}  # doctest: +SKIP
+        >>> parallelize_module(model, mesh["tp"], plan)                     # doctest: +SKIP
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     bind(mesh)  # or an error: it is something else

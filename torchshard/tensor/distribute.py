@@ -49,6 +49,10 @@ def distribute_tensor(
         ShardingError: placements that do not fit, or a DTensor that lives elsewhere already.
         RuntimeError: `tensor` is not a leaf; from_local and redistribute are for those.
         RankMismatchError: ranks have tensors of other shapes, dtypes or placements, or a rank is lost.
+
+    Example:
+        >>> x = distribute_tensor(torch.randn(7, 4), mesh, [Shard(0)])      # doctest: +SKIP
+        >>> x.shape, x.to_local().shape                 # on the first of two ranks: (7, 4), (4, 4)  # doctest: +SKIP
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     return _distributed(tensor, mesh, placements, src_data_rank, tie(mesh))

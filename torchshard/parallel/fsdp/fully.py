@@ -42,6 +42,11 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
     Raises:
         ShardingError: torch could not save a parameter, because FSDP and tensor parallelism cut one dim in pieces that
             torch's placements do not describe; or some rank holds nothing of a parameter, which FSDP cannot reduce.
+
+    Example:
+        >>> for block in model.blocks:                                      # doctest: +SKIP
+        ...     fully_shard(block, mesh=mesh["dp"])
+        >>> fully_shard(model, mesh=mesh["dp"])         # then the optimizer  # doctest: +SKIP
     """
     modules = module if isinstance(module, list) else [module]
     ignored = options.get("ignored_params") or ()
