@@ -18,6 +18,11 @@ _requires_grad = attrgetter("requires_grad")
 _END = object()  # the same as nothing that stands in a module
 
 
+def names_of(module: torch.nn.Module, ids: Collection[int]) -> set[str]:
+    """All names of the parameters with these ids; they are not looked at one by one where none is asked for."""
+    return {n for n, p in module.named_parameters(remove_duplicate=False) if id(p) in ids} if ids else set()
+
+
 class Places:
     """What stands where in a module; whether it still does is asked at each forward, in some 0.1 us for each place."""
 
@@ -56,7 +61,7 @@ class Members:
     ) -> None:
         self._module, self._ignored = weakref.ref(module), ignored
         apart = {id(p) for p in delayed}
-        self._delayed = {n for n, p in module.named_parameters(remove_duplicate=False) if id(p) in apart}
+        self._delayed = names_of(module, apart)
         present = self._present(module)
         self._wrapped: Named = before._wrapped if before else present
         self._averaged = [(n, p) for n, p in present if p.requires_grad or id(p) in apart]

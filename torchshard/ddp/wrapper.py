@@ -4,7 +4,6 @@ import contextlib
 import copy
 import os
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from torchshard.ddp.engine import Engine
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.explaining import Explaining
 from torchshard.ddp.joining import Joining
-from torchshard.ddp.members import Members
+from torchshard.ddp.members import Members, Named, names_of
 from torchshard.ddp.observed import ObservedReducer
 from torchshard.ddp.states import States
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
@@ -94,8 +93,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         named_delayed = [(n, now(p)) for n, p in delay_all_reduce_named_params or ()]
         self._delay_all_reduce_params = [p for _, p in named_delayed]
         delayed = {id(p) for p in self._delay_all_reduce_params}
-        named = module.named_parameters(remove_duplicate=False)
-        self.parameters_to_ignore.update(n for n, p in named if id(p) in delayed)
+        self.parameters_to_ignore |= names_of(module, delayed)
         reduced = options.reduced(module, self.parameters_to_ignore)
         require_plain(reduced)
         self._module_parameters = [p for _, p in reduced]
@@ -116,7 +114,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self._assign_modules_buffers()
         exchange = Exchange(self.process_group, self.device)
         if init_sync:
-            self._make_ranks_equal(sync_buffers, named_delayed, exchange)
+            self._make_ranks_equal(reduced, sync_buffers, named_delayed, exchange)
             with exchange.agreement.waiting_for("what each rank can read of the others"):
                 look_for_neighbours(self.process_group, self.device)
         self._build_reducer(exchange, verified=init_sync)
@@ -134,14 +132,11 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self._comm_hooks: list[Any] = []
         self._looked_for_optimizers = False
 
-    def _make_ranks_equal(
-        self, sync_buffers: bool, delayed: Sequence[tuple[str, torch.nn.Parameter]], exchange: Exchange
-    ) -> None:
+    def _make_ranks_equal(self, params: Named, sync_buffers: bool, delayed: Named, exchange: Exchange) -> None:
         """Check that all ranks hold the same model, then give them rank 0's values."""
         ignored = self.parameters_to_ignore
-        params = options.reduced(self.module, ignored)
         buffers = [(n, b) for n, b in self.module.named_buffers() if n not in ignored] if sync_buffers else []
-        options.require_values(params + buffers)
+        options.require_values([*params, *buffers])
         settings = {
             "bucket sizes": "auto" if self._chooses_buckets else self._policy,
             "find_unused_parameters": self.find_unused_parameters,
@@ -154,7 +149,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         lines += describe("parameter", params) + describe("delayed parameter", delayed) + describe("buffer", buffers)
         lines += [f"requires a gradient: {n}" for n, p in params if p.requires_grad]
         verify_equal(lines, exchange)
-        tensors = [t for _, t in params + buffers]
+        tensors = [t for _, t in [*params, *buffers]]
         wait = partial(exchange.wait, what="the parameters and buffers of rank 0")
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size, wait=wait)
 

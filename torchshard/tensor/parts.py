@@ -45,8 +45,9 @@ def local_parameters(module: nn.Module) -> nn.Module:
             raise NotImplementedError(
                 f"local_parameters: {name or 'the module'} has a buffer that is a DTensor; leave it out of the plan"
             )
-    with replacing(module, "local_parameters"):
-        replace_parameters(module, _LocalOwner)
+    if any(isinstance(p, _LocalOwner.takes) for p in module.parameters()):
+        with replacing(module, "local_parameters"):
+            replace_parameters(module, _LocalOwner)
     return module
 
 
