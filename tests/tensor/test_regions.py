@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
 from tests.older import known, require
-from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard import DTensor, Partial, Replicate, Shard, ShardedTensor, distribute_tensor, init_device_mesh
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
 from torchshard.tensor.sharded import factories, specs
@@ -355,6 +355,7 @@ def test_a_sharded_tensor_passes_through_and_its_part_has_a_gradient():
         (lambda x: x.sum(), "make it a DTensor"),
         (lambda x: torch.rand_like(x), "make it a DTensor"),
         (lambda x: x.gather(), "outside of the region"),
+        (lambda x: ShardedTensor.from_local(x.local_tensor(), 0), "call from_local() outside of the region"),
         (lambda x: (x * 2).sharding_spec().dim, "ask a ShardedTensor that came into the region"),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchshard._torch import untraced
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import RankMismatchError, ShardingError
 from torchshard.tensor.sharded.specs import Shard, ShardedTensorMetadata, TensorProperties, holding_of
@@ -100,6 +101,7 @@ def check_whole(metadata: Any, ranks: Sequence[int]) -> None:
         ) from None
 
 
+@untraced
 def of_all(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """What each rank of a group says of its parts, in the group's order.
 
