@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as mapped
 from torch.nn.attention.flex_attention import flex_attention
@@ -133,13 +134,27 @@ def test_results_without_a_gradient(how):
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda x: torch.normal(x, 1.0), lambda x: torch.nn.functional.rrelu(x, training=True)]
+    "draw", [lambda x: torch.normal(1.0, x.abs()), lambda x: torch.nn.functional.rrelu(x, training=True)]
 )
 def test_random_operators_without_a_handler_are_refused_after_eager_calls_too(draw):
     torch._dynamo.reset()
     assert draw(ROWS).shape == ROWS.shape
     with pytest.raises(Exception, match="as no compiled region can"):
         torch.compile(draw, backend="aot_eager", fullgraph=True)(ROWS)
+
+
+@pytest.mark.parametrize("eager_first", [True, False])
+def test_what_is_left_to_rules_in_traces_alone(eager_first):
+    """Eager calls fetch their neighbours' rows, traces move images to a split batch: in either order."""
+    torch._dynamo.reset()
+    shape = 4, 1, 8, 5 + eager_first  # no plan of this is known yet
+    images, kernel = (
+        distribute_tensor(torch.ones(shape), MESH, [Shard(2)]),
+        distribute_tensor(torch.ones(1, 1, 3, 3), MESH),
+    )
+    compiled = torch.compile(F.conv2d, backend="aot_eager", fullgraph=True)
+    calls = [(F.conv2d, 2), (compiled, 0), (F.conv2d, 2)][0 if eager_first else 1 :]
+    assert [call(images, kernel, padding=1).placements for call, _ in calls] == [(Shard(dim),) for _, dim in calls]
 
 
 def test_distributing_what_is_distributed_already():

@@ -7,6 +7,7 @@ gathering        every operand whole on every rank; said once
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from torchshard.tensor.call import (
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.first_run import FirstRun, Plan
 from torchshard.tensor.handlers import one_hot, random
+from torchshard.tensor.handlers.parts import EagerAlone
 from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
@@ -78,7 +80,25 @@ def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Pla
         result = handler(call.func, *args, **kwargs)
         if result is not NotImplemented:
             tell("handler")
-            return result, _of_arguments(call, partial(handler, call.func))
+            return result, _handled(call, partial(handler, call.func))
+        if isinstance(handler, EagerAlone):  # what a trace does without the handler is not for eager calls
+            result, plan = _plan_without_handler(call, operands)
+            return result, None if is_traced(next(dtensors_in(call.values))._local_tensor) else plan
+    return _plan_without_handler(call, operands)
+
+
+def _handled(call: Call, handler: Callable[..., Any]) -> Plan:
+    """The plan of a handler; where that leaves a call alone after all, as in a trace, it is planned anew."""
+    kept, call = _of_arguments(call, handler), call.without_values()
+
+    def plan(*values: Any) -> Any:
+        result = kept(*values)
+        return make_plan(replace(call, values=values))[0] if result is NotImplemented else result
+
+    return plan
+
+
+def _plan_without_handler(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
     if foreach.handles(call.name):
         tell("list")
         return linearity.by_numbers(call, linearity.of_lists(call.name), operands, foreach.make_plan)

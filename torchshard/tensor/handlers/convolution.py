@@ -13,7 +13,7 @@ import torch
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import decided, part
+from torchshard.tensor.handlers.parts import EagerAlone, decided, part
 from torchshard.tensor.handlers.sliding import Slides, described, layouts, ordered, rows_of, slides_of, split_dims
 from torchshard.tensor.layout import layout_for
 from torchshard.tensor.redistribute import in_memory_order
@@ -117,6 +117,6 @@ def _convolution_backward(
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
-    "convolution.default": _convolution,
-    "convolution_backward.default": _convolution_backward,
+    "convolution.default": EagerAlone(_convolution),
+    "convolution_backward.default": EagerAlone(_convolution_backward),
 }

@@ -2,21 +2,35 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from torchshard._torch import is_traced
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.pieces import nested_pieces
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.layout.runs import without
 from torchshard.tensor.autograd import redistribute
-from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.redistribute import check_assumed, moved, redistribute_local, redistribute_together
 
 _Decision = TypeVar("_Decision")
+
+
+@dataclass(frozen=True, slots=True)
+class EagerAlone:
+    """A handler that leaves traces to the rule: what it sends differs between ranks, or follows from values."""
+
+    handler: Callable[..., Any]
+
+    def __call__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the handler says; NotImplemented in a trace."""
+        first = next(dtensors_in((*args, *kwargs.values())))
+        return NotImplemented if is_traced(first._local_tensor) else self.handler(func, *args, **kwargs)
 
 
 def decided(decide: Callable[..., _Decision]) -> Callable[..., _Decision]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import part
+from torchshard.tensor.handlers.parts import EagerAlone, part
 from torchshard.tensor.handlers.sliding import Rows, described, layouts, ordered, rows_of, slides_of, split_dims
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.redistribute import in_memory_order
@@ -148,7 +148,7 @@ def _rows(
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
-    f"{name}{count}d{rest}.default": partial(function, count)
+    f"{name}{count}d{rest}.default": EagerAlone(partial(function, count))
     for count in (2, 3)
     for name, rest, function in (
         ("avg_pool", "", _average),

@@ -17,6 +17,7 @@ from torchshard.layout import contiguous_stride
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.guards import refuse_overlapping
+from torchshard.tensor.handlers.parts import EagerAlone
 from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import redistribute_local
@@ -127,7 +128,7 @@ def _normal(func: Any, mean: Any, std: Any = 1.0, generator: torch.Generator | N
     like, many = next((x for x in given if x.shape == shape), None), type(std) is DTensor
     if like is None or any(x.dtype != like.dtype or not x.is_floating_point() for x in given):
         return NotImplemented
-    if many and not _may_ask(std):
+    if many and std._spec.mesh.coordinate is None:
         return NotImplemented
     if not bool((std >= 0).all() if many else std >= 0):
         _refuse(func, mean, std)
@@ -135,11 +136,6 @@ def _normal(func: Any, mean: Any, std: Any = 1.0, generator: torch.Generator | N
     drawn = torch.empty_like(like, memory_format=torch.contiguous_format)
     drawn.normal_(0, 1 if many else std, generator=generator)
     return drawn.mul_(std).add_(mean) if many else drawn.add_(mean)
-
-
-def _may_ask(x: DTensor) -> bool:
-    """Whether this rank can be told whether the values are such as the kernel takes."""
-    return x._spec.mesh.coordinate is not None and not is_traced(x._local_tensor)
 
 
 def _refuse(func: Any, *args: Any) -> None:
@@ -152,7 +148,7 @@ def _multinomial(
 ) -> Any:
     """One class of each row, or several without replacement, as kernels have it: those that come first."""
     classes = x.shape[-1] if x.ndim in (1, 2) and x.numel() and x.is_floating_point() else 0
-    if (replacement and count != 1) or not 0 < count <= classes or not _may_ask(x):
+    if (replacement and count != 1) or not 0 < count <= classes or x._spec.mesh.coordinate is None:
         return NotImplemented
     x = redistribute(x, x._spec.sharding.without_partial())
     if not bool((((x >= 0) & (x < torch.inf)).all(-1) & (x.sum(-1) != 0)).all()):
@@ -185,7 +181,8 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     **_named(_ALIKE, _like),
     **_named("native_dropout", _dropout),
     **_named("bernoulli bernoulli.p", _bernoulli),
-    **_named("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", _normal),
-    **_named("multinomial", _multinomial),
+    **_named("normal.Tensor_float", _normal),
+    **_named("normal.float_Tensor normal.Tensor_Tensor", EagerAlone(_normal)),
+    **_named("multinomial", EagerAlone(_multinomial)),
     **_named("rrelu_with_noise rrelu_with_noise_", _rrelu),
 }

@@ -6,9 +6,8 @@ What such a kernel keeps for its backward is each rank's own, and no DTensor.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchshard._torch import is_traced
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import batched, by_batch, made_of, part
+from torchshard.tensor.handlers.parts import EagerAlone, batched, by_batch, made_of, part
 
 _TIME_FIRST, _STATE = 1, 0
 """Which dim of sequences, and of states, is the batch."""
@@ -49,10 +48,10 @@ def _layer_backward(func: Any, x: Any, *args: Any) -> Any:
 
 
 def _splits(x: Any) -> bool:
-    return by_batch(x, _TIME_FIRST) and not is_traced(x._local_tensor)
+    return by_batch(x, _TIME_FIRST)
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
-    "mkldnn_rnn_layer.default": _layer,
-    "mkldnn_rnn_layer_backward.default": _layer_backward,
+    "mkldnn_rnn_layer.default": EagerAlone(_layer),
+    "mkldnn_rnn_layer_backward.default": EagerAlone(_layer_backward),
 }

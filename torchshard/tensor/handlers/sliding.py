@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced, pretending
+from torchshard._torch import pretending
 from torchshard.comm import collectives
 from torchshard.comm.group import Group
 from torchshard.layout.boxes import Box
@@ -91,11 +91,8 @@ def rows_of(sharding: Sharding, shape: tuple[int, ...], slides: tuple[tuple[int,
 
 
 def split_dims(x: Any, count: int) -> tuple[int, ...]:
-    """Which of the last `count` dims of x are split; none where it has to be left to rules.
-
-    Exchanges look different on every rank, so that a partitioner might move them differently: traces do without.
-    """
-    if type(x) is not DTensor or not x.numel() or is_traced(x._local_tensor) or x._spec.sharding.runs:
+    """Which of the last `count` dims of x are split; none where it has to be left to rules."""
+    if type(x) is not DTensor or not x.numel() or x._spec.sharding.runs:
         return ()
     return tuple(sorted([d for d in x._spec.sharding.splits if d >= x.ndim - count]))
 

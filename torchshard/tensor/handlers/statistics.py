@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from torchshard._torch import is_traced
 from torchshard.comm import collectives
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.reducing import Dims, dims_of
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import in_boxes, made_of, part, wide
+from torchshard.tensor.handlers.parts import EagerAlone, in_boxes, made_of, part, wide
 from torchshard.tensor.mesh import BoundMesh
 
 
@@ -73,7 +72,7 @@ def _equal(func: Any, x: Any, y: Any) -> Any:
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     if split is None or len(pair) < 2 or x.shape != y.shape or any(layout.sharding.partial for layout in pair):
         return NotImplemented
-    if mesh.coordinate is None or is_traced(x._local_tensor):
+    if mesh.coordinate is None:
         return NotImplemented
     same = torch.tensor(func(part(x, split), part(y, split)), device=x._local_tensor.device)
     axes = tuple(sorted([axis for axes in split.splits.values() for axis in axes]))
@@ -118,5 +117,5 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     "trace.default": _trace,
     "bincount.default": _bincount,
     "allclose.default": _allclose,
-    "equal.default": _equal,
+    "equal.default": EagerAlone(_equal),
 }
