@@ -68,12 +68,11 @@ def reach(
     """
     held = sharding.box(shape, coordinate)
     made = sharding.box([slides[d].results if d in slides else n for d, n in enumerate(shape)], coordinate)
-    offset, size, before, after = (list(field) for field in (*held, held.size, held.size))
-    for d, n in enumerate(shape):
-        before[d] = after[d] = 0
-        if d in slides:
-            start, length = slides[d].reads((made.offset[d], made.size[d]))
-            first, last = (min(max(at, 0), n) for at in (start, start + length))
-            before[d] = max(0, min(-start, length))
-            offset[d], size[d], after[d] = first, last - first, length - before[d] - (last - first)
+    offset, size = list(held.offset), list(held.size)
+    before, after = [0] * len(shape), [0] * len(shape)
+    for d, slide in slides.items():
+        start, length = slide.reads((made.offset[d], made.size[d]))
+        first, last = (min(max(at, 0), shape[d]) for at in (start, start + length))
+        before[d] = max(0, min(-start, length))
+        offset[d], size[d], after[d] = first, last - first, length - before[d] - (last - first)
     return held, Reach(Box(tuple(offset), tuple(size)), tuple(before), tuple(after))

@@ -81,9 +81,8 @@ def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Pla
         if result is not NotImplemented:
             tell("handler")
             return result, _handled(call, partial(handler, call.func))
-        if isinstance(handler, EagerAlone):  # what a trace does without the handler is not for eager calls
-            result, plan = _plan_without_handler(call, operands)
-            return result, None if is_traced(next(dtensors_in(call.values))._local_tensor) else plan
+        if isinstance(handler, EagerAlone) and handler.leaves(call.values):
+            return _plan_without_handler(call, operands)[0], None  # eager calls have the handler
     return _plan_without_handler(call, operands)
 
 

@@ -1,7 +1,7 @@
 """What handlers that work on local tensors share: from DTensors to parts, and back."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,8 +29,11 @@ class EagerAlone:
 
     def __call__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """What the handler says; NotImplemented in a trace."""
-        first = next(dtensors_in((*args, *kwargs.values())))
-        return NotImplemented if is_traced(first._local_tensor) else self.handler(func, *args, **kwargs)
+        return NotImplemented if self.leaves((*args, *kwargs.values())) else self.handler(func, *args, **kwargs)
+
+    def leaves(self, values: Sequence[Any]) -> bool:
+        """Whether a call with these arguments is one of a trace."""
+        return is_traced(next(dtensors_in(values))._local_tensor)
 
 
 def decided(decide: Callable[..., _Decision]) -> Callable[..., _Decision]:
