@@ -258,6 +258,22 @@ def test_strides_that_are_told_or_asked_for_are_those_of_every_rank(how):
         assert values == whole.get(how[0], rows)
 
 
+def turned_without_steps(rank, world, shape):
+    """Terms of which nothing lies in another order, whatever their strides say: no elements, or one along a dim."""
+    from torchshard import DTensor, Partial, init_device_mesh
+
+    turned = torch.ones(shape) if rank else torch.ones(shape[:-2] + (shape[-1], shape[-2])).mT
+    x = DTensor.from_local(turned, init_device_mesh("cpu", (world,)), [Partial()])
+    return turned.stride(), x.full_tensor().shape, (x @ x.mT).sum().item()
+
+
+@pytest.mark.parametrize(("shape", "total"), [((3, 1), 36.0), ((0, 2, 2), 0.0), ((3, 0), 0.0)])
+def test_strides_of_dims_that_do_not_step_may_differ_between_ranks(shape, total):
+    ranks = run_ranks(2, turned_without_steps, shape, timeout=30)
+    assert ranks[0][0] != ranks[1][0]
+    assert [r[1:] for r in ranks] == [(shape, total)] * 2
+
+
 def turned_part(rank, world):
     """Operators on parts that lie in memory by columns, of a tensor that lies by rows."""
     from torchshard import DTensor, Shard, init_device_mesh

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import asked, expected, mend_trace, norm_partial, number, strided_shard, unrecorded
 from torchshard.errors import ShardingError
-from torchshard.layout.layout import Layout, Mesh, Sharding
+from torchshard.layout.layout import Layout, Mesh, Sharding, contiguous_stride
 from torchshard.layout.pieces import Symbolic
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.layout.reductions import parse_norm
@@ -318,6 +318,13 @@ def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -
     lengths = [shape[d] for d in steps]
     dense = [dense_stride(lengths, [stride[d] for d in steps]) for stride in (one, other)]
     return dense[0] == dense[1]
+
+
+def told_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides as ranks compare them: row-major where there are no elements, 1 for a dim of one element."""
+    if 0 in shape:
+        return contiguous_stride(shape)
+    return tuple([1 if n == 1 else step for n, step in zip(shape, stride, strict=True)])
 
 
 def kept_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

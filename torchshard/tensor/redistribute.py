@@ -18,7 +18,7 @@ from torchshard.errors import RankMismatchError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.layout.runs import Runs, route, unrolled_shape
 from torchshard.tensor import crossing
-from torchshard.tensor.layout import TensorLayout, dense_stride
+from torchshard.tensor.layout import TensorLayout, dense_stride, told_stride
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.observing import observers
 from torchshard.tensor.pending import Pending
@@ -269,7 +269,7 @@ def _differing(
     everywhere, texts = tuple(range(mesh.ndim)), dict[frozenset[TensorLayout], str]()
     for assumed in taken:
         if assumed not in texts:
-            told = [f"{tuple(a.local_shape)} of {a}, strides {a.stride}" for a in assumed]
+            told = [f"{tuple(a.local_shape)} of {a}, strides {told_stride(a.shape, a.stride)}" for a in assumed]
             texts[assumed] = "; ".join(sorted(told))
     text = "\n".join([texts[assumed] for assumed in taken])
     return differing(text, device, mesh.group(everywhere), mesh.process_group(everywhere))
