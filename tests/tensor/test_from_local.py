@@ -262,7 +262,7 @@ def turned_without_steps(rank, world, shape):
     """Terms of which nothing lies in another order, whatever their strides say: no elements, or one along a dim."""
     from torchshard import DTensor, Partial, init_device_mesh
 
-    turned = torch.ones(shape) if rank else torch.ones(shape[:-2] + (shape[-1], shape[-2])).mT
+    turned = torch.ones(shape) if rank else torch.ones((*shape[:-2], shape[-1], shape[-2])).mT
     x = DTensor.from_local(turned, init_device_mesh("cpu", (world,)), [Partial()])
     return turned.stride(), x.full_tensor().shape, (x @ x.mT).sum().item()
 
