@@ -54,7 +54,7 @@ def render(sweeps: Mapping[str, Mapping[str, Trials]], samples: int) -> str:
     parts = [
         _HEAD.format(counts=_counts(sweeps), samples=samples),
         f"## Keep a split operand split ({len([n for n in kept if not n.endswith(IN_PLACE)])} operators)\n",
-        "In some placement with a split operand, no all-gather is sent: counted.\n",
+        "In some placement with a split operand, no all-gather brings together as many elements as it has: counted.\n",
         _by_family([n for n in kept if not n.endswith(IN_PLACE)]),
         f"## In-place variants that do ({len([n for n in kept if n.endswith(IN_PLACE)])})\n",
         _by_family([n for n in kept if n.endswith(IN_PLACE)]),

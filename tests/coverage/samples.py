@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 IN_PLACE = "(in-place)"
 
-LOOKED_AT = 24  # calls of an operator among which to choose
+LOOKED_AT = 300  # calls of an operator among which to choose
 
 # Operators that read the memory of an argument to learn sizes: that one stays a plain tensor.
 SIZES_IN_A_TENSOR = ("tensor_split",)
@@ -53,7 +53,7 @@ def dtype_of(op: Any) -> torch.dtype | None:
 
 def samples(name: str, limit: int) -> list[Sample]:
     """Up to `limit` usable calls of an operator: those that eager torch runs, with a tensor that can be split. The first
-    ones that the database has, and the one with the most dims.
+    ones that the database has, and the one with the most dims, of those the largest.
     """
     op, function = database()[name]
     dtype = dtype_of(op)
@@ -66,7 +66,11 @@ def samples(name: str, limit: int) -> list[Sample]:
     if len(usable) <= limit:
         return usable
     first = usable[: limit - 1]
-    return [*first, max(usable[limit - 1 :], key=lambda s: (max(t.ndim for t in s.tensors), -s.number))]
+    return [*first, max(usable[limit - 1 :], key=_extent)]
+
+
+def _extent(sample: Sample) -> tuple[int, int]:
+    return max(t.ndim for t in sample.tensors), sum(t.numel() for t in sample.tensors)
 
 
 def _sample(name: str, number: int, function: Callable[..., Any], sample: Any, grad: bool) -> Sample | None:

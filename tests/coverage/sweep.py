@@ -14,7 +14,7 @@ class Task:
     skip: tuple[str, ...] = ()
 
 
-def run_operator(task: Task, mesh: Any, counter: Any, report: Callable[[Any], None]) -> None:
+def run_operator(task: Task, mesh: Any, gathered: list[int], report: Callable[[Any], None]) -> None:
     """On a rank: try an operator; report ("begin", label) before each trial and ("done", ...) after it."""
     from tests.coverage.samples import samples
     from tests.coverage.trial import placements, try_one
@@ -25,7 +25,7 @@ def run_operator(task: Task, mesh: Any, counter: Any, report: Callable[[Any], No
             if label in task.skip:
                 continue
             report(("begin", label))
-            outcome = try_one(sample, where, mesh, counter)
+            outcome = try_one(sample, where, mesh, gathered)
             report(("done", (label, asdict(outcome))))
             if "imeout" in outcome.text or "Connection" in outcome.text:
                 raise SystemExit(3)  # the group is of no use any more

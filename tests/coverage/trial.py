@@ -19,7 +19,8 @@ class Outcome:
 
     forward, backward: "right", "refused", "wrong", "error"; None where there is none.
     text: what was wrong.
-    gathers: all-gathers in the forward.
+    gathers: all-gathers in the forward that bring as many elements together as the smallest split operand has; what
+        statistics, flags and running means of a few elements take is less.
     """
 
     forward: str
@@ -79,18 +80,19 @@ def same(got: Any, want: Any, initialised: bool) -> None:
             )
 
 
-def try_one(sample: Sample, where: Sequence[Any], mesh: Any, counter: Any) -> Outcome:
-    """Run a sample in these placements of its operands; `counter` counts collectives by name."""
+def try_one(sample: Sample, where: Sequence[Any], mesh: Any, gathered: list[int]) -> Outcome:
+    """Run a sample in these placements of its operands; `gathered` gets the elements that each all-gather brings."""
     initialised = not any(word in sample.op for word in UNINITIALISED)
     plain = [_leaf(t) for t in sample.tensors]
     torch.manual_seed(1)
     want = sample.run(plain)
     placed = [place(t, mesh, list(p)) for t, p in zip(plain, where, strict=True)]
     torch.manual_seed(1)
-    counter["all_gather_into_tensor"] = 0  # what placing the operands took
+    split = [t.numel() for t, p in zip(plain, where, strict=True) if any(q.is_shard() for q in p)]
+    gathered.clear()  # what placing the operands took
     try:
         got = sample.run(placed)
-        gathers = counter["all_gather_into_tensor"]
+        gathers = sum(n >= min(split, default=0) for n in gathered)
         same(got, want, initialised)
     except Exception as error:
         return Outcome(_kind(error), None, _said(error))

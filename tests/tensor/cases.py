@@ -226,6 +226,8 @@ MATRICES = [
 REDUCTIONS = [
     case("histc", lambda x: torch.histc(x, 4, -1.0, 1.0), (5, 4), grad=False),
     case("histc of all", lambda x: torch.histc(x, 4), (5, 4), grad=False),
+    case("aminmax", lambda x: torch.stack(torch.aminmax(x)), (5, 4)),
+    case("aminmax dim", lambda x: torch.cat(torch.aminmax(x, dim=-1, keepdim=True)), (5, 4)),
     case("trace", torch.trace, (5, 7)),
     case("bincount", lambda i, w: torch.bincount(i, w, 3), (7,), (7,), integers={0: 9}, grad=False),
     case("bincount of ones", torch.bincount, (7,), integers={0: 9}, grad=False),

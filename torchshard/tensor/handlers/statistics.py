@@ -56,6 +56,13 @@ def _logsumexp(func: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
     return total if keepdim else total.view([n for d, n in enumerate(x.shape) if d not in dims])
 
 
+def _aminmax(func: Any, x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    dims = dims_of(dim, x.ndim)
+    if not _split_along(x, dims) or 0 in [x.shape[d] for d in dims]:
+        return NotImplemented
+    return x.amin(dims, keepdim), x.amax(dims, keepdim)
+
+
 def _dist(func: Any, x: Any, y: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(x - y, p)
 
@@ -113,6 +120,7 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     "var_mean.correction": _variance(lambda variance, mean: (variance, mean)),
     "std_mean.correction": _variance(lambda variance, mean: (variance.sqrt(), mean)),
     "logsumexp.default": _logsumexp,
+    "aminmax.default": _aminmax,
     "dist.default": _dist,
     "trace.default": _trace,
     "bincount.default": _bincount,
