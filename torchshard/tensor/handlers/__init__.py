@@ -38,8 +38,8 @@ _OF_WRAPPERS = {
 
 
 _ROOMS = (
-    *("amp", "batch_norm", "convolution", "ctc", "embedding", "forward_ad", "gather", "gpu_kernels", "norms"),
-    *("packing", "pooling", "random", "recurrent", "softmax", "split_classes", "statistics", "views"),
+    *("amp", "batch_norm", "convolution", "ctc", "embedding", "extremes", "forward_ad", "gather", "gpu_kernels"),
+    *("norms", "packing", "pooling", "random", "recurrent", "softmax", "split_classes", "statistics", "views"),
 )
 
 

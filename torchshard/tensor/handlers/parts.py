@@ -18,6 +18,9 @@ from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.redistribute import check_assumed, moved, redistribute_local, redistribute_together
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
 _Decision = TypeVar("_Decision")
 
 

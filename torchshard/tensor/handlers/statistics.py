@@ -4,16 +4,17 @@ Where the dims are whole on every rank, the rule of the operator is as good, and
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchshard.comm import collectives
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.reducing import Dims, dims_of
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import EagerAlone, in_boxes, made_of, part, wide
+from torchshard.tensor.handlers.parts import FLOATS, INTEGERS, EagerAlone, in_boxes, made_of, part, wide
 from torchshard.tensor.mesh import BoundMesh
 
 
@@ -54,13 +55,6 @@ def _logsumexp(func: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
     finite = torch.where(largest.abs() == math.inf, 0.0, largest)
     total = (x - finite).exp().sum(dims, True).log() + finite
     return total if keepdim else total.view([n for d, n in enumerate(x.shape) if d not in dims])
-
-
-def _aminmax(func: Any, x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    dims = dims_of(dim, x.ndim)
-    if not _split_along(x, dims) or 0 in [x.shape[d] for d in dims]:
-        return NotImplemented
-    return x.amin(dims, keepdim), x.amax(dims, keepdim)
 
 
 def _dist(func: Any, x: Any, y: Any, p: float = 2) -> Any:
@@ -114,13 +108,46 @@ def _bincount(func: Any, x: Any, weights: Any = None, minlength: int = 0) -> Any
     return weights.new_zeros([max(int(largest) + 1, minlength)]).index_add(0, x.long(), weights)
 
 
+def _running(
+    kinds: Collection[torch.dtype], nothing: float, join: Callable[..., Tensor], add: Callable[..., Tensor]
+) -> Callable[..., Any]:
+    """What runs along a split dim: each rank adds what the parts before its own come to.
+
+    Args:
+        kinds: dtypes that the kernel takes, of whatever lengths: what it refuses, it refuses of elements alone.
+        nothing: what a part of no elements comes to.
+        join: of what several parts come to, along dim 0.
+        add: of two.
+    """
+
+    def run(func: Any, x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+        dims, layout, kind = dims_of(dim, x.ndim), x._spec, dtype or x.dtype
+        sharding = layout.sharding
+        if not _split_along(x, dims) or sharding.partial or sharding.runs or kind not in kinds:
+            return NotImplemented
+        result = dtype or (kind if kind in FLOATS else torch.int64)
+        mine = part(x, sharding).to(kind)
+        if layout.box is None:  # outside of the mesh there is nothing but layouts
+            return made_of(mine.to(result), sharding, x.shape)
+        found = func(wide(mine), *dims)
+        total = found.narrow(*dims, -1, 1) if mine.shape[dims[0]] else torch.full_like(found.sum(dims, True), nothing)
+        group = layout.mesh.group(sharding.splits[dims[0]])
+        before = collectives.all_gather(total[None], 0, [1] * group.size, group)[: group.position]
+        found = add(found, join(before, 0)) if group.position else found
+        return made_of(found.to(result), sharding, x.shape)
+
+    return run
+
+
 HANDLERS: Mapping[str, Callable[..., Any]] = {
     "var.correction": _variance(lambda variance, mean: variance),
     "std.correction": _variance(lambda variance, mean: variance.sqrt()),
     "var_mean.correction": _variance(lambda variance, mean: (variance, mean)),
     "std_mean.correction": _variance(lambda variance, mean: (variance.sqrt(), mean)),
     "logsumexp.default": _logsumexp,
-    "aminmax.default": _aminmax,
+    "cumsum.default": _running(FLOATS + INTEGERS, 0, torch.sum, torch.add),
+    "cumprod.default": _running(FLOATS + INTEGERS, 1, torch.prod, torch.mul),
+    "logcumsumexp.default": _running(FLOATS, -math.inf, torch.logsumexp, torch.logaddexp),
     "dist.default": _dist,
     "trace.default": _trace,
     "bincount.default": _bincount,

@@ -1,0 +1,122 @@
+"""The largest and the least along dims that are split, and where they are.
+
+Each rank names the extreme of its part; among these few the first is chosen, as eager torch chooses among equal ones.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard.comm.collectives import start_all_gather
+from torchshard.layout.boxes import Box
+from torchshard.layout.layout import Sharding
+from torchshard.layout.placements import Shard
+from torchshard.layout.runs import without
+from torchshard.rules.reducing import dims_of
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.handlers.parts import FLOATS, INTEGERS, decided, made_of, part
+from torchshard.tensor.mesh import BoundMesh
+
+
+def _aminmax(func: Any, x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    dims = dims_of(dim, x.ndim)
+    return (x.amin(dims, keepdim), x.amax(dims, keepdim)) if _found_along(x, dims) else NotImplemented
+
+
+def _place(largest: bool) -> Callable[..., Any]:
+    def run(func: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        dims = dims_of(dim, x.ndim)
+        return _first(x, tuple(dims), keepdim, largest)[1] if _has_places(x, dims) else NotImplemented
+
+    return run
+
+
+def _value_and_place(largest: bool) -> Callable[..., Any]:
+    def run(func: Any, x: Any, dim: int, keepdim: bool = False) -> Any:
+        dims = dims_of(dim, x.ndim)
+        return _first(x, tuple(dims), keepdim, largest) if _has_places(x, dims) else NotImplemented
+
+    return run
+
+
+def _found_along(x: DTensor, dims: list[int]) -> bool:
+    """Whether some of the dims are split, and there are elements: else the rule is as good, or has the error."""
+    return any(isinstance(p, Shard) and p.dim in dims for p in x._spec.placements) and 0 not in x.shape
+
+
+def _has_places(x: DTensor, dims: list[int]) -> bool:
+    """The same, and each rank's part has a place, and kernels compare its values."""
+    sharding = x._spec.sharding
+    kernels = x.dtype in FLOATS + INTEGERS
+    return kernels and _found_along(x, dims) and not sharding.partial and not sharding.runs
+
+
+def _first(x: DTensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:
+    """The extreme along dims and its number among their elements in row-major order; of equal ones, the first."""
+    layout, local = x._spec, part(x, x._spec.sharding)
+    sharding, axes = _eliminated(layout.sharding, dims, keepdim)
+    shape = tuple([1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims])
+    if layout.box is None:  # outside of the mesh there is nothing but layouts
+        return made_of(local, sharding, shape), made_of(local.long(), sharding, shape)
+    assert isinstance(layout.mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+    group = layout.mesh.group(axes)
+    own = _of_part(local, layout.box, x.shape, dims, largest)
+    coming = [start_all_gather(t[None], 0, [1] * group.size, group) for t in own]
+    values, places = [started.wait() for started in coming]
+    extreme = values.amax(0) if largest else values.amin(0)
+    others = (values != extreme) & (values == values)  # a NaN is the extreme, where there is one
+    place = places.masked_fill(others, _count(x.shape, dims)).amin(0)
+    found = (extreme, place) if keepdim else (extreme.squeeze(dims), place.squeeze(dims))
+    return made_of(found[0], sharding, shape), made_of(found[1], sharding, shape)
+
+
+@decided
+def _eliminated(sharding: Sharding, dims: tuple[int, ...], keepdim: bool) -> tuple[Sharding, tuple[int, ...]]:
+    """The sharding once these dims have been eliminated, and the axes that split them."""
+    axes = tuple(sorted([axis for d in dims for axis in sharding.splits.get(d, ())]))
+    whole = without(sharding, dims)
+    if keepdim:
+        return whole, axes
+    at = {d: d - sum(gone < d for gone in dims) for d in whole.splits}
+    placements = [Shard(at[p.dim]) if isinstance(p, Shard) else p for p in whole.placements]
+    return sharding.mesh.sharding(placements, {at[d]: split for d, split in whole.splits.items()}), axes
+
+
+def _of_part(local: Tensor, box: Box, shape: tuple[int, ...], dims: tuple[int, ...], largest: bool) -> list[Tensor]:
+    """The extreme of a part along one dim or all, which are kept, and its number among all elements along them."""
+    if not _count(box.size, dims):
+        kept = [1 if d in dims else n for d, n in enumerate(box.size)]
+        nowhere = local.new_full(kept, _count(shape, dims), dtype=torch.int64)
+        return [local.new_full(kept, _worst(local.dtype, largest)), nowhere]
+    if len(dims) == 1:
+        value, at = (torch.max if largest else torch.min)(local, dims[0], True)
+        return [value, at + box.offset[dims[0]]]
+    at = (torch.argmax if largest else torch.argmin)(local, keepdim=True)
+    place, step, rest = torch.zeros_like(at), 1, at
+    for d in reversed(dims):
+        place = place + (rest % box.size[d] + box.offset[d]) * step
+        rest, step = rest // box.size[d], step * shape[d]
+    return [local.reshape(-1)[at], place]
+
+
+def _worst(dtype: torch.dtype, largest: bool) -> float:
+    """What no element is worse than."""
+    if dtype in FLOATS:
+        return -math.inf if largest else math.inf
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+def _count(shape: tuple[int, ...], dims: tuple[int, ...]) -> int:
+    return math.prod([shape[d] for d in dims])
+
+
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "aminmax.default": _aminmax,
+    "argmax.default": _place(True),
+    "argmin.default": _place(False),
+    "max.dim": _value_and_place(True),
+    "min.dim": _value_and_place(False),
+}
