@@ -16,7 +16,7 @@ from torchshard.rules.losses import MEAN, NONE, SUM
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers import losses
-from torchshard.tensor.handlers.parts import in_boxes, made_of, part, reduced
+from torchshard.tensor.handlers.parts import in_boxes, made_of, part
 
 _IGNORED = -100  # what a rank's kernel is to ignore
 
@@ -30,8 +30,7 @@ def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignor
     loss, total = split.terms(func, target, weight, NONE if reduction == NONE else SUM, ignore)
     if reduction != MEAN:
         return redistribute(loss, split.reduced(loss)), total
-    loss, total = reduced(loss, total)
-    return loss / total, total
+    return losses.mean(loss, total)
 
 
 def _nll_loss_backward(
@@ -85,7 +84,8 @@ class _SplitClasses:
     ) -> DTensor:
         """The gradient of the scores, split as they are."""
         grad = part(grad, self.of_target if reduction == NONE else None)
-        targets, weights, whole = self._targets(target, ignore), self._weights(weight), part(total)
+        targets, weights = self._targets(target, ignore), self._weights(weight)
+        whole = part(total) if reduction == MEAN else self.scores.new_zeros(())  # which is not read then
         return made_of(func(grad, self.scores, targets, weights, reduction, _IGNORED, whole), self.sharding, self.shape)
 
     def _require_shapes(self, func: Any, target: Any, weight: Any, reduction: int, ignore: int) -> None:
