@@ -111,8 +111,7 @@ def test_parts_of_an_operator_stand_below_it(mesh):
         """\
 _log_softmax.default: a B -> a B
 nll_loss_forward.default: handler
-  nll_loss_forward.default: n C, n -> ,
-  div.Tensor: ..., ... -> ...""",
+  nll_loss_forward.default: n C, n -> ,""",
     )
     assert explained.result.placements == (Replicate(), Replicate())
     whole = [t.redistribute(placements=[Replicate(), Replicate()]) for t in (x, target)]

@@ -82,6 +82,11 @@ def test_no_other_function_passes_as_rising(name):
     assert verdicts(getattr(aten, name).default, (full(5, 4),), "... -> ...", "mono", meshes=((2,),))
 
 
+def test_an_operand_that_is_read_after_all():
+    assert verdicts(aten.mul.Tensor, (full(3, 4), full()), "..., -> ...") == set()
+    assert verdicts(aten.mul.Tensor, (full(3, 4), full()), "..., -> ...", "unread=1")
+
+
 def test_a_factor_that_must_be_whole():
     assert verdicts(aten._softmax.default, [full(5, 4), 1, False], "a b -> a b") == {
         "b split: S(1) -> S(1)",

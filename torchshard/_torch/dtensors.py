@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchshard._torch.finding import find, has_fast_paths
+from torchshard._torch.finding import find, find_once, has_fast_paths
 
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
@@ -242,7 +242,7 @@ def takes_plain_for_replicated() -> bool:
     So in its `implicit_replication()`, and in operators that make plain tensors of numbers alone, as one_hot does
     (torch._C._get_dtensor_allow_implicit_replication, 2.12-2.15; without it, these are refused).
     """
-    asked = find("_C._get_dtensor_allow_implicit_replication")
+    asked = find_once("_C._get_dtensor_allow_implicit_replication")
     return asked is not None and bool(asked())
 
 

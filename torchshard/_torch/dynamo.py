@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from torchshard._torch.finding import find
+from torchshard._torch.finding import find, find_once
 from torchshard._torch.operators import in_backward
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -64,7 +64,7 @@ def is_watched() -> bool:
     where None is for code that it leaves alone (torch._dynamo.eval_frame.cached_backends,
     torch._C._len_torch_dispatch_stack, 2.11-2.15). Without these names they may.
     """
-    modes = find("_C._len_torch_dispatch_stack")
+    modes = find_once("_C._len_torch_dispatch_stack")
     if modes is None or modes() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         return True
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -86,7 +86,7 @@ def current_node() -> Any:
 
     Without it compiled graphs cannot know whose gradients they make; hooks then reduce them.
     """
-    found = find("_C._current_autograd_node")
+    found = find_once("_C._current_autograd_node")
     return found() if found and in_backward() else None
 
 

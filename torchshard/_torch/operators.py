@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchshard._torch.finding import find, has_fast_paths
+from torchshard._torch.finding import find_once, has_fast_paths
 
 _SAME_VALUES = {"_unsafe_view": "view"}
 
@@ -172,7 +172,7 @@ def below_autograd() -> AbstractContextManager[object]:
     torch's functional collectives and the wait for them have formulas in Python, of 5 to 10 us a call where nothing
     requires a gradient (torch._C._AutoDispatchBelowAutograd, 2.11-2.15; without it the calls take that time).
     """
-    found = find("_C._AutoDispatchBelowAutograd")
+    found = find_once("_C._AutoDispatchBelowAutograd")
     return found() if found else nullcontext()
 
 
@@ -237,7 +237,7 @@ def reading_number(name: str) -> Any:
     read = getattr(Tensor, name)
 
     def number(x: Tensor) -> Any:
-        is_excluded, exclude = find("_C._dispatch_tls_is_dispatch_key_excluded"), find(_SET_EXCLUDED)
+        is_excluded, exclude = find_once("_C._dispatch_tls_is_dispatch_key_excluded"), find_once(_SET_EXCLUDED)
         keys = torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot
         excluded = [key for key in keys if is_excluded and exclude and is_excluded(key)]
         for key in excluded:

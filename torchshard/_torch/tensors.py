@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from torchshard._torch.finding import find
+from torchshard._torch.finding import find_once
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -19,7 +19,7 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
     Without it, a number that no one can reach: memory is then never written again.
     """
-    count = find("_C._storage_Use_Count")
+    count = find_once("_C._storage_Use_Count")
     return int(count(storage._cdata)) if count else 1 << 30
 
 
@@ -29,7 +29,7 @@ def aliasing() -> AbstractContextManager[object]:
     torch._C._AutoDispatchBelowADInplaceOrView (2.11-2.15). Such a `.grad` can be detached in place as any other, and
     costs half as much to make. Without it they are ordinary views.
     """
-    guard = find("_C._AutoDispatchBelowADInplaceOrView")
+    guard = find_once("_C._AutoDispatchBelowADInplaceOrView")
     return cast(AbstractContextManager[object], guard()) if guard else nullcontext()
 
 
@@ -38,13 +38,13 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Three times faster than the public torch.cat for many small ones, which is the fallback.
     """
-    found = find("_C._nn.flatten_dense_tensors")
+    found = find_once("_C._nn.flatten_dense_tensors")
     return cast(torch.Tensor, found(tensors) if found else torch.cat([t.reshape(-1) for t in tensors]))
 
 
 def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Views of a flat tensor in the shapes of `like` (torch._C._nn.unflatten_dense_tensors, 2.11-2.15)."""
-    found = find("_C._nn.unflatten_dense_tensors")
+    found = find_once("_C._nn.unflatten_dense_tensors")
     if found:
         return cast(Sequence[torch.Tensor], found(flat, like))
     return [piece.view_as(t) for piece, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]
@@ -55,7 +55,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
     Without it one by one; so too where it refuses targets whose values are conjugated or negated when they are read.
     """
-    if found := find("_foreach_copy_"):
+    if found := find_once("_foreach_copy_"):
         with suppress(RuntimeError):
             found(targets, sources)
             return
@@ -69,7 +69,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     It makes torch.cat and torch.stack refuse half-precision numbers of the other kind, which some values travel as.
     Whether it is on is asked first (torch._C._is_any_autocast_enabled, 2.11-2.15): to switch it off takes microseconds.
     """
-    found = find("_C._is_any_autocast_enabled")
+    found = find_once("_C._is_any_autocast_enabled")
     if (found and not found()) or not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -95,7 +95,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
             others = [possible[other] for also, _, other in ranked[first + 1 :] if also == launches]
             Symbolic.asked(_ask_whether_cheapest, best, others, axis, parts, layouts, nbytes, fixed, options, pieces)
         _cut(pieces, best, parts)
-    return _assembled(mesh, bound, chosen, layouts, fixed, options.like)
+    return _assembled(mesh, bound, chosen, layouts, fixed, options)
 
 
 def take(bound: Bound, chosen: Sequence[Way], layouts: Sequence[Layout]) -> Lifted | None:
@@ -115,7 +115,7 @@ def take(bound: Bound, chosen: Sequence[Way], layouts: Sequence[Layout]) -> Lift
         if not _possible(way, parts, pieces, chosen[:axis]):
             return None
         _cut(pieces, way, parts)
-    return _assembled(mesh, bound, chosen, layouts, {}, False)
+    return _assembled(mesh, bound, chosen, layouts, {}, Options())
 
 
 def ways(bound: Bound, options: Options, kinds: Iterable[Partial], runs: Iterable[int] = ()) -> Iterator[Way]:
@@ -220,7 +220,7 @@ def _price(
     price, padding = 0.0, _padding(way, parts, pieces)
     for k, layout in enumerate(layouts):
         now, wanted = layout.placements[axis], way.operands[k]
-        if options.like and isinstance(now, Partial):
+        if isinstance(now, Partial) and _needs_no_terms(options, k):
             now = R
         if options.exact and isinstance(now, Partial) and isinstance(wanted, Shard):
             return math.inf
@@ -231,6 +231,11 @@ def _price(
         elif now is not wanted:
             price += _move(now, wanted, nbytes[k], parts, padding)
     return price
+
+
+def _needs_no_terms(options: Options, k: int) -> bool:
+    """Whether nothing is read of operand k that its terms, or their sum, would tell: so it need not be reduced."""
+    return options.like or k in options.unread
 
 
 def _padding(way: Way, parts: int, pieces: Mapping[str, Sequence[int]]) -> float:
@@ -300,13 +305,13 @@ def _assembled(
     chosen: Sequence[Way],
     layouts: Sequence[Layout],
     fixed: Mapping[int, int | None],
-    like: bool,
+    options: Options,
 ) -> Lifted | None:
     orders = _orders(bound, chosen, layouts, fixed)
     operands, results = [], []
     for k, layout in enumerate(layouts):
         placements = [way.operands[k] for way in chosen]
-        if like:  # nothing is read, so nothing need be reduced
+        if _needs_no_terms(options, k):
             placements = [
                 p if isinstance(p, Partial) else w for p, w in zip(layout.placements, placements, strict=True)
             ]

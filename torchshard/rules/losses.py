@@ -36,7 +36,7 @@ def _summed(at: int, count: int) -> Callable[..., Any]:
         made = op(*args, **kwargs)
         if count == 1:
             return made
-        return (made[0] / count, *made[1:]) if isinstance(made, tuple) else made / count
+        return (made[0].div_(count), *made[1:]) if isinstance(made, tuple) else made.div_(count)
 
     return local
 

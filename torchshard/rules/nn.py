@@ -65,9 +65,11 @@ def _nll_loss(x: Layout, target: Layout, weight: Layout | None, reduction: int, 
 
 def _nll_loss_backward(
     grad: Layout, x: Layout, target: Layout, weight: Layout | None, reduction: int, ignore: int, total: Layout
-) -> str:
+) -> Made:
+    """The total weight is what a mean was divided by; others have none."""
     scores, targets = _of_classes(x)
-    return f"{targets if grad.ndim else ''}, {scores}, {targets}{', C' if weight is not None else ''}, -> {scores}"
+    line = f"{targets if grad.ndim else ''}, {scores}, {targets}{', C' if weight is not None else ''}, -> {scores}"
+    return Made(line, options={} if reduction == MEAN else {"unread": (3 + (weight is not None),)})
 
 
 def _of_classes(x: Layout) -> tuple[str, str]:

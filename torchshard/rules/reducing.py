@@ -69,7 +69,7 @@ def _mean(x: Layout, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
         mean = t.mean(dims, keepdim, dtype=dtype)  # also of nothing: it refuses whole numbers
         if held == count:
             return mean
-        return mean * (held / count) if held else t.sum(dims, keepdim, dtype=dtype)
+        return mean.mul_(held / count) if held else t.sum(dims, keepdim, dtype=dtype)
 
     gone = reduces({f: "sum" for d, f in enumerate(letters(x.ndim)) if d in dims})
     return Made(_eliminated(x, dims, keepdim), options={"reduces": gone}, local=weighted if x.ndim else None)

@@ -15,6 +15,7 @@ Names are those of ATen without the namespace; `.default` is understood. Options
                    k:same says that such a result is the same on every rank
     plus=0         operand 0 is added to that sum, so it must count once: it becomes Partial too
     like           only shape, stride and dtype of the operands are read
+    unread=k       nothing at all is read of operand k, for these arguments
     full           no rank may hold an empty piece: the kernel would fail or has no identity
     exact          compares what it reads: a Partial is summed whole, in one collective, so that it has the same bits
                    here as in other such operators; pieces of a sum may differ by the order of its terms
@@ -47,6 +48,7 @@ class Options:
     reduces: Mapping[str, Placement] = field(default_factory=dict)
     plus: tuple[int, ...] = ()
     like: bool = False
+    unread: tuple[int, ...] = ()
     full: bool = False
     exact: bool = False
     per: tuple[str, ...] = ()
@@ -162,8 +164,8 @@ def options(words: str) -> Options:
             found[name] = True
         elif name == "lin" and value:
             found["linear"] = tuple([tuple(map(int, group.split("+"))) for group in value.split(",")])
-        elif name == "plus" and value:
-            found["plus"] = tuple(map(int, value.split(",")))
+        elif name in ("plus", "unread") and value:
+            found[name] = tuple(map(int, value.split(",")))
         elif name in ("reads", "per") and value:
             found[name] = tuple(value.split(","))
         elif name == "red" and value:
@@ -171,7 +173,7 @@ def options(words: str) -> Options:
         else:
             raise ShardingError(
                 "A rule has an option that does not exist.",
-                expected="lin=, per=, rounds, moves, mono, red=, plus=, like, full, exact or reads=",
+                expected="lin=, per=, rounds, moves, mono, red=, plus=, like, unread=, full, exact or reads=",
                 got=repr(word),
             )
     return Options(**found)

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -88,7 +88,11 @@ class Call:
 
     def without_values(self) -> "Call":
         """What plans keep of a call, which keep no tensors."""
-        return replace(self, values=())
+        return self.given(())
+
+    def given(self, values: tuple[Any, ...]) -> "Call":
+        """A call of the same kind with these values."""
+        return Call(self.func, self.name, self.names, self.positional, self.parts, values)
 
     def written(self) -> tuple[int, ...]:
         """Positions of the arguments that the operator writes to."""
@@ -169,7 +173,31 @@ def operands_of(call: Call) -> list[Operand]:
     return found
 
 
-def tells_dtypes(operands: Iterable[Operand], results: Iterable[TensorLayout | None]) -> bool:
+def lasting(
+    plan: Callable[..., Any], call: Call, kinds: Iterable[tuple[Iterable[Operand], Iterable[TensorLayout | None]]]
+) -> Callable[..., Any]:
+    """The plan of a call; where dtypes may follow from torch.get_default_dtype(), one that holds while that is as now.
+
+    Args:
+        plan: what has been found for the call.
+        call: the call.
+        kinds: operands, and the results that are made of them.
+    """
+    if all(_tells_dtypes(operands, results) for operands, results in kinds):
+        return plan
+    default, call = torch.get_default_dtype(), call.without_values()
+
+    def run(*values: Any) -> Any:
+        if torch.get_default_dtype() is default:
+            return plan(*values)
+        from torchshard.tensor.plan import make_plan
+
+        return make_plan(call.given(values))[0]
+
+    return run
+
+
+def _tells_dtypes(operands: Iterable[Operand], results: Iterable[TensorLayout | None]) -> bool:
     """Whether the dtypes of results follow from those of operands, and not from torch.get_default_dtype()."""
     given = [o.layout.dtype for o in operands if not o.fixed]
     made = [layout.dtype for layout in results if layout is not None]
@@ -242,7 +270,7 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
     for name, x in plain:
         if not (allowed or is_missing_tangent(x)) or isinstance(x, upstream.DTensor):
             raise refuse_plain(call.name, name, x)
-    mesh = next(o.layout for o in operands_of(call) if not o.fixed).mesh
+    mesh = next(dtensors_in(call.values))._spec.mesh
 
     def wrapped(x: Any) -> Any:
         if isinstance(x, (list, tuple)):

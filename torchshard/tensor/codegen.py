@@ -32,9 +32,10 @@ _ARGUMENT: Mapping[How, str] = {
 }
 _BOUND: Mapping[How, str] = {"move": "move_{n}", "moves": "move_{n}", "constant": "constant_{n}"}
 
+_TENSOR = "{n}._spec if {n}.__class__ is __D else {n}.__class__ if {n}.__class__ in __simple else __kind({n})"
 _KEY = {
-    "tensor": "{n}._spec if {n}.__class__ is __D else {n}.__class__ if {n}.__class__ in __simple else __kind({n})",
-    "tensors": "(*[__t._spec if __t.__class__ is __D else __kind(__t) for __t in {n}],) if {n} is not None else None",
+    "tensor": _TENSOR,
+    "tensors": "(*[" + _TENSOR.replace("{n}", "__t") + " for __t in {n}],) if {n} is not None else None",
     "number": "{n}.__class__",
     "numbers": "(__len({n}), __frozenset(__map(__type, {n})))",
     # 2, 2.0 and True are equal

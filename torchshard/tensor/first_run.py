@@ -14,7 +14,7 @@ from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
 from torchshard.tensor import guards, outside
-from torchshard.tensor.call import Call, Operand, run_on_meta, tells_dtypes
+from torchshard.tensor.call import Call, Operand, lasting, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
@@ -262,11 +262,7 @@ class FirstRun:
         elif self.copied and isinstance(wrapped[0], DTensor):
             guards.copied(wrapped[0], call.values[base])
         result = wrapped[0] if isinstance(local, Tensor) else wrapped if is_list else tuple(wrapped)
-        return result, plan if self._lasts(outs) else None
-
-    def _lasts(self, outs: Sequence[TensorLayout | None]) -> bool:
-        """Whether a plan may be kept: not where shapes depend on values, or a dtype on torch.get_default_dtype()."""
-        return not self.shapes_vary and tells_dtypes(self.operands, outs)
+        return result, None if self.shapes_vary else lasting(plan, call, [(self.operands, outs)])
 
 
 def _lies_otherwise(local: Tensor | None, layout: TensorLayout | None) -> bool:

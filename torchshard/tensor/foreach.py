@@ -13,7 +13,7 @@ from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial
 from torchshard.rules.terms import narrowed
 from torchshard.tensor import handlers, linearity, outside
-from torchshard.tensor.call import Call, Operand, refuse_as_eager, require_one_mesh, run_on_meta, tells_dtypes
+from torchshard.tensor.call import Call, Operand, lasting, refuse_as_eager, require_one_mesh, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
 from torchshard.tensor.first_run import Plan, list_mover, mover
@@ -61,8 +61,6 @@ def apart(call: Call) -> tuple[Any, Plan] | None:
 def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
     """Run the call, with all tensors of one place in the lists sharded as the first DTensor there.
 
-    There is no plan where dtypes of results are those that torch has by default just now.
-
     Raises:
         ShardingError: tensors of one place, or one that goes with all, live on different meshes.
         UnsupportedOperatorError: a list that is written to holds a Partial tensor that cannot take its value back.
@@ -78,8 +76,8 @@ def make_plan(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None
     shapes = _shapes(call, first, operands)
     result, plan = _broadcasting(call, first, shapes) if shapes else _made(call, first, operands)
     if not (written := call.written()):
-        lasts = all(tells_dtypes([o for o in operands if o.item in (k, None)], [x._spec]) for k, x in enumerate(result))
-        return result, plan if lasts else None
+        of_items = [([o for o in operands if o.item in (k, None)], [x._spec]) for k, x in enumerate(result)]
+        return result, lasting(plan, call, of_items)
 
     def counted(*values: Any) -> Any:
         result = plan(*values)

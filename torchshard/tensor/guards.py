@@ -29,7 +29,7 @@ from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import masking
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
-from torchshard.tensor.layout import SEVERED, TensorLayout, overlaps
+from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.redistribute import redistribute_local
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def refuse_overlapping(layout: TensorLayout) -> None:
 
     It is expanded, or made of windows (unfold).
     """
-    if overlaps(layout.shape, layout.stride):
+    if layout.overlaps:
         raise RuntimeError(
             f"more than one element of the DTensor that is written to may be at one place in memory: its shape is "
             f"{tuple(layout.shape)}, its strides are {layout.stride}; clone() it first"

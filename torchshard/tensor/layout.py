@@ -38,7 +38,7 @@ class TensorLayout(Layout):
         tensor_meta: the layout itself: torch's fast constructor reads shape, stride and dtype there.
     """
 
-    __slots__ = ("_marked", "_torch_placements", "assumed", "marks", "plain", "tensor_meta")
+    __slots__ = ("_marked", "_overlaps", "_torch_placements", "assumed", "marks", "plain", "tensor_meta")
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> None:
         for n in shape:
@@ -50,6 +50,7 @@ class TensorLayout(Layout):
         self.tensor_meta = self
         self._marked: dict[tuple[int, frozenset[TensorLayout]], TensorLayout] = {}
         self._torch_placements: tuple[TorchPlacement, ...] | None = None
+        self._overlaps: bool | None = None
 
     def marked(self, marks: int | None = None, assumed: "frozenset[TensorLayout] | None" = None) -> "TensorLayout":
         """The same layout with these marks, and with this taken for granted; what is not given stays."""
@@ -68,6 +69,13 @@ class TensorLayout(Layout):
     def to(self, sharding: Sharding) -> "TensorLayout":
         """The same tensor in another sharding."""
         return layout_for(sharding, self.shape, self.stride, self.dtype)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements may lie on one another."""
+        if self._overlaps is None:
+            self._overlaps = overlaps(self.shape, self.stride)
+        return self._overlaps
 
     @property
     def torch_placements(self) -> tuple[TorchPlacement, ...]:

@@ -116,7 +116,7 @@ def by_numbers(
         plan = plans.get(kind)
         if plan is not None:
             return plan(*values)
-        result, plan = make(replace(kind_of_call, values=values), operands)
+        result, plan = make(kind_of_call.given(values), operands)
         if plan is not None:
             plans[kind] = plan
         return result

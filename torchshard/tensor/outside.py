@@ -13,15 +13,15 @@ from torchshard._torch import schema
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor import guards
-from torchshard.tensor.call import Call, Operand, run_on_meta, tells_dtypes
+from torchshard.tensor.call import Call, Operand, lasting, run_on_meta
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout, layout_for
 
 
 def first_run(
     call: Call, operands: Sequence[Operand], results: Sequence[Sharding] | None
-) -> tuple[Any, Callable[..., Any] | None]:
-    """What a call gives here, and the plan for further calls of its kind, if one lasts.
+) -> tuple[Any, Callable[..., Any]]:
+    """What a call gives here, and the plan for further calls of its kind.
 
     Args:
         call: the operator and its arguments.
@@ -35,8 +35,7 @@ def first_run(
     given = [r.alias_info is not None and r.alias_info.is_write for r in returns]
     plan = _giving(call) if all(given) else _making(call, operands, results)
     result = plan(*call.values)
-    lasts = tells_dtypes(operands, [x._spec for x in dtensors_in([result])])
-    return result, plan if lasts else None
+    return result, lasting(plan, call, [(operands, [x._spec for x in dtensors_in([result])])])
 
 
 def for_lists(call: Call, away: Sequence[TensorLayout | None]) -> tuple[Any, Callable[..., Any]]:

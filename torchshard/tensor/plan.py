@@ -7,7 +7,6 @@ gathering        every operand whole on every rank; said once
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,10 +50,7 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
     if (parted := foreach.apart(call)) is not None:
         return parted
     if (wrapped := with_plain_wrapped(call)) is not None:
-        args, kwargs = call.with_values(wrapped)
-        if takes_plain_for_replicated():
-            one_hot.require_classes(call.name, call.values)
-        return call.func(*args, **kwargs), None
+        return _of_wrapped(call, wrapped), _wrapping(call.without_values())
     operands = operands_of(call)
     cut = sorted({o.at for o in operands if o.layout.marks & SEVERED})
     if not cut:
@@ -69,6 +65,24 @@ def make_plan(call: Call) -> tuple[Any, Plan | None]:
     result = guards.guarded(first, cut, call)(*call.values)
     kept = made[0] if made else None  # none where an operator of lists has gone through them item by item
     return result, None if kept is None else guards.guarded(kept, cut, call)
+
+
+def _of_wrapped(call: Call, wrapped: Sequence[Any]) -> Any:
+    """What a call gives, with these DTensors in place of the plain tensors among its arguments."""
+    if takes_plain_for_replicated():
+        one_hot.require_classes(call.name, call.values)
+    args, kwargs = call.with_values(wrapped)
+    return call.func(*args, **kwargs)
+
+
+def _wrapping(bare: Call) -> Plan:
+    """The plan of calls with plain tensors among their arguments: whether these are allowed is asked each time."""
+
+    def plan(*values: Any) -> Any:
+        call = bare.given(values)
+        return _of_wrapped(call, with_plain_wrapped(call) or values)
+
+    return plan
 
 
 def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
@@ -92,7 +106,7 @@ def _handled(call: Call, handler: Callable[..., Any]) -> Plan:
 
     def plan(*values: Any) -> Any:
         result = kept(*values)
-        return make_plan(replace(call, values=values))[0] if result is NotImplemented else result
+        return make_plan(call.given(values))[0] if result is NotImplemented else result
 
     return plan
 

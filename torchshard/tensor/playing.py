@@ -73,16 +73,16 @@ def _terms(value: Tensor, placement: Placement, parts: int, generator: torch.Gen
     """What stands for `value` at each coordinate of an axis: itself, or terms of it."""
     if not isinstance(placement, Partial):
         return [value] * parts
-    noise = [_noise(value, generator) for _ in range(parts)]
+    drawn = [noise(value, generator) for _ in range(parts)]
     if placement.op in ("max", "min"):
         sign = 1 if placement.op == "max" else -1
         holder = torch.arange(value.numel(), device=value.device).view(value.shape) % parts
-        return [torch.where(holder == k, value, value - sign * e.abs()) for k, e in enumerate(noise)]
+        return [torch.where(holder == k, value, value - sign * e.abs()) for k, e in enumerate(drawn)]
     scale = parts if placement.op == "avg" else 1
-    return [value * scale - sum(noise[1:]), *noise[1:]]
+    return [value * scale - sum(drawn[1:]), *drawn[1:]]
 
 
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+def noise(like: Tensor, generator: torch.Generator) -> Tensor:
     """Numbers of the shape and dtype of `like`, never zero, whose sums are exact in float32."""
     if not (like.is_floating_point() or like.is_complex()):
         drawn = torch.randint(1, 4, like.shape, generator=generator, device=generator.device)

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torchshard.rules.rule import Made, Options, Rule
 from torchshard.tensor.call import Call
 from torchshard.tensor.layout import global_stride
 from torchshard.tensor.linearity import for_values
-from torchshard.tensor.playing import complaint, has_terms, spread, tolerance
+from torchshard.tensor.playing import complaint, has_terms, noise, spread, tolerance
 
 Verdict = Literal["right", "wrong", "not possible"]
 
@@ -133,7 +133,7 @@ def _require_named_reads(call: Call, rule: Rule, tensors: Sequence[Tensor], rule
         if part != "number" or value is None or name in rule.options.reads:
             continue
         for other in (type(value)(0), type(value)(1)):
-            asked = _ruled(replace(call, values=(*call.values[:at], other, *call.values[at + 1 :])), rule, tensors)
+            asked = _ruled(call.given((*call.values[:at], other, *call.values[at + 1 :])), rule, tensors)
             if _said(asked) != _said(ruled):
                 raise ShardingError(
                     f"The rule of {call.name} depends on the value of {name}, and does not say that it reads it.",
@@ -218,6 +218,8 @@ class _Proof:
             return "wrong", f"the line has {len(lifted.results)} results, the operator {len(self.expected)}"
         generator = torch.Generator("cpu").manual_seed(0)
         shares = [spread(t, s, generator) for t, s in zip(self.tensors, lifted.operands, strict=True)]
+        for k in self.options.unread:
+            shares[k] = [noise(share, generator) for share in shares[k]]
         ranks: list[list[Tensor | None]] = []
         for rank, coordinate in enumerate(mesh.coordinates()):
             try:

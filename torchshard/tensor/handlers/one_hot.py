@@ -29,23 +29,28 @@ def require_classes(name: str, arguments: Sequence[Any]) -> None:
     if name != "eq.Tensor":
         return
     classes, numbers = arguments
-    if not isinstance(classes, DTensor) or classes.shape[-1:] != (1,) or not _counts(numbers):
+    if not isinstance(classes, DTensor) or classes.dtype != torch.int64 or classes.shape[-1:] != (1,):
         return
-    if wrong := _wrong(classes, len(numbers)):
-        raise RuntimeError(f"Class values must be {'non-negative' if wrong > 1 else 'smaller than num_classes'}.")
+    if not _counts(numbers):
+        return
+    below, largest = _extremes(classes)
+    if below > 0 or largest >= len(numbers):
+        raise RuntimeError(f"Class values must be {'non-negative' if below > 0 else 'smaller than num_classes'}.")
 
 
-def _wrong(classes: DTensor, count: int) -> int:
-    """What is wrong with some class on some rank: 0 nothing, 1 it is too large, 2 and more below 0."""
+def _extremes(classes: DTensor) -> list[int]:
+    """How far the smallest class of all ranks is below 0, and the largest one; less than that where there are none."""
     layout = classes._spec
     mesh = layout.mesh
     if is_traced(classes._local_tensor) or mesh.coordinate is None:
-        return bool(((classes < 0) | (classes >= count)).any()) and 1 + bool((classes < 0).any())
+        return [int(x) for x in (-classes.min(), classes.max())] if classes.numel() else [-1, -1]
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     local = part(classes, layout.sharding.without_partial())
-    wrong = (local < 0).any() * 2.0 + (local >= count).any()
+    least, most = torch.aminmax(local) if local.numel() else local.new_tensor([1, -1])
     axes = tuple(sorted([a for split in layout.sharding.splits.values() for a in split]))
-    return int(collectives.all_reduce_largest(wrong, mesh.group(axes)) if axes else wrong)
+    found = torch.stack((-least, most))
+    extremes: list[int] = (collectives.all_reduce_largest(found, mesh.group(axes)) if axes else found).tolist()
+    return extremes
 
 
 def _counts(x: Tensor) -> bool:

@@ -75,6 +75,15 @@ def reduced(*tensors: Any) -> list[DTensor]:
     return [wrap(x, moved(*move)) for x, move in zip(parts, moves, strict=True)]
 
 
+def added(*scalars: DTensor) -> Sequence[Tensor]:
+    """The values of scalars of one sharding and dtype, which hold terms of sums: by one collective, and to be read."""
+    layout, terms = scalars[0]._spec, [x._local_tensor for x in scalars]
+    if not layout.sharding.partial:
+        return terms
+    source = layout_for(layout.sharding, (len(terms),), (1,), layout.dtype).marked(assumed=layout.assumed)
+    return redistribute_local(torch.stack(terms), source, source.to(source.sharding.without_partial())).unbind(0)
+
+
 def made_of(local: Tensor, sharding: Sharding, shape: tuple[int, ...]) -> DTensor:
     """The row-major DTensor of this global shape whose part on this rank is `local`."""
     return wrap(local.contiguous(), layout_for(sharding, tuple(shape), contiguous_stride(shape), local.dtype))

@@ -20,7 +20,7 @@ from torchshard.tensor.guards import refuse_overlapping
 from torchshard.tensor.handlers.parts import EagerAlone
 from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.redistribute import in_memory_order, redistribute_local
 
 aten = torch.ops.aten
 
@@ -35,19 +35,24 @@ def draw(
 
     The generator (by default the device's own) ends on every rank in the state that the first rank's has afterwards.
     """
-    mesh = layout.mesh
-    assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
-    if mesh.coordinate is None:
+    if layout.mesh.coordinate is None:
         return wrap(torch.empty(0, dtype=layout.dtype, device=device), layout)
     empty = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-    traced = is_traced(empty)
-    if not traced:
-        agree_on_generator(mesh, device, generator)
-    whole = fill(empty)
-    if traced and mesh.size > 1:
-        whole = collectives.broadcast(whole, 0, mesh.everyone)
+    whole = _filled(empty, layout, fill, generator)
     layout = layout_for(layout.sharding, layout.shape, layout.stride, whole.dtype)
-    return wrap(redistribute_local(whole, layout.to(mesh.replicated()), layout), layout)
+    return wrap(redistribute_local(whole, layout.to(layout.mesh.replicated()), layout), layout)
+
+
+def _filled(
+    whole: Tensor, layout: TensorLayout, fill: Callable[[Tensor], Tensor], generator: torch.Generator | None
+) -> Tensor:
+    """What `fill` makes of a whole tensor, on every rank alike."""
+    mesh = layout.mesh
+    assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+    if not (traced := is_traced(whole)):
+        agree_on_generator(mesh, whole.device, generator)
+    whole = fill(whole)
+    return collectives.broadcast(whole, 0, mesh.everyone) if traced and mesh.size > 1 else whole
 
 
 def agree_on_generator(mesh: BoundMesh, device: torch.device, generator: torch.Generator | None) -> None:
@@ -84,9 +89,20 @@ def _plain_layout(x: DTensor, strides: Callable[..., Sequence[int]] = kept_strid
 def _fill(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None) -> DTensor:
     """uniform_, normal_ and their kin: the values do not depend on what was there."""
     refuse_overlapping(x._spec)
-    layout = _plain_layout(x, lambda shape, stride: stride)  # what is drawn depends on it
-    drawn = draw(layout, x._local_tensor.device, lambda whole: func(whole, *args, generator=generator), generator)
-    x._local_tensor.copy_(redistribute_local(drawn._local_tensor, layout, x._spec))
+    layout, local = x._spec, x._local_tensor
+    if layout.mesh.coordinate is None:
+        return x
+
+    def fill(whole: Tensor) -> Tensor:
+        return func(whole, *args, generator=generator)  # type: ignore[no-any-return]
+
+    everywhere = layout.to(layout.mesh.replicated())
+    if layout is everywhere and not is_traced(local) and local.stride() == layout.stride:
+        _filled(local, layout, fill, generator)
+        return x
+    # What is drawn depends on the strides of the whole.
+    empty = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=local.device)
+    local.copy_(redistribute_local(_filled(empty, layout, fill, generator), everywhere, layout, reading=True))
     return x
 
 
@@ -110,8 +126,12 @@ def _strides_in(memory_format: torch.memory_format | None) -> Callable[..., Sequ
 def _dropout(func: Any, x: DTensor, p: float, train: bool | None) -> Any:
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = draw(_plain_layout(x), x._local_tensor.device, lambda whole: func(torch.ones_like(whole), p, True)[1])
-    return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
+    layout, local, scale = _plain_layout(x), x._local_tensor, 0.0 if p == 1 else 1 / (1 - p)
+    kept = draw(layout, local.device, lambda whole: func(whole, p, True)[1])
+    if x._spec.sharding.partial or x._spec.marks or x._spec.mesh.coordinate is None or is_traced(local):
+        return x * kept * scale, kept
+    scaled = torch.mul(local, kept._local_tensor).mul_(scale)  # in one step, as no operand has to move
+    return wrap(in_memory_order(scaled, layout), layout.marked(assumed=x._spec.assumed)), kept
 
 
 def _bernoulli(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None) -> DTensor:
@@ -151,11 +171,24 @@ def _multinomial(
     if (replacement and count != 1) or not 0 < count <= classes or x._spec.mesh.coordinate is None:
         return NotImplemented
     x = redistribute(x, x._spec.sharding.without_partial())
-    if not bool((((x >= 0) & (x < torch.inf)).all(-1) & (x.sum(-1) != 0)).all()):
+    if not _are_chances(x):
         _refuse(func, x, count, replacement)
     times = torch.empty_like(x).exponential_(1, generator=generator)
     first = torch.div(x, times)
     return first.argmax(-1, keepdim=True) if count == 1 else first.topk(count)[1]
+
+
+def _are_chances(x: DTensor) -> bool:
+    """Whether kernels draw by such rows; each rank asks its own where they are whole."""
+    splits = x._spec.sharding.splits
+    own = x.ndim - 1 not in splits
+    rows = x._local_tensor if own else x
+    good = (((rows >= 0) & (rows < torch.inf)).all(-1) & (rows.sum(-1) != 0)).all()
+    if own and splits:
+        mesh = x._spec.mesh
+        assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+        good = collectives.all_reduce(good, "band", mesh.group(tuple(sorted(splits[0]))))
+    return bool(good)
 
 
 def _rrelu(

@@ -1,14 +1,16 @@
 """Softmax along a dim that is split: a row is normalised with two numbers from each rank, and nothing is gathered.
 
-A rank sends the largest element of its piece of a row, then the sum of exponentials; in backward, one sum. Half
-precision is computed in float32, as eager torch computes it.
+A rank sends the largest element of its piece of a row, then the sum of exponentials; in backward, one sum, and none
+where who made the gradient has noted what its rows add up to, as for a cross entropy. Half precision is computed in
+float32, as eager torch computes it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchshard.comm import collectives
 from torchshard.rules.reducing import dims_of
@@ -16,6 +18,22 @@ from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import made_of, part, wide
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.mesh import BoundMesh
+
+# A gradient -> what its rows add up to along the split dim, with its part and the versions of both at that time.
+_sums: MutableMapping[Tensor, tuple[Tensor, Tensor, tuple[int, int]]] = WeakTensorKeyDictionary()
+
+
+def note_sums(gradient: DTensor, sums: Tensor) -> None:
+    """Tell the backward of a softmax what the rows of a gradient that has just been made add up to, on every rank."""
+    local = gradient._local_tensor
+    _sums[gradient] = sums, local, (gradient._version, local._version)
+
+
+def _noted_sums(gradient: DTensor) -> Tensor | None:
+    """What the rows of a gradient add up to, if somebody has noted it and nobody has written to it since."""
+    sums, local, versions = _sums.get(gradient, (None, None, None))
+    now = gradient._local_tensor
+    return sums if now is local and versions == (gradient._version, now._version) else None
 
 
 class _Rows:
@@ -105,8 +123,8 @@ def _softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype
 
 def _log_softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype: torch.dtype) -> Any:
     def compute(rows: _Rows) -> Tensor:
-        piece = rows.piece(grad)
-        return piece - rows.piece(output).exp() * rows.total(piece)
+        piece, sums = rows.piece(grad), _noted_sums(grad) if grad._spec.sharding is rows.sharding else None
+        return piece - rows.piece(output).exp() * (rows.total(piece) if sums is None else wide(sums))
 
     return _by_rows(output, dim, dtype, compute) if _alike(grad, output) else NotImplemented
 

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchshard._torch import is_traced
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.losses import MEAN, NONE, SUM
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers import losses
-from torchshard.tensor.handlers.parts import in_boxes, made_of, part, reduced
+from torchshard.tensor.handlers.parts import in_boxes, made_of, part
+from torchshard.tensor.handlers.softmax import note_sums
 
 _IGNORED = -100  # what a rank's kernel is to ignore
 
@@ -30,8 +32,7 @@ def _nll_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, ignor
     loss, total = split.terms(func, target, weight, NONE if reduction == NONE else SUM, ignore)
     if reduction != MEAN:
         return redistribute(loss, split.reduced(loss)), total
-    loss, total = reduced(loss, total)
-    return loss / total, total
+    return losses.mean(loss, total)
 
 
 def _nll_loss_backward(
@@ -64,6 +65,7 @@ class _SplitClasses:
     def terms(self, func: Any, target: Any, weight: Any, reduction: int, ignore: int) -> tuple[DTensor, DTensor]:
         """Loss (a sum, or one for each target) and total weight, each a sum over the ranks that hold other terms."""
         self._require_shapes(func, target, weight, reduction, ignore)
+        target, weight = self._whole(target, weight)
         loss, total = func(self.scores, self._targets(target, ignore), self._weights(weight), reduction, _IGNORED)
         term = [Partial("sum") if isinstance(p, Shard) else R for p in self.sharding.placements]
         scalar = self.sharding.mesh.sharding(term)
@@ -83,10 +85,27 @@ class _SplitClasses:
     def backward(
         self, func: Any, grad: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any
     ) -> DTensor:
-        """The gradient of the scores, split as they are."""
+        """The gradient of the scores, split as they are; each row has one element, which every rank knows."""
         grad = part(grad, self.of_target if reduction == NONE else None)
-        targets, weights, whole = self._targets(target, ignore), self._weights(weight), part(total)
-        return made_of(func(grad, self.scores, targets, weights, reduction, _IGNORED, whole), self.sharding, self.shape)
+        target, weight = self._whole(target, weight)
+        targets, weights = self._targets(target, ignore), self._weights(weight)
+        divisor = part(total) if reduction == MEAN else self.scores.new_zeros(())  # which is not read then
+        local = func(grad, self.scores, targets, weights, reduction, _IGNORED, divisor)
+        made = made_of(local, self.sharding, self.shape)
+        if not is_traced(local):
+            note_sums(made, self._one_a_row(grad / divisor if reduction == MEAN else grad, target, weight, ignore))
+        return made
+
+    def _one_a_row(self, grad: Tensor, target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
+        """The one element that a row of the gradient has on some rank; zero where the target is ignored."""
+        ignored = target == ignore
+        if weight is not None:
+            grad = grad * weight[target.masked_fill(ignored, 0)]
+        return (-grad).expand(target.shape).masked_fill(ignored, 0).unsqueeze(self.dim)
+
+    def _whole(self, target: Any, weight: Any) -> tuple[Tensor, Tensor | None]:
+        """The targets of this rank's rows, and the weights of all classes."""
+        return part(target, self.of_target).long(), None if weight is None else part(weight)
 
     def _require_shapes(self, func: Any, target: Any, weight: Any, reduction: int, ignore: int) -> None:
         """Raise what the operator raises for shapes that do not go together: kernels see those of parts."""
@@ -96,16 +115,15 @@ class _SplitClasses:
         asked = [x if x is None else self.scores.new_zeros((), dtype=x.dtype).expand(x.shape) for x in (target, weight)]
         func(self.scores.new_zeros(()).expand(self.shape), *asked, reduction, ignore)
 
-    def _targets(self, target: Any, ignore: int) -> Tensor:
+    def _targets(self, t: Tensor, ignore: int) -> Tensor:
         """Targets as numbers of this rank's classes; a number that is no class at all is none here either."""
-        t = part(target, self.of_target).long()
         mine = (t >= self.start) & (t < self.start + self.count)
         elsewhere = (t >= 0) & (t < self.classes) & ~mine | (t == ignore)
         none = torch.where(t == _IGNORED, self.count, t)
         return torch.where(mine, t - self.start, none).masked_fill_(elsewhere, _IGNORED)
 
-    def _weights(self, weight: Any) -> Tensor | None:
-        return None if weight is None else part(weight).narrow(0, self.start, self.count)
+    def _weights(self, weight: Tensor | None) -> Tensor | None:
+        return None if weight is None else weight.narrow(0, self.start, self.count)
 
 
 def _split_classes(x: Any) -> tuple[Any, int | None]:
