@@ -11,7 +11,6 @@ UNKNOWN = {
         "attributes that go in a region", "collectives of a fake group", "stagers that are used again",
         "masked rows", "join without buffers", "gradients of aminmax",
         "strides of results", "no default group", "names in graphs",
-        "two backwards in lower precision",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",

@@ -133,7 +133,7 @@ def batch(name, size):
 def loss_of(output, target):
     if target.dtype == torch.int64:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
-    return F.mse_loss(output, target)
+    return F.mse_loss(output.to(target.dtype), target)  # torch 2.11 has no backward of mixed ones
 
 
 def train_step(wrapped, model, name, size, rank, world, parts=1):

@@ -7,7 +7,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from tests.compiler.models import batch, loss_of
 from tests.compiler.trial import Trial, check_on_each_rank
-from tests.older import known
 
 
 def _plain(model, module, rank, size):
@@ -200,9 +199,8 @@ TRIALS = {
     _stored_otherwise: _gradients_follow_the_strides,
     _converted: _converted_parameters_are_reduced_in_the_graph,
     _substituted: _graphs_made_for_others_reduce_too,
+    _with_precision: _later_ones_find_full_precision,
 }
-if known("two backwards in lower precision"):
-    TRIALS[_with_precision] = _later_ones_find_full_precision
 
 
 def test_trials():

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchshard
 from tests.models import mlp
 from tests.ranks import run_ranks
+from torchshard import _torch
 from torchshard.ddp import DistributedDataParallel
 
 
@@ -159,12 +161,15 @@ def _distributed_autograd(rank, world, folder):
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     model = DistributedDataParallel(mlp(8))
     with autograd.context():
-        with pytest.raises(NotImplementedError, match=r"torch\.distributed\.autograd collects gradients"):
-            model(torch.ones(1, 8))
+        for fast in (nullcontext(), _torch.without_fast_paths()):
+            with fast, pytest.raises(NotImplementedError, match=r"torch\.distributed\.autograd collects gradients"):
+                model(torch.ones(1, 8))
         with torch.no_grad():
             model(torch.ones(1, 8))
-    model(torch.ones(1, 8)).sum().backward()
-    assert model.reducer.counters.backwards == 1
+    for count, fast in enumerate((nullcontext(), _torch.without_fast_paths())):
+        with fast:
+            model(torch.ones(1, 8)).sum().backward()
+        assert model.reducer.counters.backwards == count + 1
     rpc.shutdown()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard import DTensor, Partial, Replicate, Shard, _torch, distribute_tensor, init_device_mesh
 from torchshard.errors import UnsupportedOperatorError
 
 NUMBERS = (0.9, -1.5, 3, 0.0, -0.0, 1e-40, 1e300, math.inf, math.nan, 2**62 + 1, 2**53 + 1, True)
@@ -22,9 +22,9 @@ def mesh():
     dist.destroy_process_group()
 
 
-def lists(dtype):
+def lists(dtype, width=3):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(n, 3, generator=generator).to(dtype) for n in (2, 0, 1, 5)]
+    return [torch.randn(n, width, generator=generator).to(dtype) for n in (2, 0, 1, 5)]
 
 
 def bits(tensors):
@@ -37,16 +37,16 @@ def placed(mesh, tensors):
     return [distribute_tensor(t.clone(), mesh, [Shard(0)]) for t in tensors]
 
 
-def same(mesh, dtype, call):
+def same(mesh, dtype, call, width=3):
     """The call gives the same bits, or the same error, for lists of DTensors: the first time and with the plan kept."""
-    plain = [t.clone() for t in lists(dtype)]
+    plain = [t.clone() for t in lists(dtype, width)]
     told = None
     try:
         expected = call(plain)
     except RuntimeError as error:
         told = str(error)
     for _ in range(2):
-        ours = placed(mesh, lists(dtype))
+        ours = placed(mesh, lists(dtype, width))
         if told is not None:
             with pytest.raises(RuntimeError) as raised:
                 call(ours)
@@ -88,6 +88,18 @@ def test_one_number_and_one_for_each(mesh, dtype):
             scalars = torch.tensor([number, 0.1, 2, 3.0], dtype=kind)
             same(mesh, dtype, lambda x, m=name, n=scalars: getattr(torch, f"_foreach_{m}")(x, x, x, n))
             same(mesh, dtype, lambda x, m=name, n=scalars: getattr(torch, f"_foreach_{m}_")(x, x, x, n))
+
+
+def test_overloads_that_are_called_by_name(mesh):
+    """Without torch's private bindings, which find the overload by the arguments."""
+    with _torch.without_fast_paths():
+        for function, numbers in itertools.product(BY_ONE, (0.9, [0.9] * 4, [0.9, 2.0, 1, 0.9])):
+            in_place = getattr(torch, f"{function.__name__}_")
+            same(mesh, torch.float32, lambda x, f=function, n=numbers: f(x, n), width=2)
+            same(mesh, torch.float32, lambda x, f=in_place, n=numbers: f(x, n), width=2)
+        for numbers in ([0.5] * 4, [0.5, 1.0, 2, 3.0]):
+            same(mesh, torch.float32, lambda x, n=numbers: torch._foreach_addcmul(x, x, x, n), width=2)
+            same(mesh, torch.float32, lambda x, n=numbers: torch._foreach_addcdiv_(x, x, x, n), width=2)
 
 
 def test_dtypes_that_differ_and_other_numbers(mesh):

@@ -128,6 +128,7 @@ _TRANSFORMS = """
     y = torch.func.grad(lambda a: (a * a).sum())(x)
     y, f = torch.func.vjp(lambda a: a * a, x); y = y, f(y)
     y = torch.func.jvp(lambda a: a * a, (x,), (x,))
+    y = torch.func.jvp(lambda a: (a.conj() * 2, a.conj().imag * 2, a.conj().abs()), (torch.complex(x, x + 1),), (torch.complex(x, x * 2),))
     y = torch.func.jacrev(lambda a: (a * a).sum(0))(x), torch.func.jacfwd(lambda a: (a * a).sum(0))(x)
     w = put(V[:2]); b = put(V[0, :2]); y = torch.func.jvp(lambda a: a @ w.t(), (x,), (x * 2,)), torch.func.jvp(lambda a: F.linear(a, w, b).relu(), (x,), (x + 1,))
     w = put(V[:2]); b = put(V[0, :2]); y = torch.func.jvp(lambda a, c: F.linear(a, c, b).sigmoid(), (x, w), (x, w * 3)), torch.func.jvp(lambda c: F.linear(x, w, c).square(), (b,), (b * 2,))

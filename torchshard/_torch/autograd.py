@@ -186,10 +186,9 @@ def is_nested() -> bool:
     """Whether the backward that runs was called in the backward of a torch.autograd.Function, as in such a checkpoint.
 
     Only the stack knows: torch.autograd.graph._engine_run_backward over function.BackwardCFunction.apply (2.11-2.15).
+    Without these names it raises AttributeError: taken for no such backward, gradients would count as unused.
     """
-    run, apply = find("autograd.graph._engine_run_backward"), find("autograd.function.BackwardCFunction.apply")
-    if run is None or apply is None:
-        return False
+    run, apply = torch.autograd.graph._engine_run_backward, torch.autograd.function.BackwardCFunction.apply
     frame, inside = sys._getframe(), False
     while frame.f_back is not None and not (inside and frame.f_code is apply.__code__):
         inside = inside or frame.f_code is run.__code__
@@ -200,10 +199,13 @@ def is_nested() -> bool:
 def in_distributed_autograd() -> bool:
     """Whether this thread is in a context of torch.distributed.autograd (_current_context, 2.11-2.15).
 
-    There are such contexts only where an RPC agent runs, which costs less to ask.
+    There are such contexts only where an RPC agent runs, which costs less to ask
+    (torch.distributed.rpc._is_current_rpc_agent_set, 2.11-2.15; without it the context alone is asked for).
     """
+    if not torch.distributed.rpc.is_available():
+        return False
     is_running = find("distributed.rpc._is_current_rpc_agent_set")
-    if is_running is None or not is_running():
+    if is_running is not None and not is_running():
         return False
     try:
         cast(Any, torch.distributed.autograd)._current_context()

@@ -206,7 +206,11 @@ def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]
 
 
 def portable_constructor(cls: type[Tensor], local: Tensor, spec: Any, requires_grad: bool) -> Tensor:
-    """A wrapper subclass with slots `_local_tensor` and `_spec`, whose storage offset is 0, not that of `local`."""
+    """A wrapper subclass with slots `_local_tensor` and `_spec`, whose storage offset is 0, not that of `local`.
+
+    Where values of `local` are conjugated or negated when they are read, those of the wrapper are
+    (torch._C._set_conj, _set_neg, 2.11-2.15), as the fast constructor has it: autograd asks the wrapper.
+    """
     made: Any = Tensor._make_wrapper_subclass(
         cls,
         spec.shape,
@@ -216,6 +220,10 @@ def portable_constructor(cls: type[Tensor], local: Tensor, spec: Any, requires_g
         requires_grad=requires_grad,
     )
     made._local_tensor, made._spec = local, spec
+    if local.is_conj():
+        torch._C._set_conj(made, True)
+    if local.is_neg():
+        torch._C._set_neg(made, True)
     return made  # type: ignore[no-any-return]
 
 

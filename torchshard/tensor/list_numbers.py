@@ -5,6 +5,7 @@ operators. The results are the same bits: the number is rounded to the dtype of 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +27,22 @@ def local_function(call: Call, dtypes: frozenset[torch.dtype]) -> Callable[..., 
     """What to call on lists of local tensors of these dtypes."""
     function = local_callable(call.func)
     name, _, overload = call.name.partition(".")
-    name = name.removesuffix("_")
     if overload not in ("Scalar", "ScalarList") or call.positional != len(call.names):
         return function
     numbers = [call.values[-1]] if overload == "Scalar" else call.values[-1]
     if len(dtypes) != 1 or not dtypes <= _DTYPES or not all(type(n) in _EXACT for n in numbers):
         return function
     (dtype,) = dtypes
-    if name in _WITH_A_TENSOR:
-        of_number = _of_tensor(function, dtype, _WITH_A_TENSOR[name])
+    kind = name.removesuffix("_")
+
+    def given(other: str) -> Callable[..., Any]:
+        return local_callable(overload_of(call.func.namespace, name, other))
+
+    if kind in _WITH_A_TENSOR:
+        of_number = _of_tensor(given("Scalar"), partial(given("Tensor"), **_WITH_A_TENSOR[kind]), dtype)
         return of_number if overload == "Scalar" else _of_equal_numbers(function, of_number)
-    if name in _WITH_A_NUMBER and overload == "ScalarList":
-        return _of_equal_numbers(function, function)
+    if kind in _WITH_A_NUMBER and overload == "ScalarList":
+        return _of_equal_numbers(function, given("Scalar"))
     return function
 
 
@@ -60,12 +65,12 @@ def by_numbers_of_tensor(call: Call) -> Any:
     return of_list(*lists, scalars.tolist())
 
 
-def _of_tensor(function: Callable[..., Any], dtype: torch.dtype, besides: dict[str, Any]) -> Callable[..., Any]:
+def _of_tensor(of_number: Callable[..., Any], of_tensor: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     def run(items: Sequence[Tensor], number: Any) -> Any:
         if items[0].__class__ is not Tensor or not items[0].is_cpu:  # traced, or on a device with code for lists
-            return function(items, number)
+            return of_number(items, number)
         scalar = torch.scalar_tensor(number, dtype=_EXACT[type(number)], device="cpu").to(dtype)
-        return function(items, scalar, **besides)
+        return of_tensor(items, scalar)
 
     return run
 
