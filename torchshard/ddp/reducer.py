@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torchshard import _torch
-from torchshard.buckets import ONE_BUCKET, BucketPolicy, plan_table
+from torchshard.buckets import ONE_BUCKET, BucketPolicy, names_text, plan_table
 from torchshard.ddp import active, messages
 from torchshard.ddp.arrivals import Hooks, in_turn
 from torchshard.ddp.backwards import Ending, Leaves
@@ -250,7 +250,7 @@ class Reducer(Launching, ReducerCompatibility):
             self._settle(bucket)
             if self.usage.learning:
                 bucket.take_large()
-        if self._missing() and not self.usage.tolerant:
+        if not self.usage.tolerant and any(b.pending for b in self.buckets):
             self._listen()
             self._wait()  # the rest may come in another backward; if it does not, the next forward says so
             for bucket in self.buckets:
@@ -374,6 +374,7 @@ class Reducer(Launching, ReducerCompatibility):
         self._layout, self.plan = layout, planned(layout, self._gradients)
         how = f"{self.usage.text}, {self.reduction.text}"
         self._plan_text = messages.plan_text(self.plan, self.params, how)
+        self._names = [f"bucket {number} ({names_text(bucket.params)})" for number, bucket in enumerate(self.plan)]
         if agreed:
             self.exchange.agreement.adopt(self._plan_text)
         self.buckets = self._recipe.make(layout, self.reduction, self.usage.never)
