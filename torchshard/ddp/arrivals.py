@@ -1,4 +1,4 @@
-"""What autograd calls when the gradient of a parameter is complete: one function for a bucket, with a number for each."""
+"""What autograd calls when the gradient of a parameter is complete: one function for a bucket, given its number."""
 
 import functools
 import threading

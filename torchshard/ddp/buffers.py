@@ -24,26 +24,26 @@ class Alike:
         module: that they are in.
         ignored: names of those that are left out.
         named: the others.
+        cap: as for Coalesced.
 
     Attributes:
+        coalesced: what sends them.
         text: what has to be equal on all ranks, a line for each.
     """
 
-    def __init__(self, module: torch.nn.Module, ignored: Collection[str], named: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, ignored: Collection[str], named: Mapping[str, torch.Tensor], cap: int
+    ) -> None:
+        self.coalesced = Coalesced([*named.values()], cap)
         self.text = "\n".join(describe("buffer", named.items()))
-        self._places, self._ignored, self._buffers = Places(module, "_buffers"), {*ignored}, [*named.values()]
+        self._places, self._buffers = Places(module, "_buffers"), [*named.values()]
+        self._settings = {*ignored}, cap
         self._sizes = None if any(map(is_composite, self._buffers)) else [*map(_nbytes, self._buffers)]
-        self._coalesced: dict[int, Coalesced] = {}
 
-    def are_kept(self, ignored: Collection[str]) -> bool:
-        """Whether they are; the same tensors may have got other data."""
-        return self._places.are_kept() and ignored == self._ignored and [*map(_nbytes, self._buffers)] == self._sizes
-
-    def coalesced(self, cap: int) -> Coalesced:
-        """What sends them in messages of so many bytes."""
-        if cap not in self._coalesced:
-            self._coalesced = {cap: Coalesced(self._buffers, cap)}
-        return self._coalesced[cap]
+    def are_kept(self, ignored: Collection[str], cap: int) -> bool:
+        """Whether they are, and to be sent in the same way; the same tensors may have got other data."""
+        kept = self._places.are_kept() and self._settings == (ignored, cap)
+        return kept and [*map(_nbytes, self._buffers)] == self._sizes
 
 
 class Buffers:
@@ -99,7 +99,8 @@ class Buffers:
 
     def _sync_buffers(self, authoritative_rank: int = 0) -> None:
         """Synchronize the buffers that the module has now, without a trace in their version counters."""
-        if self._alike is None or not self._alike.are_kept(self.parameters_to_ignore):
+        how = self.parameters_to_ignore, self.broadcast_bucket_size
+        if self._alike is None or not self._alike.are_kept(*how):
             self._alike = None
             self._assign_modules_buffers()
         with torch.no_grad(), _torch.preserve_versions(self.modules_buffers):
@@ -110,9 +111,10 @@ class Buffers:
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
             if self._alike is None:
-                self._alike = Alike(self.module, self.parameters_to_ignore, self.named_module_buffers)
+                ignored, cap = self.parameters_to_ignore, self.broadcast_bucket_size
+                self._alike = Alike(self.module, ignored, self.named_module_buffers, cap)
             self.reducer.exchange.confirm_buffers(self._alike.text)
-            self._send(self._alike.coalesced(self.broadcast_bucket_size), authoritative_rank)
+            self._send(self._alike.coalesced, authoritative_rank)
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None:
