@@ -1,8 +1,10 @@
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchshard.buckets import BucketPolicy, Gradient
+from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket
 from torchshard.ddp.layouts import LaidBucket, decode, encode, is_milestone, lay_out
+from torchshard.ddp.messages import plan_text
 
 COUNT = 8
 GRADIENTS = [Gradient(i, f"p{i}", 4 * (i + 1), "f32") for i in range(COUNT)]
@@ -48,3 +50,15 @@ def test_a_parameter_of_two_graphs_belongs_to_hooks():
 
 def test_milestones_become_rare():
     assert [n for n in range(1, 300) if is_milestone(n)] == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+
+
+def test_ranks_on_devices_of_their_own_compare_equal_plans():
+    def text(*devices):
+        kinds = [("float32", device) for device in devices]
+        plan = [PlannedBucket((Gradient(i, f"p{i}", 8, kind),)) for i, kind in enumerate(kinds)]
+        return plan_text(plan, [torch.empty(2)] * len(plan), "averaged")
+
+    assert text("cuda:0") == text("cuda:3")
+    assert text("cuda:0", "cuda:1", "cpu") == text("cuda:2", "cuda:3", "cpu")
+    assert text("cuda:0", "cuda:1") != text("cuda:0", "cuda:0")
+    assert text("cuda:0") != text("cpu")

@@ -65,7 +65,7 @@ def _frozen(module):
 
 
 def _buffer(size):
-    module = nn.Module()
+    module = nn.Identity()
     module.register_buffer("mask", torch.zeros(size))
     return module
 
@@ -204,15 +204,20 @@ def _set_alone(rank, world):
         "compressing": lambda model: model.register_comm_hook(model.process_group, default_hooks.bf16_compress_hook),
         "averaging": lambda model: model.register_comm_hook(model.process_group, default_hooks.allreduce_hook),
         "static graph": lambda model: model._set_static_graph(),
+        "converted": lambda model: model.double(),
+        "buffer": lambda model: model.module[0].register_buffer("mask", torch.zeros(7)),
+        "converted buffer": lambda model: setattr(model.module[-1], "mask", torch.zeros(3, dtype=torch.float64)),
     }
     for what, act in sets.items():
         group = dist.new_group(timeout=timedelta(seconds=20))
-        model = DistributedDataParallel(mlp(8), process_group=group)
+        module = nn.Sequential(*mlp(8), _buffer(3)) if "buffer" in what else mlp(8)
+        model = DistributedDataParallel(module, process_group=group)
         if what != "static graph":
             model(x).sum().backward()
-        if rank == world - 1:
+        if rank == (0 if what == "converted buffer" else world - 1):
             act(model)
-        said[what] = _message(lambda model=model: [model(x).sum().backward() for _ in range(3)])
+        given = x.to(next(model.parameters()).dtype)
+        said[what] = _message(lambda model=model, x=given: [model(x).sum().backward() for _ in range(3)])
     return said
 
 
@@ -223,6 +228,12 @@ def test_a_rank_that_reduces_otherwise_is_named_before_anything_is_sent(monkeypa
     for said in run_ranks(2, _set_alone, timeout=60):
         plain = "rank 0: each parameter has a gradient in each backward, averaged"
         assert said.pop("averaging") is None
+        assert "ranks 0 and 1 have different buffers" in said["buffer"]
+        assert "rank 1: buffer 0.mask: float32 of shape [7]" in said.pop("buffer")
+        assert "rank 0: buffer 7.mask: float64 of shape [3]" in said["converted buffer"]
+        assert "rank 1: buffer 7.mask: float32 of shape [3]" in said.pop("converted buffer")
+        assert "rank 1: bucket 0: ('float64', 'cpu')" in said["converted"]
+        assert "rank 0: bucket 0: ('float32', 'cpu')" in said.pop("converted")
         for message in said.values():
             assert "have different buckets" in message
             assert plain in message

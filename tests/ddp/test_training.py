@@ -158,21 +158,30 @@ def _conjugated(rank, world):
         assert model.module.z.grad.tolist() == [[1.5 - 1.5j] * 2] * 2
 
 
+class Casts(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
+
+
 def _converted(rank, world):
-    """A module that is converted between two steps is reduced in its new dtype."""
+    """A module that is converted between two steps, as a whole or in part, is reduced in its new dtypes."""
     from torchshard.ddp import DistributedDataParallel
 
-    for width in (8, 128):
-        model = DistributedDataParallel(mlp(width, 1))
+    for width, views in ((8, False), (128, False), (128, True)):
+        layers = nn.Sequential(Casts(width, width), Casts(width, width))
+        model = DistributedDataParallel(layers, gradient_as_bucket_view=views)
         data = torch.randn(world, 4, width, generator=torch.Generator().manual_seed(1))
-        for _ in range(2):
-            model(data[rank]).sum().backward()
-        model.double().zero_grad()
-        reference = copy.deepcopy(model.module)
-        model(data[rank].double()).square().mean().backward()
-        reference(data.double().flatten(0, 1)).square().mean().backward()
-        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(q.grad, p.grad, rtol=1e-12, atol=1e-14)
+        for convert in (layers.float, layers.double, layers[1].float, layers.double, layers[0].float):
+            convert()
+            for _ in range(2):
+                model.zero_grad()
+                model(data[rank]).square().mean().backward()
+            reference = copy.deepcopy(layers)
+            reference.zero_grad()
+            reference(data.flatten(0, 1)).square().mean().backward()
+            for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+                near = {"rtol": 1e-12, "atol": 1e-14} if convert == layers.double else {}
+                torch.testing.assert_close(q.grad, p.grad, **near)
 
 
 def _by_hand(rank, world):

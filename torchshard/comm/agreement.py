@@ -15,7 +15,8 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from operator import itemgetter
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torchshard.errors import RankMismatchError
 NO_LOSS = RankMismatchError, NotImplementedError, torch.OutOfMemoryError
 """Kinds of RuntimeError that tell of something else than a lost rank."""
 
-_ALONE = "copies"
+_ALONE, _BESIDE, _MOST_BESIDE = "copies", -1, 64
 _LONGEST_LINE = 200
 _NO_STORE = "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
 _TO_ANSWER = 3.0
@@ -60,6 +61,8 @@ class Agreement:
         self._known: dict[tuple[int, str], int] = {}
         self._place, self._asked, self.number = 0, 0, 0
         self._followed: list[tuple[int, str]] = []
+        self._known_beside: set[str] = set()
+        self._beside: list[tuple[int, str]] = []  # what was agreed last that is no part of a sequence
         self._failure: RankMismatchError | None = None
         self._store: Store | None = None
         self._places: tuple[Store, str] | None = None
@@ -83,9 +86,12 @@ class Agreement:
         self._place = 0
         self._followed.clear()
 
-    def adopt(self, text: str) -> None:
-        """All ranks know by other means that this plan is the same on all of them, when it comes first."""
-        self._known.setdefault((0, text), len(self._known) + 1)
+    def adopt(self, text: str, beside: bool = False) -> None:
+        """All ranks know by other means that this plan is the same on all of them, when it comes first, or beside."""
+        if beside:
+            self._known_beside.add(text)
+        else:
+            self._known.setdefault((0, text), len(self._known) + 1)
 
     def confirm(self, text: str, position: int) -> None:
         """Return when all ranks follow this plan here; raise RankMismatchError when one follows another.
@@ -98,10 +104,25 @@ class Agreement:
             return
         step = (self._place, text)
         if step not in self._known:
-            self._compare(store, text, position)
+            self._compare(store, self._place, text, position, self.what)
             self._known[step] = len(self._known) + 1
         self._place = self._known[step]
         self._followed.append((position, text))
+
+    def confirm_beside(self, what: str, text: str, position: int) -> None:
+        """As `confirm`, of what is no part of a sequence of plans.
+
+        Args:
+            what: of what the plan is, for messages.
+            text, position: as for `confirm`.
+        """
+        if (store := self._common_store()) is not None:
+            if text not in self._known_beside:
+                self._compare(store, _BESIDE, text, position, what)
+                if len(self._known_beside) == _MOST_BESIDE:  # they may be others in each step; all ranks forget alike
+                    self._known_beside.clear()
+                self._known_beside.add(text)
+            self._beside = [(position, text)]
 
     def compare(self, text: str, position: int) -> None:
         """As `confirm`, but a plan that all have agreed to before is compared, too; for what is done seldom.
@@ -109,7 +130,7 @@ class Agreement:
         Without it, ranks that turn to different plans, all of them agreed to earlier, follow them unasked.
         """
         if (store := self._common_store()) is not None:
-            self._compare(store, text, position)
+            self._compare(store, self._place, text, position, self.what)
             self._followed = [(position, text)]
 
     def check(self, position: int, what: str, error: Exception | None = None) -> None:
@@ -135,8 +156,9 @@ class Agreement:
         """Somebody compares a plan: is it at a collective that this rank has issued already?"""
         theirs = json.loads(store.get(f"{self._asked}/first"))
         if theirs["position"] < position:
-            ours = next((t for at, t in reversed(self._followed) if at <= theirs["position"]), "")
-            self._disagree(store, theirs["rank"], ours)
+            agreed = sorted([*self._followed, *self._beside], key=itemgetter(0))
+            ours = next((t for at, t in reversed(agreed) if at <= theirs["position"]), "")
+            self._disagree(store, theirs, ours)
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
@@ -178,31 +200,31 @@ class Agreement:
         if store.check(["lost"]):
             self.blame(what, error)
 
-    def _compare(self, store: Store, text: str, position: int) -> None:
+    def _compare(self, store: Store, place: int, text: str, position: int, what: str) -> None:
         key, self._asked = str(self._asked), self._asked + 1
-        digest = hashlib.sha256(f"{self._place} {text}".encode()).hexdigest()
-        mine = json.dumps({"rank": self.rank, "position": position, "digest": digest})
+        digest = hashlib.sha256(f"{place} {text}".encode()).hexdigest()
+        mine = json.dumps({"rank": self.rank, "position": position, "digest": digest, "what": what})
         first = json.loads(store.compare_set(f"{key}/first", "", mine))
         if first["rank"] == self.rank:
             store.set(f"{key}/text", text)
         if first["digest"] != digest:
             self._asked -= 1
-            self._disagree(store, first["rank"], text)
+            self._disagree(store, first, text)
         store.set(f"{key}/came/{self.rank}", "")
         store.add(f"{key}/count", 1)
-        self._wait_for_all(store, key)
+        self._wait_for_all(store, key, what)
         if store.add(f"{key}/left", 1) == self.world:
             for name in ("first", "text", "count", "left", *[f"came/{rank}" for rank in range(self.world)]):
                 store.delete_key(f"{key}/{name}")
 
-    def _wait_for_all(self, store: Store, key: str) -> None:
+    def _wait_for_all(self, store: Store, key: str, what: str) -> None:
         deadline, pause = time.monotonic() + self.limit, 0.0002
         while (count := store.add(f"{key}/count", 0)) < self.world:
-            self._look(store, f"the others to come to its new {self.what}")
+            self._look(store, f"the others to come to its new {what}")
             if time.monotonic() > deadline:
                 late = [rank for rank in range(self.world) if not store.check([f"{key}/came/{rank}"])]
                 raise RankMismatchError(
-                    f"rank {self.rank} has new {self.what} and waits in vain for the other ranks to come to them too",
+                    f"rank {self.rank} has new {what} and waits in vain for the other ranks to come to them too",
                     expected=f"{self.world} ranks within {self.limit:g} s",
                     got=f"{count}: not rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}",
                     fix="run the same model, with the same settings, on every rank",
@@ -210,12 +232,13 @@ class Agreement:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
 
-    def _disagree(self, store: Store, other: int, ours: str) -> NoReturn:
+    def _disagree(self, store: Store, first: Mapping[str, Any], ours: str) -> NoReturn:
+        other: int = first["rank"]
         store.wait([f"{self._asked}/text"])
         theirs = store.get(f"{self._asked}/text").decode()
         line, left, right = _first_difference(theirs, ours)
         verdict = {
-            "what": f"ranks {min(other, self.rank)} and {max(other, self.rank)} have different {self.what}",
+            "what": f"ranks {min(other, self.rank)} and {max(other, self.rank)} have different {first['what']}",
             "expected": f"rank {other}: {left}",
             "got": f"rank {self.rank}: {right}",
             "where": f"line {line} of the plan",

@@ -1,4 +1,4 @@
-"""What autograd calls when the gradient of a parameter is complete: one function for each parameter of a bucket."""
+"""What autograd calls when the gradient of a parameter is complete: one function for a bucket, given its number."""
 
 import functools
 import threading
@@ -69,27 +69,26 @@ def _hooks_of(reducer: "Reducer", bucket: FlatBucket) -> dict[int, Hook]:
         return {i: _counting(reducer, bucket, i) for i in bucket.members}
     quiet = set() if reducer.is_attentive or reducer.traced else bucket.quiet - usage.repeated.keys()
     hooks: dict[int, Hook] = {}
+    hear, arrive = bucket.heard.append, _arriving(reducer, bucket, len(quiet))
     for i in bucket.members:
-        hooks[i] = bucket.heard.append if i in quiet else _arriving(reducer, bucket, i, len(quiet))
+        hooks[i] = hear if i in quiet else functools.partial(arrive, i)
         if i in usage.repeated:
             hooks[i] = _repeating(reducer, i, hooks[i])
     return hooks
 
 
-def _arriving(reducer: "Reducer", bucket: FlatBucket, index: int, quiet: int) -> Hook:
-    """For a parameter whose gradient comes once in a backward.
+def _arriving(reducer: "Reducer", bucket: FlatBucket, quiet: int) -> Callable[[int, torch.Tensor], None]:
+    """For parameters whose gradients come once in a backward, by their numbers; one function for all of a bucket.
 
     Args:
-        reducer: whose parameter it is.
-        bucket: of the parameter.
-        index: its number.
+        reducer: whose parameters they are.
+        bucket: of the parameters.
         quiet: how many others of the bucket only append themselves to `heard`, which is three times cheaper.
     """
-    pending, take = bucket.pending, bucket.take
-    large, arrived = index in bucket.large, reducer.arrived
+    pending, take, large, arrived = bucket.pending, bucket.take, bucket.large, reducer.arrived
 
     @_torch.skip_frame
-    def gradient_arrived(param: torch.Tensor) -> None:
+    def gradient_arrived(index: int, param: torch.Tensor) -> None:
         if reducer.mode is not Mode.SYNC and not reducer.outside(index):
             return
         try:
@@ -99,7 +98,7 @@ def _arriving(reducer: "Reducer", bucket: FlatBucket, index: int, quiet: int) ->
             return
         if arrived is not None:
             arrived.append(index)
-        if large:
+        if index in large:
             take(param, index)
         if len(pending) <= quiet:
             reducer.complete(bucket)

@@ -1,15 +1,49 @@
 """Buffers: made equal on all ranks before each forward, or handed to a hook of the user's before or after it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchshard import _torch
+from torchshard.ddp.composite import is_composite
+from torchshard.ddp.members import Places
 from torchshard.ddp.observed import ObservedReducer
-from torchshard.ddp.sync import broadcast_coalesced
+from torchshard.ddp.sync import Coalesced, describe
+
+_nbytes = attrgetter("nbytes")
+
+
+class Alike:
+    """Buffers that are the same ones on all ranks, as long as they stand where they stood.
+
+    Args:
+        module: that they are in.
+        ignored: names of those that are left out.
+        named: the others.
+        cap: as for Coalesced.
+
+    Attributes:
+        coalesced: what sends them.
+        text: what has to be equal on all ranks, a line for each.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, ignored: Collection[str], named: Mapping[str, torch.Tensor], cap: int
+    ) -> None:
+        self.coalesced = Coalesced([*named.values()], cap)
+        self.text = "\n".join(describe("buffer", named.items()))
+        self._places, self._buffers = Places(module, "_buffers"), [*named.values()]
+        self._settings = {*ignored}, cap
+        self._sizes = None if any(map(is_composite, self._buffers)) else [*map(_nbytes, self._buffers)]
+
+    def are_kept(self, ignored: Collection[str], cap: int) -> bool:
+        """Whether they are, and to be sent in the same way; the same tensors may have got other data."""
+        kept = self._places.are_kept() and self._settings == (ignored, cap)
+        return kept and [*map(_nbytes, self._buffers)] == self._sizes
 
 
 class Buffers:
@@ -25,6 +59,7 @@ class Buffers:
     require_forward_param_sync: bool
     forward_sync_buffers: bool
     broadcast_bucket_size: int
+    _alike: Alike | None = None
 
     def _assign_modules_buffers(self) -> None:
         """Look the module's buffers up anew; it may have replaced them."""
@@ -64,15 +99,22 @@ class Buffers:
 
     def _sync_buffers(self, authoritative_rank: int = 0) -> None:
         """Synchronize the buffers that the module has now, without a trace in their version counters."""
-        self._assign_modules_buffers()
+        how = self.parameters_to_ignore, self.broadcast_bucket_size
+        if self._alike is None or not self._alike.are_kept(*how):
+            self._alike = None
+            self._assign_modules_buffers()
         with torch.no_grad(), _torch.preserve_versions(self.modules_buffers):
             self._sync_module_buffers(authoritative_rank)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        """By the hook if there is one, else by broadcast from one rank."""
+        """By the hook if there is one, else by broadcast from one rank, once ranks know that theirs are alike."""
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
-            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+            if self._alike is None:
+                ignored, cap = self.parameters_to_ignore, self.broadcast_bucket_size
+                self._alike = Alike(self.module, ignored, self.named_module_buffers, cap)
+            self.reducer.exchange.confirm_buffers(self._alike.text)
+            self._send(self._alike.coalesced, authoritative_rank)
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None:
@@ -101,6 +143,8 @@ class Buffers:
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         """Overwrite tensors with those of one rank."""
-        what = f"the buffers of rank {authoritative_rank}"
-        wait = functools.partial(self.reducer.exchange.wait, what=what)
-        broadcast_coalesced(tensors, self.process_group, buffer_size, wait, authoritative_rank)
+        self._send(Coalesced(tensors, buffer_size), authoritative_rank)
+
+    def _send(self, buffers: Coalesced, source: int) -> None:
+        wait = functools.partial(self.reducer.exchange.wait, what=f"the buffers of rank {source}")
+        buffers.send(self.process_group, wait, source)

@@ -40,6 +40,11 @@ class Exchange:
         """The same where no rank may take it for granted, because it was so before."""
         self.agreement.compare(text, self.issued)
 
+    def confirm_buffers(self, text: str) -> None:
+        """Make sure that all ranks are about to make the same buffers equal."""
+        self.agreement.confirm_beside("buffers", text, self.issued)
+        self.issued += 1
+
     def wait(self, works: Iterable[dist.Work], what: str = "the ranks' common knowledge of buckets") -> None:
         """Wait for collectives; `what` they are is for the error."""
         wait_for(works, self.agreement, self.issued, self.device, what)

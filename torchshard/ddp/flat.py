@@ -3,12 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
 
 from torchshard import _torch
+
+_is_sparse = attrgetter("is_sparse")
 
 SMALL = 4096
 """Elements. Contiguous gradients below this are copied in together when the bucket closes, others when they arrive."""
@@ -152,13 +154,14 @@ class FlatBucket:
             for i, p in self._small.items():
                 self.take(p, i)
         else:
-            _refuse_sparse(*grads)
-            self._gather(cast(list[torch.Tensor], grads), segment)
+            given = cast(list[torch.Tensor], grads)
+            _refuse_sparse(*given)
+            self._gather(given, segment)
             if self._views_stay:
                 for p, view in zip(self._small.values(), views, strict=True):
                     p.grad = view
             else:
-                self._kept.update(zip(self._small, grads, strict=True))  # type: ignore[arg-type]
+                self._kept.update(zip(self._small, given, strict=True))
 
     def _gather(self, grads: list[torch.Tensor], segment: torch.Tensor) -> None:
         """Lay small gradients side by side, scaled."""
@@ -276,8 +279,9 @@ class FlatBucket:
         flat = self._open()
         if not self._views:
             self._views = dict(zip(self._small, self._places_of_small(), strict=True))
-            with _torch.aliasing():
-                self._views.update(self._split(flat))
+            if self.large:
+                with _torch.aliasing():
+                    self._views.update(self._split(flat))
             if self._views_stay:
                 self._addresses = [view.data_ptr() for view in self._views.values()]
         return self._views
@@ -340,8 +344,8 @@ def gradient_strides(param: torch.Tensor) -> tuple[int, ...]:
     return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
 
 
-def _refuse_sparse(*grads: torch.Tensor | None) -> None:
-    if any(g is not None and g.is_sparse for g in grads):
+def _refuse_sparse(*grads: torch.Tensor) -> None:
+    if any(map(_is_sparse, grads)):
         raise NotImplementedError(
             "DistributedDataParallel: sparse gradients are not reduced yet for parameters that are no weights of "
             "nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True); use one of these, or sparse=False"

@@ -3,7 +3,6 @@
 from collections.abc import Collection
 
 from torchshard import _torch
-from torchshard.buckets import PlannedBucket, names_text
 from torchshard.ddp.arrivals import Hooks, in_turn
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
@@ -20,8 +19,8 @@ class Launching:
     exchange: Exchange
     reduction: Sum | Hooked
     buckets: list[FlatBucket]
-    plan: tuple[PlannedBucket, ...]
     _plan_text: str
+    _names: list[str]  # of the buckets, for messages
 
     def _complain(self, index: int) -> None:
         """The reducer's own: the gradient of a parameter came that should not."""
@@ -69,7 +68,7 @@ class Launching:
         """Wait for what was launched; how many buckets that were."""
         launched = [(number, bucket.work) for number, bucket in enumerate(self.buckets) if bucket.work is not None]
         for number, work in launched:
-            self.exchange.wait([work], f"bucket {number} ({names_text(self.plan[number].params)})")
+            self.exchange.wait([work], self._names[number])
         return len(launched)
 
     def _missing(self) -> list[int]:

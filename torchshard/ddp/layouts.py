@@ -1,8 +1,10 @@
 """Which bucket each gradient goes to, from what was seen in one backward: arithmetic, and its form on the wire."""
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, plan_buckets
 from torchshard.simulation import StepTimes
@@ -81,7 +83,8 @@ def lay_out(
             segment is a bucket.
     """
     graphs = {event: at for at, event in enumerate(events) if isinstance(event, tuple)}
-    owned = {i for i in range(len(gradients)) if i not in shared and sum(i in slots for slots in graphs) == 1}
+    held = Counter(chain.from_iterable({*slots} for slots in graphs))
+    owned = {i for i, count in held.items() if count == 1 and i not in shared}
     segments = [slots for slots in graphs if not owned.isdisjoint(slots)]
     found = []
     for joined in plan_buckets(segment_gradients(segments, gradients), policy if joins else _EACH):

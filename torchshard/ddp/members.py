@@ -13,7 +13,7 @@ from torchshard.ddp.composite import require_plain
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
-_tables, _values = attrgetter("_parameters", "_modules"), methodcaller("values")
+_values = methodcaller("values")
 _requires_grad = attrgetter("requires_grad")
 _END = object()  # the same as nothing that stands in a module
 
@@ -24,18 +24,23 @@ def names_of(module: torch.nn.Module, ids: Collection[int]) -> set[str]:
 
 
 class Places:
-    """What stands where in a module; whether it still does is asked at each forward, in some 0.1 us for each place."""
+    """What stands where in a module; whether it still does is asked at each forward, in some 0.1 us for each place.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._modules = [*module.modules()]
+    Args:
+        module: with the modules in it.
+        kind: of what is looked at: "_parameters" or "_buffers".
+    """
+
+    def __init__(self, module: torch.nn.Module, kind: str = "_parameters") -> None:
+        self._modules, self._tables = [*module.modules()], attrgetter(kind, "_modules")
         self._held = [*self._now()]
 
     def are_kept(self) -> bool:
-        """Whether all parameters and modules are where they were, and nothing besides."""
+        """Whether all of them and all modules are where they were, and nothing besides."""
         return all(map(is_, self._now(), self._held))
 
     def _now(self) -> Iterator[object]:
-        tables = chain.from_iterable(map(_tables, self._modules))
+        tables = chain.from_iterable(map(self._tables, self._modules))
         return chain(chain.from_iterable(map(_values, tables)), (_END,))
 
 

@@ -1,6 +1,7 @@
 """What the reducer says: the plan for comparison between ranks, and its errors."""
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 
@@ -77,10 +78,19 @@ def replaced_text(gone: Sequence[str], new: Sequence[str]) -> str:
 
 
 def plan_text(plan: Iterable[PlannedBucket], params: Sequence[torch.nn.Parameter], how: str) -> str:
-    """The plan, a line for each bucket and each gradient, and how they are reduced: for comparison between ranks."""
-    lines = []
+    """The plan, a line for each bucket and each gradient, and how they are reduced: for comparison between ranks.
+
+    Devices are numbered from 0 for each type, as each rank has others.
+    """
+    lines, devices = [], dict[str, list[str]]()
     for number, bucket in enumerate(plan):
-        lines.append(f"bucket {number}: {bucket.kind}")
+        dtype, device, *more = cast(tuple[str, ...], bucket.kind)
+        kind = device.partition(":")[0]
+        known = devices.setdefault(kind, [])
+        if device not in known:
+            known.append(device)
+        place = kind if device == known[0] else f"{kind} {known.index(device)}"
+        lines.append(f"bucket {number}: {(dtype, place, *more)}")
         lines += [f"{g.name} {list(params[g.index].shape)}" for g in bucket.gradients]
     return "\n".join([*lines, how])
 

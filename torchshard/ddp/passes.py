@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -56,13 +57,7 @@ def watch(
         begin: a bound method; held weakly, as the graph may outlive its owner.
         traced: is told instead, under compiled autograd.
     """
-    method = weakref.WeakMethod(begin)
-
-    @_torch.skip_frame
-    def reached(_gradients: object) -> None:
-        if act := method():
-            act(forward)
-
+    reached = functools.partial(_reached, weakref.WeakMethod(begin), forward)
     hook = traced.prehook(forward.sync, reached) if traced else reached
     nodes, certain = {}, True
     for leaf in _leaves(output):
@@ -81,8 +76,18 @@ def watch(
     return certain and bool(nodes)
 
 
+@_torch.skip_frame
+def _reached(
+    begin: "weakref.WeakMethod[Callable[[ForwardPass], None]]", forward: ForwardPass, _gradients: object
+) -> None:
+    if act := begin():
+        act(forward)
+
+
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _leaves(item)
     elif isinstance(value, Mapping):

@@ -13,12 +13,13 @@ whose graph is another, or that has none, fills the same buckets through its hoo
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from torchshard import _torch
-from torchshard.buckets import ONE_BUCKET, BucketPolicy, plan_table
+from torchshard.buckets import ONE_BUCKET, BucketPolicy, names_text, plan_table
 from torchshard.ddp import active, messages
 from torchshard.ddp.arrivals import Hooks, in_turn
 from torchshard.ddp.backwards import Ending, Leaves
@@ -35,6 +36,8 @@ from torchshard.ddp.reducer_compat import ReducerCompatibility
 from torchshard.ddp.reduction import Hooked, Sum
 from torchshard.ddp.traced import Traced
 from torchshard.ddp.usage import Usage
+
+_dtype = attrgetter("dtype")
 
 
 class Reducer(Launching, ReducerCompatibility):
@@ -96,7 +99,7 @@ class Reducer(Launching, ReducerCompatibility):
         chosen = set(sparse)
         numbers = frozenset(i for i, n in enumerate(self.names) if n in chosen)
         self._recipe = Recipe(self.params, views_stay, numbers, reduce_dtype)
-        self._gradients = [self._recipe.gradient(i, n) for i, n in enumerate(self.names)]
+        self._look_at_dtypes()
         self._adopt(lay_out((), self._gradients, (), ONE_BUCKET), agreed=verified)
 
     # ---------------------------------------------------------------------------------------------- forward
@@ -119,6 +122,8 @@ class Reducer(Launching, ReducerCompatibility):
             left_out = self._missing()
         if left_out:
             raise RuntimeError(messages.unfinished_text(self.group.rank(), left_out, self.names, self.usage.is_static))
+        if sync and not self._recipe.reduce_dtype and [*map(_dtype, self.params)] != self._dtypes:
+            self._follow_conversion()
 
     def after_forward(self, output: object, sync: bool) -> ForwardPass:
         """To be called after it, with what it returned; sync: whether its gradients are to be reduced."""
@@ -245,7 +250,7 @@ class Reducer(Launching, ReducerCompatibility):
             self._settle(bucket)
             if self.usage.learning:
                 bucket.take_large()
-        if self._missing() and not self.usage.tolerant:
+        if not self.usage.tolerant and any(b.pending for b in self.buckets):
             self._listen()
             self._wait()  # the rest may come in another backward; if it does not, the next forward says so
             for bucket in self.buckets:
@@ -340,6 +345,19 @@ class Reducer(Launching, ReducerCompatibility):
 
     # ---------------------------------------------------------------------------------------------- layout
 
+    def _look_at_dtypes(self) -> None:
+        self._dtypes = [*map(_dtype, self.params)]
+        self._gradients = [self._recipe.gradient(i, n) for i, n in enumerate(self.names)]
+
+    def _follow_conversion(self) -> None:
+        """Parameters are of another dtype than before: new buckets, which the ranks compare before the first leaves."""
+        self._look_at_dtypes()
+        if all(len({self._dtypes[i] for i in laid.members}) == 1 for laid in self._layout):
+            self._adopt(self._layout, agreed=False)
+        else:  # some of a bucket's, and others not
+            self.arrived = Events()
+            self._adopt(lay_out((), self._gradients, (), ONE_BUCKET), agreed=False)
+
     def __str__(self) -> str:
         return plan_table(self.plan)
 
@@ -356,6 +374,7 @@ class Reducer(Launching, ReducerCompatibility):
         self._layout, self.plan = layout, planned(layout, self._gradients)
         how = f"{self.usage.text}, {self.reduction.text}"
         self._plan_text = messages.plan_text(self.plan, self.params, how)
+        self._names = [f"bucket {number} ({names_text(bucket.params)})" for number, bucket in enumerate(self.plan)]
         if agreed:
             self.exchange.agreement.adopt(self._plan_text)
         self.buckets = self._recipe.make(layout, self.reduction, self.usage.never)

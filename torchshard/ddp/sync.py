@@ -68,45 +68,69 @@ def broadcast_coalesced(
     """Overwrite the tensors with those of one rank, many in one message.
 
     Args:
+        tensors, cap: as for Coalesced.
+        group, wait, source: as for its `send`.
+    """
+    Coalesced(tensors, cap).send(group, wait, source)
+
+
+class Coalesced:
+    """Tensors that one rank sends to all others, many in one message, maybe again and again.
+
+    Args:
         tensors: the same on all ranks, in dtype, device and shape.
-        group: whose ranks take part.
         cap: bytes of one message, at least.
-        wait: what waits for a message.
-        source: the rank within the group whose values count.
 
     Raises:
         RuntimeError: a tensor is sparse, or expanded, so that it cannot be written to; on all ranks.
     """
-    tensors = [t for _, t in parts([("", t) for t in tensors])]
-    for t in tensors:
-        if t.layout is not torch.strided:
-            raise RuntimeError(
-                f"a parameter or buffer of shape {list(t.shape)} has the layout {t.layout}, which is not broadcast; "
-                "leave it out: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
-            )
-        if 0 in t.stride() and any(step == 0 < n - 1 for step, n in zip(t.stride(), t.shape, strict=True)):
-            raise RuntimeError(
-                f"a parameter or buffer of shape {list(t.shape)} with strides {list(t.stride())} has more than "
-                "one element at the same place in memory, and cannot be made equal to another rank's: clone() it first"
-            )
-    items = [
-        Gradient(i, "", t.numel() * t.element_size(), (t.dtype, t.device)) for i, t in enumerate(tensors) if t.numel()
-    ]
-    with torch.no_grad():
-        for bucket in plan_buckets(items, BucketPolicy(cap=cap, first=cap)):
-            chosen = [tensors[g.index].detach() for g in bucket.gradients]
-            # As it lies in memory, unless its values are conjugated or negated only when they are read.
-            if len(chosen) == 1 and chosen[0].is_contiguous() and not (chosen[0].is_conj() or chosen[0].is_neg()):
-                wait([_broadcast(chosen[0], group, source)])
-                continue
-            if group.rank() != source:
-                flat = chosen[0].new_empty(sum([t.numel() for t in chosen]))
+
+    def __init__(self, tensors: Sequence[torch.Tensor], cap: int) -> None:
+        tensors = [t for _, t in parts([("", t) for t in tensors])]
+        for t in tensors:
+            _require_own_memory(t)
+        items = [Gradient(i, "", t.nbytes, (t.dtype, t.device)) for i, t in enumerate(tensors) if t.numel()]
+        planned = plan_buckets(items, BucketPolicy(cap=cap, first=cap))
+        self._messages = [[tensors[g.index] for g in bucket.gradients] for bucket in planned]
+
+    def send(
+        self, group: dist.ProcessGroup, wait: Callable[[Sequence[dist.Work]], None] = _wait, source: int = 0
+    ) -> None:
+        """Overwrite the tensors with those of one rank.
+
+        Args:
+            group: whose ranks take part.
+            wait: what waits for a message.
+            source: the rank within the group whose values count.
+        """
+        with torch.no_grad():
+            for tensors in self._messages:
+                chosen = [t.detach() for t in tensors]
+                # As it lies in memory, unless its values are conjugated or negated only when they are read.
+                if len(chosen) == 1 and chosen[0].is_contiguous() and not (chosen[0].is_conj() or chosen[0].is_neg()):
+                    wait([_broadcast(chosen[0], group, source)])
+                    continue
+                if group.rank() != source:
+                    flat = chosen[0].new_empty(sum([t.numel() for t in chosen]))
+                    wait([_broadcast(flat, group, source)])
+                    _torch.copy_all(chosen, _torch.unflatten(flat, chosen))
+                    continue
+                with _torch.without_autocast(chosen[0].device):  # a forward may run under it
+                    flat = torch.cat([t.reshape(-1) for t in chosen])
                 wait([_broadcast(flat, group, source)])
-                _torch.copy_all(chosen, _torch.unflatten(flat, chosen))
-                continue
-            with _torch.without_autocast(chosen[0].device):  # a forward may run under it
-                flat = torch.cat([t.reshape(-1) for t in chosen])
-            wait([_broadcast(flat, group, source)])
+
+
+def _require_own_memory(t: torch.Tensor) -> None:
+    if t.layout is not torch.strided:
+        raise RuntimeError(
+            f"a parameter or buffer of shape {list(t.shape)} has the layout {t.layout}, which is not broadcast; "
+            "leave it out: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
+        )
+    if 0 in t.stride() and any(step == 0 < n - 1 for step, n in zip(t.stride(), t.shape, strict=True)):
+        raise RuntimeError(
+            f"a parameter or buffer of shape {list(t.shape)} with strides {list(t.stride())} has more than "
+            "one element at the same place in memory, and cannot be made equal to another rank's: clone() it first"
+        )
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:

@@ -146,9 +146,11 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
             "forward_sync_buffers": self.forward_sync_buffers,
         }
         lines = [f"argument {name}: {value}" for name, value in settings.items()]
-        lines += describe("parameter", params) + describe("delayed parameter", delayed) + describe("buffer", buffers)
+        told = describe("buffer", buffers)
+        lines += describe("parameter", params) + describe("delayed parameter", delayed) + told
         lines += [f"requires a gradient: {n}" for n, p in params if p.requires_grad]
         verify_equal(lines, exchange)
+        exchange.agreement.adopt("\n".join(told), beside=True)
         tensors = [t for _, t in [*params, *buffers]]
         wait = partial(exchange.wait, what="the parameters and buffers of rank 0")
         broadcast_coalesced(tensors, self.process_group, cap=self.broadcast_bucket_size, wait=wait)
@@ -269,8 +271,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
                 "DDP with delay_all_reduce_named_params cannot be pickled or copied: wrap the module anew"
             )
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_on_end"):
-            del state[name]
+        for name in ("process_group", "reducer", "logger", "_on_end", "_alike"):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
