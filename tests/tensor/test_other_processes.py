@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.inductor_cache import own_cache
 from tests.older import require
@@ -148,9 +150,24 @@ def test_a_graph_is_not_used_for_parts_that_lie_in_memory_otherwise(tmp_path):
     run(STRIDES, 1, str(tmp_path / "none"), **own_cache(str(tmp_path / "cache")))
 
 
-def test_regions_that_make_dtensors_are_kept_for_other_processes_on_meshes_of_one_axis(tmp_path):
+def test_regions_that_make_dtensors_are_kept_for_other_processes(tmp_path):
     require("meshes in graphs")
     file, cache = str(tmp_path / "none"), str(tmp_path / "cache")
     shapes = ["1", "1", "1x1", "1x1"]
     seen = [run(MADE_INSIDE, 1 + at, file, shape, **own_cache(cache)) for at, shape in enumerate(shapes)]
-    assert [counts.split() for counts in seen] == [["0", "0"], ["1", "0"], ["0", "0"], ["0", "0"]]
+    assert [counts.split() for counts in seen] == [["0", "0"], ["1", "0"], ["0", "0"], ["1", "0"]]
+
+
+def test_graphs_that_may_need_a_group_of_their_own_stay_with_their_process(monkeypatch):
+    """Those of meshes of several axes, unless only one group is over several, and that of all ranks."""
+    from torchshard import init_device_mesh, zeros
+    from torchshard.tensor import caching
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    shapes, keys = [(8,), (4,), (2, 4), (2, 2), (2, 2, 2)], []
+    for process in ("this", "another"):
+        monkeypatch.setattr(caching, "_this_process", process)
+        made = [zeros(8, 8, device_mesh=init_device_mesh("cpu", shape)) for shape in shapes]
+        keys.append([x._stable_hash_for_caching() for x in made])
+    dist.destroy_process_group()
+    assert [here == there for here, there in zip(*keys, strict=True)] == [True, True, True, False, False]

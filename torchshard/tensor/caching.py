@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard._torch import mark_cacheable, whole_in_graphs
@@ -59,11 +61,18 @@ def one_node(function: _Function) -> _Function:
 
 
 def tie(mesh: DeviceMesh) -> str | None:
-    """What such a call is given besides its arguments: it keeps a graph that is this process's own from others.
+    """What such a call is given besides its arguments: it keeps a graph that is this process's own from others."""
+    return owner(mesh) if is_dynamo_compiling() and isinstance(mesh, DeviceMesh) else None
 
-    Those on meshes of several axes are, see BoundMesh.cache_key.
+
+def owner(mesh: DeviceMesh) -> str | None:
+    """The process that alone may have graphs of a mesh; None where all may that have a mesh like it.
+
+    A graph names groups. Those of the axes are made with the mesh, and that of all ranks is there before; others over
+    several axes are made when they are first needed, so another process may not have them.
     """
-    return _this_process if isinstance(mesh, DeviceMesh) and mesh.ndim > 1 else None
+    known = mesh.ndim == 1 or (mesh.ndim == 2 and dist.is_initialized() and mesh.size() == dist.get_world_size())
+    return None if known else _this_process
 
 
 def share() -> list[str]:

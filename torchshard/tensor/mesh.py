@@ -17,7 +17,7 @@ from torchshard.comm.workers import pause_at_exit
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
 from torchshard.layout.layout import Mesh
-from torchshard.tensor.caching import tie
+from torchshard.tensor.caching import owner
 from torchshard.tensor.layout import TensorLayout
 
 
@@ -136,15 +136,11 @@ class BoundMesh(Mesh):
 
     @property
     def cache_key(self) -> Any:
-        """Of graphs that communicate on this mesh, where they outlive the process: equal keys, equal groups.
-
-        A group over several axes is made when it is needed, so a graph of another process may name one that this
-        process does not have: graphs of a mesh with several axes are not shared.
-        """
+        """Of graphs that communicate on this mesh, where they outlive the process: equal keys, equal groups."""
         names = None
         if self.coordinate is not None:
             names = [self.device_mesh.get_group(axis).group_name for axis in range(self.ndim)]
-        return names, self.ranks, self.coordinate, tie(self.device_mesh)
+        return names, self.ranks, self.coordinate, owner(self.device_mesh)
 
     def alive(self) -> bool:
         """Whether none of its process groups has been destroyed."""
