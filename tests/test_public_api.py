@@ -56,10 +56,11 @@ def test_names_and_signatures():
     assert_expected_inline(
         text,
         """\
-class DTensor(Tangent, Tensor)
+class DTensor(WithoutMemory, Tangent, Tensor)
     apply_(self, function)
     backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None)
     data: property
+    data_ptr(self)
     device_mesh: property
     from_local(local_tensor, device_mesh=None, placements=None, *, run_check=False, shape=None, stride=None, grad_placements=None)
     from_torch(upstream)

@@ -193,6 +193,40 @@ def parts_of_the_world(rank, world, folder):
     plain = {"first": torch.zeros(7, 3), "last": torch.zeros(7, 3)}
     dcp.load(plain, checkpoint_id=f"{folder}/async")
     assert all(torch.equal(x, whole) for x in plain.values())
+    views(DeviceMesh("cpu", range(world)), f"{folder}/views")
+
+
+def views(mesh, folder):
+    """Parts that lie within other memory; a view that had to be moved, of which one rank writes what all have."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torchshard.checkpoint import load_into
+    from torchshard.errors import CheckpointError, UnsupportedOperatorError
+
+    part = DTensor.from_local(torch.arange(12.0)[6:].view(2, 3), mesh, [Replicate()])
+    dcp.async_save({"part": part, "chunk": part.chunk(2)[1]}, checkpoint_id=folder).result()
+    plain = {"part": torch.zeros(2, 3), "chunk": torch.zeros(1, 3)}
+    dcp.load(plain, checkpoint_id=folder)
+    assert plain["part"].flatten().tolist() == [6, 7, 8, 9, 10, 11]
+    assert plain["chunk"].tolist() == [[9, 10, 11]]
+
+    base = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    view = base[2:3]
+    base.add_(1)
+    dcp.save({"view": view}, checkpoint_id=folder)
+    plain = {"view": torch.zeros(1)}
+    dcp.load(plain, checkpoint_id=folder)
+    assert view.placements == (Replicate(),)
+    assert plain["view"].item() == 3
+    for target, words in ((view, "had to be moved"), (DTensor.from_local(torch.ones(1), mesh, [Partial()]), "Partial")):
+        with pytest.raises(CheckpointException, match=f"{words}.*cannot be"):
+            dcp.load({"view": target}, checkpoint_id=folder)
+        with pytest.raises(CheckpointError, match=rf"{words}.*cannot be(?s:.*)where: +view"):
+            load_into(folder, {"view": target})
+    with pytest.raises(UnsupportedOperatorError, match="as dcp"):
+        dcp.async_save({"view": view}, checkpoint_id=folder)
 
 
 def test_meshes_of_some_ranks(tmp_path):

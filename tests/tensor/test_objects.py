@@ -7,6 +7,7 @@ import warnings
 import expecttest
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.ranks import run_ranks
 from tests.tensor.proving import prove_group
@@ -26,6 +27,14 @@ def objects(rank, world):
     file.seek(0)
     loaded = torch.load(file)["x"]  # weights_only
     found["torch.load"] = torch.equal(loaded.full_tensor(), full) and loaded.device_mesh == mesh
+    file.seek(0)
+    loaded = torch.load(file, map_location="meta")["x"]
+    found["torch.load to meta"] = (loaded.device.type, loaded.placements) == ("meta", (Shard(0),))
+    found["its mesh"] = torch.equal(loaded.device_mesh.mesh, mesh.mesh) and (loaded + 1).shape == full.shape
+    file.seek(0)
+    with FakeTensorMode():
+        loaded = torch.load(file)["x"]
+    found["torch.load of no values"] = isinstance(loaded.to_local(), FakeTensor) and loaded.shape == full.shape
     p = torch.nn.Parameter(x)
     found["parameter"] = isinstance(p, DTensor) and isinstance(p, torch.nn.Parameter) and p.placements == (Shard(0),)
     layer = torch.nn.Linear(2, 2, bias=False)

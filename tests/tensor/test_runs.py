@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from tests.tensor import proving
 from tests.tensor.cases import GROUPS
 from tests.tensor.proving import exact, place
-from torchshard.errors import ShardingError
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 
 
 def layer_of_a_split_batch(rank, world):
@@ -219,7 +219,7 @@ def placements_of_torch(rank, world):
     assert runs.shape == (8, 4)
     with pytest.raises(ShardingError, match="no nesting of axes"):
         distribute_tensor(full[:10], mesh, ends[0])
-    with pytest.raises(ShardingError, match="in runs is no box"):
+    with pytest.raises(UnsupportedOperatorError, match="in runs is no box"):
         runs.__create_chunk_list__()
 
 

@@ -37,11 +37,11 @@ from torchshard._torch.data_parallel import (
 )
 from torchshard._torch.dtensors import (
     asked,
+    bring_home,
     current_mesh,
     end_modules_once,
     expected,
     functional_collectives,
-    hash_anew,
     introduce,
     is_traced,
     lie_with_others,
@@ -185,6 +185,7 @@ __all__ = [
     "base_of",
     "below_autograd",
     "below_dispatch",
+    "bring_home",
     "buffer_hook",
     "compile_pieces",
     "compile_with_inductor",
@@ -224,7 +225,6 @@ __all__ = [
     "guard_instances",
     "has_hooks",
     "has_hooks_at_end",
-    "hash_anew",
     "hooks_after",
     "hooks_of",
     "in_backward",

@@ -272,15 +272,20 @@ def root_mesh(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
-def hash_anew(mesh: Any) -> None:
-    """Have a mesh that was pickled, and the one that it was cut out of, work out their hashes in this process.
+def bring_home(mesh: Any) -> None:
+    """Have a mesh that was pickled, and the one that it was cut out of, be of this process.
 
-    They keep it with what is pickled, and it is of strings, which hash otherwise in each process (DeviceMesh._hash,
-    2.11-2.15). Without that name meshes keep none.
+    They keep their hash with what is pickled, and it is of strings, which hash otherwise in each process
+    (DeviceMesh._hash, 2.11-2.15). Their ranks are a tensor, which torch.load(map_location="meta") leaves without
+    values, as it does all tensors; the numbers are kept beside it (_rank_map, _flatten_rank_map, 2.11-2.15). Without
+    these names meshes stay as they are loaded.
     """
     for kept in (mesh, root_mesh(mesh)):
         if hasattr(kept, "_hash"):
             kept._hash = None
+        numbers, ranks = getattr(kept, "_flatten_rank_map", None), getattr(kept, "_rank_map", None)
+        if numbers is not None and ranks is not None:
+            kept._rank_map = torch.tensor(numbers, dtype=ranks.dtype, device="cpu")
 
 
 def waited(grad: Tensor) -> Tensor:

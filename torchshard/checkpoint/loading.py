@@ -22,7 +22,7 @@ from torchshard.checkpoint.moving.progress import Progress
 from torchshard.checkpoint.moving.reading import check_sums, read_box_into
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import as_entry, leaves, spread
-from torchshard.errors import CheckpointError
+from torchshard.errors import CheckpointError, UnsupportedOperatorError
 from torchshard.keys.containers import like, places
 from torchshard.layout import Box, whole
 
@@ -67,8 +67,9 @@ def load_into(
 
     Raises:
         CheckpointError: keys that the checkpoint lacks, other shapes, types that are not cast, tensors on the meta
-            device, sparse or expanded, all of them named; nothing is loaded then. Or the files are damaged, or
-            written to meanwhile; some tensors are filled then, unless damage was found by `verify`.
+            device, sparse, expanded or Partial, views that had to be moved, all of them named; nothing is loaded then.
+            Or the files are damaged, or written to meanwhile; some tensors are filled then, unless damage was found by
+            `verify`.
 
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
@@ -230,8 +231,13 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[_Part]:
         held = [(Box(tuple(m.shard_offsets), tuple(m.shard_sizes)), local) for local, m in shards]
     elif isinstance(tensor, torch.distributed.tensor.DTensor):
         held = _of_torch(tensor)
-    elif hasattr(tensor, "__create_chunk_list__"):  # torchshard's DTensor: says no to a Partial one
-        held = [(Box(tuple(c.offsets), tuple(c.sizes)), tensor.to_local()) for c in tensor.__create_chunk_list__()]
+    elif hasattr(tensor, "__create_chunk_list__"):  # torchshard's DTensor
+        try:
+            chunks = tensor.__create_chunk_list__()
+        except UnsupportedOperatorError as error:  # it is Partial, say
+            told = {"expected": error.expected, "got": error.got, "fix": error.fix}
+            raise CheckpointError(error.what, where=printable(key), **told) from None
+        held = [(Box(tuple(c.offsets), tuple(c.sizes)), tensor.to_local()) for c in chunks]
     else:
         held = [(whole(entry.shape), tensor)]
     for box, local in held:

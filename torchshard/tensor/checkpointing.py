@@ -10,12 +10,19 @@ from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from torchshard.errors import ShardingError
+from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.tensor import guards
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.layout import SEVERED
+from torchshard.tensor.pending import arrived
 
 
 def write_items(x: DTensor, name: str) -> list[WriteItem]:
-    """What this rank writes of `x`; nothing on a rank outside of the mesh."""
+    """What this rank writes of `x`; nothing on a rank outside of the mesh.
+
+    All ranks ask, and the planner then has some of them read: a severed view is brought up to date here.
+    """
+    guards.refresh(x)
     properties = TensorProperties.create_from_tensor(x._local_tensor)
     properties.requires_grad = x.requires_grad
     return items(name, x.size(), properties, chunks(x))
@@ -55,7 +62,29 @@ def chunks(x: DTensor) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(offsets=Size(offset), sizes=Size(layout.box.size))]
 
 
+def targets(x: DTensor) -> list[ChunkStorageMetadata]:
+    """Offsets and sizes of what this rank loads into.
+
+    Raises:
+        UnsupportedOperatorError: as `chunks`, by another class: where torch asks, it drops what a ValueError says. Or
+            `x` is a severed view, as what is read into its parts would not reach its base.
+    """
+    try:
+        found = chunks(x)
+    except ShardingError as error:
+        told = {"expected": error.expected, "got": error.got, "fix": error.fix}
+        raise UnsupportedOperatorError(error.what, **told) from None
+    if x._spec.marks & SEVERED:
+        raise UnsupportedOperatorError(
+            "A view that had to be moved cannot be loaded into: it shares no memory with its base.",
+            expected="a DTensor of its own, or a view whose base is split along other dims",
+            got=f"a view, {x._spec}",
+            fix="load into view.clone(), then view.copy_(it); torchshard.parallel.fsdp.load does so",
+        )
+    return found
+
+
 def shard(x: DTensor, index: MetadataIndex) -> Tensor:
-    """The local tensor that an index names; there is one."""
+    """The local tensor that an index names; there is one. No rank is asked: not all of them come here."""
     chunks(x)
-    return x.to_local()
+    return arrived(x._local_tensor)

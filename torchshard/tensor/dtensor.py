@@ -10,15 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard import _torch
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.tensor.caching import digest, tie
 from torchshard.tensor.layout import SEVERED, TensorLayout, Told, from_torch, sized, told_of
+from torchshard.tensor.memory import WithoutMemory, no_memory
 from torchshard.tensor.mesh import PICKLED, bind, restored
 from torchshard.tensor.pending import arrived
 from torchshard.tensor.tangents import Tangent
 
 
-class DTensor(Tangent, Tensor):
+class DTensor(WithoutMemory, Tangent, Tensor):
     """A tensor whose pieces live on the ranks of a mesh; made by `from_local`, `distribute_tensor` or a factory.
 
     Shape, stride and dtype are those of the global tensor. Operators take layouts to layouts by rules and move data
@@ -246,7 +247,7 @@ class DTensor(Tangent, Tensor):
             from torchshard.tensor import outside
 
             return outside.whole(self, "numpy()").numpy(force=True)
-        raise _no_memory("numpy()", "numpy(force=True)")
+        raise no_memory("numpy()", "numpy(force=True)")
 
     def new(self, *data: Any, device: Any = None) -> Tensor:  # type: ignore[override]
         """torch's oldest constructor: empty, of these lengths; of the values in a list; or the tensor that is given."""
@@ -255,28 +256,8 @@ class DTensor(Tangent, Tensor):
             return first.view_as(first) if isinstance(first, Tensor) else self.new_tensor(first, device=device)
         return self.new_empty(*(data or (0,)), device=device)
 
-    def share_memory_(self) -> "DTensor":
-        """Move this rank's part to shared memory."""
-        self._local_tensor.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether this rank's part is in shared memory."""
-        return bool(self._local_tensor.is_shared())
-
-    def storage(self) -> Any:
-        """Refused: a DTensor has no storage of its own."""
-        raise _no_memory("storage()", "full_tensor().storage()")
-
-    def apply_(self, function: Any) -> "DTensor":
-        """Refused: torch would write to where a DTensor has no memory."""
-        raise _no_memory("apply_()", "full_tensor().apply_(f)")
-
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if self.ndim == 0 else object.__format__(self, spec)
-
-    def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        raise _no_memory("__dlpack__()", "full_tensor().__dlpack__()")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Printing must not communicate. A term or an old copy would look like the value, so neither is shown.
@@ -307,7 +288,7 @@ class DTensor(Tangent, Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.data_ptr() == 0 and not self._spec.marks & SEVERED:
+        if self.storage_offset() == 0 and not self._spec.marks & SEVERED:
             return Tensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
         return Tensor.__reduce_ex__(self._like_me(self.detach().clone()), protocol)  # type: ignore[no-untyped-call]
 
@@ -349,10 +330,10 @@ class DTensor(Tangent, Tensor):
         return checkpointing.write_items(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Offsets and sizes of what this rank holds: see checkpointing.py."""
+        """Offsets and sizes of what this rank holds and may load into: see checkpointing.py."""
         from torchshard.tensor import checkpointing
 
-        return checkpointing.chunks(self)
+        return checkpointing.targets(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """The local tensor that an index names: see checkpointing.py."""
@@ -376,15 +357,6 @@ def dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
             yield from dtensors_in(x)
         elif type(x) is DTensor:
             yield x
-
-
-def _no_memory(what: str, instead: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(
-        f"{what} shares the memory of a tensor, which a DTensor spreads over ranks.",
-        expected="a plain tensor",
-        got="a DTensor",
-        fix=f"x.{instead} for a copy of the whole, x.to_local() for the part of this rank",
-    )
 
 
 # As torch does for its own: the default torch.load makes objects of known classes only, and may come before any use.

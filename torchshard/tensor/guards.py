@@ -105,6 +105,14 @@ class Window:
                 fix="return view.clone()",
             ) from error
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Window":
+        raise UnsupportedOperatorError(
+            "A view that had to be moved cannot be copied part by part, as dcp.async_save does.",
+            expected="a DTensor of its own",
+            got=f"a view of {self.layout}",
+            fix="view.clone()",
+        )
+
     def refuse_unwritable(self) -> None:
         """Raise where the base cannot be made like the copy, as its elements lie on one another."""
         refuse_overlapping(self.layout)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import group_of_members, hash_anew, outside_of_traces, real_object
+from torchshard._torch import bring_home, group_of_members, outside_of_traces, real_object
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.group import Group
 from torchshard.comm.workers import pause_at_exit
@@ -230,7 +230,9 @@ def restored(device_mesh: DeviceMesh) -> BoundMesh:
             fix="call torch.distributed.init_process_group() before, or save x.full_tensor()",
         )
     place = device_mesh.get_coordinate()
-    here = (device_mesh.mesh == dist.get_rank()).nonzero().tolist()
+    with outside_of_traces():  # files are also loaded under a FakeTensorMode
+        bring_home(device_mesh)
+        here = (device_mesh.mesh == dist.get_rank()).nonzero().tolist()
     if here != ([] if place is None else [list(place)]):
         raise ShardingError(
             "A DTensor was saved by another rank: what it holds is the part of that one.",
@@ -238,7 +240,6 @@ def restored(device_mesh: DeviceMesh) -> BoundMesh:
             got=f"that of the rank at {None if place is None else tuple(place)}",
             fix="load on each rank what that rank has saved, or save x.full_tensor()",
         )
-    hash_anew(device_mesh)
     known = any(mesh == device_mesh and bound.alive() for (mesh, *_), bound in _by_value)
     if not known and place is not None:
         _check_groups(device_mesh)
