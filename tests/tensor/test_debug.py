@@ -240,23 +240,23 @@ def test_what_cannot_be_shown(mesh):
 def test_implicit_redistribution_is_refused(mesh):
     x, w = matrices(mesh)
     with ExplicitRedistributionContext(), pytest.raises(ImplicitRedistributionError) as caught:
-        torch.cumsum(w, 0)
+        torch.flip(w, [0])
     assert_expected_inline(
         str(caught.value),
         """\
-cumsum.default would redistribute its argument 'self', which nobody has asked for.
+flip.default would redistribute its argument 'self', which nobody has asked for.
   expected: (dp=2:R, tp=4:S(1))
   got:      float32[8, 8] (dp=2:R, tp=4:S(0))
   where:    inside of ExplicitRedistributionContext
   fix:      before it, call .redistribute(placements=[Replicate(), Shard(dim=1)])""",
     )
     assert isinstance(caught.value, RuntimeError)
-    torch.cumsum(w, 0)
+    torch.flip(w, [0])
     with ExplicitRedistributionContext(), pytest.raises(ImplicitRedistributionError):
-        torch.cumsum(w, 0)  # from a kept plan
+        torch.flip(w, [0])  # from a kept plan
     with ExplicitRedistributionContext():
         advised = w.redistribute(placements=[Replicate(), Shard(dim=1)])
-        assert torch.cumsum(advised, 0).placements == (Replicate(), Shard(1))
+        assert torch.flip(advised, [0]).placements == (Replicate(), Shard(1))
         assert x.full_tensor().shape == (8, 8)
 
 
@@ -290,26 +290,26 @@ def test_the_innermost_context_decides(mesh):
     _, w = matrices(mesh)
     with ExplicitRedistributionContext():
         with ExplicitRedistributionContext(enable=False):
-            torch.cumsum(w, 0)
+            torch.flip(w, [0])
         with pytest.raises(ImplicitRedistributionError):
-            torch.cumsum(w, 0)
+            torch.flip(w, [0])
     outer, inner = ExplicitRedistributionContext(enable=False), ExplicitRedistributionContext()
     with outer, inner, pytest.raises(ImplicitRedistributionError):
-        torch.cumsum(w, 0)
+        torch.flip(w, [0])
 
     def explained():
         with ExplicitRedistributionContext():
-            torch.cumsum(w, 0)
+            torch.flip(w, [0])
 
     with pytest.raises(ImplicitRedistributionError):
         explain(explained)
-    torch.cumsum(w, 0)
+    torch.flip(w, [0])
 
 
 def test_warnings_instead(mesh):
     _, w = matrices(mesh)
-    with ExplicitRedistributionContext(mode="warn"), pytest.warns(RuntimeWarning, match="cumsum.default would"):
-        torch.cumsum(w, 0)
+    with ExplicitRedistributionContext(mode="warn"), pytest.warns(RuntimeWarning, match="flip.default would"):
+        torch.flip(w, [0])
     with pytest.raises(RuntimeError, match="Invalid mode"):
         ExplicitRedistributionContext(mode="ignore")
 
