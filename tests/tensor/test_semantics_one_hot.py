@@ -33,13 +33,14 @@ PROGRAMS = {
     "too few on the last rank": _one_hot(torch.arange(5), 4),
     "negative": _one_hot(CLASSES - 1, 5),
     "negative, as many as there are": _one_hot(CLASSES - 1),
+    "the smallest number": _one_hot(torch.tensor([0, 1, -(2**63)]), 5),
     "no elements": _of_no_elements,
     "gradients": _chosen,
 }
 
 
 def test_it_does_as_with_plain_tensors():
-    check(__name__, "PROGRAMS", raises=4)
+    check(__name__, "PROGRAMS", raises=5)
 
 
 def beside(rank, world):

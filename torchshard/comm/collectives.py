@@ -206,7 +206,7 @@ def start_all_reduce(x: Tensor, op: str, group: Group) -> Started[Tensor]:
 
 
 def all_reduce_largest(x: Tensor, group: Group) -> Tensor:
-    """The largest of all ranks' values, which are floating-point numbers and not NaN: one collective, not two."""
+    """The largest of all ranks' values, of a dtype that is carried and none a NaN: one collective, not two."""
     return _wait(_sent(group, _c10d.all_reduce, dense(x), "max"), group)
 
 

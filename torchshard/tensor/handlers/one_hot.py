@@ -34,21 +34,24 @@ def require_classes(name: str, arguments: Sequence[Any]) -> None:
     if not _counts(numbers):
         return
     below, largest = _extremes(classes)
-    if below > 0 or largest >= len(numbers):
-        raise RuntimeError(f"Class values must be {'non-negative' if below > 0 else 'smaller than num_classes'}.")
+    if below >= 0 or largest >= len(numbers):
+        raise RuntimeError(f"Class values must be {'non-negative' if below >= 0 else 'smaller than num_classes'}.")
 
 
 def _extremes(classes: DTensor) -> list[int]:
-    """How far the smallest class of all ranks is below 0, and the largest one; less than that where there are none."""
+    """How far the smallest class of all ranks is below -1, and the largest one; -1 where there are none.
+
+    Below -1, as every number has that distance: that of the smallest number to 0 is none.
+    """
     layout = classes._spec
     mesh = layout.mesh
     if is_traced(classes._local_tensor) or mesh.coordinate is None:
-        return [int(x) for x in (-classes.min(), classes.max())] if classes.numel() else [-1, -1]
+        return [int(x) for x in (~classes.min(), classes.max())] if classes.numel() else [-1, -1]
     assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     local = part(classes, layout.sharding.without_partial())
-    least, most = torch.aminmax(local) if local.numel() else local.new_tensor([1, -1])
+    least, most = torch.aminmax(local) if local.numel() else local.new_tensor([0, -1])
     axes = tuple(sorted([a for split in layout.sharding.splits.values() for a in split]))
-    found = torch.stack((-least, most))
+    found = torch.stack((~least, most))
     extremes: list[int] = (collectives.all_reduce_largest(found, mesh.group(axes)) if axes else found).tolist()
     return extremes
 
