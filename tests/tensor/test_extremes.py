@@ -53,7 +53,7 @@ def beside_eager(rank, world):
                 for k, (ours, theirs) in enumerate(zip(_calls(x, dim), _calls(whole, dim), strict=True)):
                     got, want = _outcome(ours), _outcome(theirs)
                     if str(got) != str(want):
-                        bad.append((k, whole, split, dim, got, want))
+                        bad.append(f"call {k} of {whole}, split {split}, dim {dim}: {got} for {want}")
     return bad
 
 

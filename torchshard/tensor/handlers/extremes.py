@@ -43,8 +43,9 @@ def _value_and_place(largest: bool) -> Callable[..., Any]:
 
 
 def _found_along(x: DTensor, dims: list[int]) -> bool:
-    """Whether some of the dims are split, and there are elements: else the rule is as good, or has the error."""
-    return any(isinstance(p, Shard) and p.dim in dims for p in x._spec.placements) and 0 not in x.shape
+    """Whether some of the dims are split, and there are elements to compare: else the rule is as good, or errs."""
+    split = any(isinstance(p, Shard) and p.dim in dims for p in x._spec.placements)
+    return split and 0 not in x.shape and not x.is_complex()
 
 
 def _has_places(x: DTensor, dims: list[int]) -> bool:
