@@ -12,12 +12,9 @@ from torch import Tensor
 
 from torchshard.comm.collectives import start_all_gather
 from torchshard.layout.boxes import Box
-from torchshard.layout.layout import Sharding
-from torchshard.layout.placements import Shard
-from torchshard.layout.runs import without
 from torchshard.rules.reducing import dims_of
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import FLOATS, INTEGERS, decided, made_of, part
+from torchshard.tensor.handlers.parts import FLOATS, INTEGERS, eliminated, made_of, part, split_along
 from torchshard.tensor.mesh import BoundMesh
 
 
@@ -44,8 +41,7 @@ def _value_and_place(largest: bool) -> Callable[..., Any]:
 
 def _found_along(x: DTensor, dims: list[int]) -> bool:
     """Whether some of the dims are split, and there are elements to compare: else the rule is as good, or errs."""
-    split = any(isinstance(p, Shard) and p.dim in dims for p in x._spec.placements)
-    return split and 0 not in x.shape and not x.is_complex()
+    return split_along(x, dims) and 0 not in x.shape and not x.is_complex()
 
 
 def _has_places(x: DTensor, dims: list[int]) -> bool:
@@ -58,7 +54,7 @@ def _has_places(x: DTensor, dims: list[int]) -> bool:
 def _first(x: DTensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:
     """The extreme along dims and its number among their elements in row-major order; of equal ones, the first."""
     layout, local = x._spec, part(x, x._spec.sharding)
-    sharding, axes = _eliminated(layout.sharding, dims, keepdim)
+    sharding, axes = eliminated(layout.sharding, dims, keepdim)
     shape = tuple([1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims])
     if layout.box is None:  # outside of the mesh there is nothing but layouts
         return made_of(local, sharding, shape), made_of(local.long(), sharding, shape)
@@ -72,18 +68,6 @@ def _first(x: DTensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> t
     place = places.masked_fill(others, _count(x.shape, dims)).amin(0)
     found = (extreme, place) if keepdim else (extreme.squeeze(dims), place.squeeze(dims))
     return made_of(found[0], sharding, shape), made_of(found[1], sharding, shape)
-
-
-@decided
-def _eliminated(sharding: Sharding, dims: tuple[int, ...], keepdim: bool) -> tuple[Sharding, tuple[int, ...]]:
-    """The sharding once these dims have been eliminated, and the axes that split them."""
-    axes = tuple(sorted([axis for d in dims for axis in sharding.splits.get(d, ())]))
-    whole = without(sharding, dims)
-    if keepdim:
-        return whole, axes
-    at = {d: d - sum(gone < d for gone in dims) for d in whole.splits}
-    placements = [Shard(at[p.dim]) if isinstance(p, Shard) else p for p in whole.placements]
-    return sharding.mesh.sharding(placements, {at[d]: split for d, split in whole.splits.items()}), axes
 
 
 def _of_part(local: Tensor, box: Box, shape: tuple[int, ...], dims: tuple[int, ...], largest: bool) -> list[Tensor]:

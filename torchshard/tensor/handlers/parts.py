@@ -127,6 +127,23 @@ def batched(sharding: Sharding, dim: int, at: int, terms: bool = False) -> Shard
     return sharding.mesh.sharding(placements, {at: axes} if axes and not terms else {})
 
 
+def split_along(x: DTensor, dims: Sequence[int]) -> bool:
+    """Whether a tensor is split along some of the dims."""
+    return any(isinstance(p, Shard) and p.dim in dims for p in x._spec.placements)
+
+
+@decided
+def eliminated(sharding: Sharding, dims: tuple[int, ...], keepdim: bool) -> tuple[Sharding, tuple[int, ...]]:
+    """The sharding once these dims have been eliminated, and the axes that split them."""
+    axes = tuple(sorted([axis for d in dims for axis in sharding.splits.get(d, ())]))
+    whole = without(sharding, dims)
+    if keepdim:
+        return whole, axes
+    at = {d: d - sum(gone < d for gone in dims) for d in whole.splits}
+    placements = [Shard(at[p.dim]) if isinstance(p, Shard) else p for p in whole.placements]
+    return sharding.mesh.sharding(placements, {at[d]: split for d, split in whole.splits.items()}), axes
+
+
 def by_batch(x: Any, dim: int) -> bool:
     """Whether a tensor is split along its batch, no rank being without some of it, and not in runs."""
     if type(x) is not DTensor or x._spec.sharding.runs or dim not in x._spec.sharding.splits:

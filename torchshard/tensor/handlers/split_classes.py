@@ -17,7 +17,7 @@ from torchshard.rules.losses import MEAN, NONE, SUM
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers import losses
-from torchshard.tensor.handlers.parts import in_boxes, made_of, part
+from torchshard.tensor.handlers.parts import eliminated, in_boxes, made_of, part
 from torchshard.tensor.handlers.softmax import note_sums
 
 _IGNORED = -100  # what a rank's kernel is to ignore
@@ -55,12 +55,7 @@ class _SplitClasses:
         box = layout.to(self.sharding).box
         assert box is not None, "a rank outside of the mesh takes part"
         self.start, self.count, self.classes = box.offset[dim], box.size[dim], layout.shape[dim]
-        placements = [
-            Shard(p.dim - (p.dim > dim)) if isinstance(p, Shard) and p.dim != dim else R
-            for p in self.sharding.placements
-        ]
-        order = {d - (d > dim): axes for d, axes in self.sharding.splits.items() if d != dim}
-        self.of_target = self.sharding.mesh.sharding(placements, order)
+        self.of_target, _ = eliminated(self.sharding, (dim,), False)
 
     def terms(self, func: Any, target: Any, weight: Any, reduction: int, ignore: int) -> tuple[DTensor, DTensor]:
         """Loss (a sum, or one for each target) and total weight, each a sum over the ranks that hold other terms."""

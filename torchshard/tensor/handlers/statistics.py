@@ -4,7 +4,7 @@ Where the dims are whole on every rank, the rule of the operator is as good, and
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,8 @@ from torchshard.comm import collectives
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.reducing import Dims, dims_of
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import FLOATS, INTEGERS, EagerAlone, in_boxes, made_of, part, wide
+from torchshard.tensor.handlers.parts import FLOATS, INTEGERS, EagerAlone, in_boxes, made_of, part, split_along, wide
 from torchshard.tensor.mesh import BoundMesh
-
-
-def _split_along(x: DTensor, dims: Sequence[int]) -> bool:
-    return any(isinstance(p, Shard) and p.dim in dims for p in x._spec.placements)
 
 
 def _moments(x: DTensor, dims: list[int], correction: float | None, keepdim: bool) -> tuple[Any, Any]:
@@ -36,7 +32,7 @@ def _moments(x: DTensor, dims: list[int], correction: float | None, keepdim: boo
 def _variance(finish: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def run(func: Any, x: Any, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
         dims = dims_of(dim, x.ndim)
-        if not _split_along(x, dims):
+        if not split_along(x, dims):
             return NotImplemented
         roomy: Any = wide(x)
         found = finish(*_moments(roomy, dims, correction, keepdim))
@@ -49,7 +45,7 @@ def _variance(finish: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 def _logsumexp(func: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
     dims = dims_of(dim, x.ndim)
-    if not _split_along(x, dims) or not x.is_floating_point() or 0 in [x.shape[d] for d in dims]:
+    if not split_along(x, dims) or not x.is_floating_point() or 0 in [x.shape[d] for d in dims]:
         return NotImplemented
     largest = x.amax(dims, True)
     finite = torch.where(largest.abs() == math.inf, 0.0, largest)
@@ -93,7 +89,7 @@ def _trace(func: Any, x: Any) -> Any:
 
 def _bincount(func: Any, x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """As many zeros as all ranks' largest number asks for, to which every part adds its ones or weights."""
-    counts = not x.is_floating_point() and x.dtype is not torch.bool and x.ndim == 1 and _split_along(x, [0])
+    counts = not x.is_floating_point() and x.dtype is not torch.bool and x.ndim == 1 and split_along(x, [0])
     if not counts or not x.numel() or (weights is not None and weights.shape != x.shape):
         return NotImplemented
     least, largest = x.aminmax()
@@ -123,7 +119,7 @@ def _running(
     def run(func: Any, x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
         dims, layout, kind = dims_of(dim, x.ndim), x._spec, dtype or x.dtype
         sharding = layout.sharding
-        if not _split_along(x, dims) or sharding.partial or sharding.runs or kind not in kinds:
+        if not split_along(x, dims) or sharding.partial or sharding.runs or kind not in kinds:
             return NotImplemented
         result = dtype or (kind if kind in FLOATS else torch.int64)
         mine = part(x, sharding).to(kind)
