@@ -134,6 +134,35 @@ def test_one_graph_for_all_lengths(name, placement, n):
     assert counting.frame_count <= (1 if n == 8 else 2)  # parts that come to be even, or cease to, look different
 
 
+def test_dims_flattened_before_a_split_one_have_a_graph_for_each_length():
+    """How many runs there are is a number. A batch of split sequences stays where it lies, as in eager mode."""
+    torch._dynamo.reset()
+    counting = CompileCounterWithBackend("aot_eager")
+    rows = torch.compile(lambda x: x.flatten(0, 1) * 2, backend=counting, fullgraph=True)
+    for batch, time in ((3, 8), (6, 8), (5, 12), (5, 16)):
+        x = distribute_tensor(torch.randn(batch, time, 2), MESH, [Shard(1)])
+        result = rows(x)
+        assert described(result) == described(x.flatten(0, 1) * 2)
+        assert str(result._spec.sharding) == f"(tp=4:S(0/{batch}))"
+    assert counting.frame_count == 3
+    module = Around(lambda x: (from_local(x, MESH, [Shard(1)]).flatten(0, 1) * 2).full_tensor())
+    exported = torch.export.export(module, (torch.ones(3, 2, 2),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert exported.module()(torch.ones(5, 2, 2)).shape == (40, 2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "view"),
+    [(Shard(0), lambda x: x.flatten(0, 1)), (Shard(1), lambda x: x.flatten(1, 2)), (Shard(1), lambda x: x[0].t())],
+)
+def test_views_of_any_length_come_in(placement, view):
+    compiled = torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)
+    torch._dynamo.reset()
+    for length in (4, 8, 12):
+        shape = (length, 6, 2) if placement.dim == 0 else (6, length, 2)
+        x = view(distribute_tensor(torch.randn(shape), MESH, [placement]))
+        assert described(compiled(x)) == described(x * 2)
+
+
 def test_another_length_for_which_another_way_is_cheaper_has_a_graph_of_its_own():
     torch._dynamo.reset()
     weight = distribute_tensor(torch.randn(4, 64), MESH, [Shard(1)])

@@ -109,13 +109,18 @@ def mend_trace(n: Any) -> None:
     where such a result depends on the symbol again: in this trace a symbol stays what it was at first. And where sizes
     of local tensors have symbols of their own, guards of inductor's cached graphs name inputs that the graph does not
     have, which is a KeyError: such a graph is not taken from the cache. Either is an attribute of one trace's objects.
+    Of a view that comes in, the tracer knows a length 7 s, but not s, of which other lengths are made: it is told.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
     known = getattr(tracer, "sympy_expr_tracker", None)
     if type(known) is dict:
-        tracer.sympy_expr_tracker = _FirstKept(known)
+        known = tracer.sympy_expr_tracker = _FirstKept(known)
+    if known is not None and n in tracer.symnode_tracker:
+        times, symbol = n.node.expr.as_coeff_Mul()
+        if times != 1 and symbol.is_Symbol and symbol not in known:
+            n // int(times)
     shapes: Any = getattr(getattr(n, "node", None), "shape_env", None)
     evaluate = getattr(shapes, "evaluate_guards_expression", None)
     if evaluate is not None and not isinstance(evaluate, _OfKnownInputs):
@@ -168,12 +173,14 @@ def unrecorded(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def asked(function: Callable[..., Any], *args: Any) -> None:
-    """As above, of a function that asks of lengths what is best in this run: graphs are made anew where that turns.
-
-    An exported program cannot be, and keeps what it has for all lengths.
-    """
-    if not torch.compiler.is_exporting():
+    """As above, of a function that asks of lengths what is best in this run: graphs are made anew where that turns."""
+    if renewed():
         unrecorded(function, *args)
+
+
+def renewed() -> bool:
+    """Whether graphs are made anew for other lengths; an exported program keeps what it has for all of them."""
+    return not torch.compiler.is_exporting()
 
 
 def wrapper_constructor() -> Callable[[type[Tensor], Tensor, Any, bool], Tensor]:

@@ -21,12 +21,14 @@ class Symbolic:
         asked: calls one that asks of lengths what a trace depends on, so that it is made anew where the answer turns.
         expected: what a length is in this run; to ask for it does not tie a graph to it.
         number: a length that can only be one number, as that number; others as they are.
+        renewed: whether a trace is made anew for lengths that it is not for.
     """
 
     unrecorded: Callable[..., Any] = staticmethod(lambda function, *args: function(*args))
     asked: Callable[..., None] = staticmethod(lambda function, *args: function(*args))
     expected: Callable[[int], int] = staticmethod(lambda n: n)
     number: Callable[[int], int] = staticmethod(lambda n: n)
+    renewed: Callable[[], bool] = staticmethod(lambda: True)
 
 
 def _unrecorded(function: Callable[[int, *_Ts], _T]) -> Callable[[int, *_Ts], _T]:

@@ -42,6 +42,7 @@ class Way:
         runs: how many runs it is split in.
         even: every rank must hold an equal piece of each run of the factor.
         full: no rank may hold an empty piece of it.
+        told: symbolic lengths, whose numbers the placements are for.
     """
 
     operands: Placements
@@ -50,6 +51,7 @@ class Way:
     runs: int = 1
     even: bool = False
     full: bool = False
+    told: tuple[int, ...] = ()
 
 
 def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mapping[int, int | None]) -> Lifted | None:
@@ -68,6 +70,9 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     kinds = [p for layout in layouts for p in layout.placements if isinstance(p, Partial)]
     runs = {n for layout in layouts for n in layout.sharding.runs.values()}
     possible = list(ways(bound, options, kinds, runs))
+    if runs:  # with which numbers of runs are compared, also those that a way would be for
+        for way in possible:
+            _settle(way)
     if options.like and len(possible) == 1:  # results that share no dim with the operands, of which nothing is read
         return Lifted(tuple([o.sharding for o in layouts]), (mesh.replicated(),) * len(bound.results))
     nbytes = [layout.largest_nbytes() for layout in layouts]
@@ -90,6 +95,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
             return None
         launches, _, at = ranked[first]
         best = possible[at]
+        _settle(best)
         chosen.append(best)
         if any(type(n) is not int for n in nbytes):
             others = [possible[other] for also, _, other in ranked[first + 1 :] if also == launches]
@@ -149,6 +155,7 @@ def _split(bound: Bound, options: Options, factor: str, runs: int) -> Way | None
     even = runs > 1
     operands: list[Placement] = []
     results: list[Placement] = []
+    told: list[int] = []
     for side, placements in ((bound.operands, operands), (bound.results, results)):
         for k, dims in enumerate(side):
             at = [d for d, dim in enumerate(dims) if factor in dim]
@@ -156,11 +163,14 @@ def _split(bound: Bound, options: Options, factor: str, runs: int) -> Way | None
                 return None
             if at:
                 dim = dims[at[0]]
-                slower = [bound.sizes.get(f) for f in dim[: dim.index(factor)]]
-                if not all(isinstance(n, int) for n in slower):
+                before = dim[: dim.index(factor)]
+                slower = [bound.sizes[f] for f in before if f in bound.sizes]
+                symbolic = [n for n in slower if type(n) is not int]
+                if len(slower) < len(before) or (symbolic and not Symbolic.renewed()):
                     return None  # a number of runs that is not known
+                told += symbolic
                 even = even or len(dim) > 1
-                placements.append(Shard(at[0], math.prod([n for n in slower if n]) * runs))
+                placements.append(Shard(at[0], math.prod([Symbolic.expected(n) or 1 for n in slower]) * runs))
             elif side is bound.operands:
                 placements.append(partial if reduced and partial and k in options.plus else R)
             elif lacking is None:
@@ -171,7 +181,13 @@ def _split(bound: Bound, options: Options, factor: str, runs: int) -> Way | None
     lossy = partial if any(p is partial for p in results) else None
     even = even or (lossy is not None and lossy.op == "avg")
     full = options.full or (lossy is not None and not exists_of_nothing(lossy.op))
-    return Way(tuple(operands), tuple(results), factor, runs, even, full)
+    return Way(tuple(operands), tuple(results), factor, runs, even, full, tuple(told))
+
+
+def _settle(way: Way) -> None:
+    """A way may be gone: a trace is for just those lengths from here on that its numbers of runs are made of."""
+    for n in way.told:
+        int(n)
 
 
 def _passing(partial: Partial, options: Options) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import asked, expected, mend_trace, norm_partial, number, strided_shard, unrecorded
+from torchshard._torch import asked, expected, mend_trace, norm_partial, number, renewed, strided_shard, unrecorded
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding, contiguous_stride
 from torchshard.layout.pieces import Symbolic
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
 TURNED = 2  # its part lies in memory in another order than from_local was told; operators read a copy in that order
 
-Symbolic.unrecorded, Symbolic.asked, Symbolic.expected, Symbolic.number = unrecorded, asked, expected, number
+Symbolic.unrecorded, Symbolic.asked, Symbolic.expected = unrecorded, asked, expected
+Symbolic.number, Symbolic.renewed = number, renewed
 
 
 class TensorLayout(Layout):
