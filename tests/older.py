@@ -9,8 +9,8 @@ UNKNOWN = {
         "all groups", "ranks of a mesh", "returned mesh", "attributes", "returned placement", "graph breaks",
         "default group", "meshes in graphs", "strided shards", "parameters that are thawed", "inference in a piece",
         "attributes that go in a region", "collectives of a fake group", "stagers that are used again",
-        "masked rows", "join without buffers", "gradients of aminmax",
-        "strides of results", "no default group", "names in graphs",
+        "masked rows", "join without buffers", "gradients of aminmax", "strides of results", "no default group",
+        "names in graphs", "other strides", "scales of rows",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",

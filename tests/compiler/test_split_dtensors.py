@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.older import require
 from torchshard import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from torchshard.compiler import split_backend
 from torchshard.parallel import local_parameters
@@ -79,6 +80,7 @@ def test_the_pieces_make_the_whole(mesh, make, inner):
 
 def test_lent_parameters_count_where_they_are_used(mesh):
     """A module lends all at its beginning."""
+    require("attributes that go in a region")
     module, backend = local_parameters(distribute_module(Layers(), mesh)), split_backend(0, 0, inner="eager")
     x = distribute_tensor(torch.ones(2, 8), mesh, [Replicate()])
     torch.compile(lambda x: module(x), backend=backend, fullgraph=True)(x)
