@@ -120,25 +120,28 @@ def test_buckets_are_those_of_rank_0_if_sizes_were_never_compared():
 
 
 def _apart(rank, world, what):
-    """One rank runs a forward more than the others, or alone is prepared for uneven inputs."""
+    """One rank runs a forward more than the others, alone is prepared for uneven inputs, or leaves a model out."""
     from torchshard.ddp import DistributedDataParallel
 
     group = dist.new_group(timeout=timedelta(seconds=3))
     model = DistributedDataParallel(nn.Sequential(mlp(8), nn.BatchNorm1d(8)), process_group=group)
     x = torch.ones(4, 8)
-    model(x).sum().backward()
+    models = [DistributedDataParallel(nn.Linear(8, 8), process_group=group), model][what != "a model less" :]
+    for each in models:
+        each(x).sum().backward()
     if rank == 0 and what == "a forward more":
         model(x)
 
     def steps():
         with model.join() if rank == 0 and what == "join" else contextlib.nullcontext():
             for _ in range(3):
-                model(x).sum().backward()
+                for each in models[rank == 1 and what == "a model less" :]:
+                    each(x).sum().backward()
 
     return _message(steps)
 
 
-@pytest.mark.parametrize("what", ["a forward more", "join"])
+@pytest.mark.parametrize("what", ["a forward more", "join", "a model less"])
 def test_ranks_that_wait_for_different_things_say_for_which(what):
     said = run_ranks(2, _apart, what, timeout=60)
     waited_for = [message.splitlines()[0].partition(" waited in vain for ")[2] for message in said]

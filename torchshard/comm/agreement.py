@@ -66,6 +66,7 @@ class Agreement:
         self._failure: RankMismatchError | None = None
         self._store: Store | None = None
         self._places: tuple[Store, str] | None = None
+        self._group = group
         if self.world > 1 and dist.get_backend(group) != "fake":
             kind = _ALONE if alone else "agreements"
             self._places = _torch.group_store(group), f"torchshard/{group.group_name}/{kind}"
@@ -180,7 +181,7 @@ class Agreement:
         if (store := self._common_store()) is None:
             raise error or RuntimeError(f"{what} failed")
         store.set("lost", "")  # the others look for it while they wait, and answer
-        silent, waits = _answers(store, self.rank, self.world, what)
+        silent, waits = _answers(self._group, "lost", what)  # those that wait for another of its users, too
         self.fail(_lost(what, self.rank, self.world, silent, error, waits), error)
 
     def fail(self, failure: RankMismatchError, cause: Exception | None = None) -> NoReturn:
@@ -271,8 +272,7 @@ def raise_lost(group: dist.ProcessGroup, what: str, error: Exception) -> NoRetur
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         raise error
-    store = PrefixStore(f"torchshard/{group.group_name}/failed", _torch.group_store(group))
-    silent, _ = _answers(store, group.rank(), group.size(), what, again=True)
+    silent, _ = _answers(group, "failed", what)
     if silent is None:
         raise error
     ranks = dist.get_process_group_ranks(group)
@@ -280,20 +280,23 @@ def raise_lost(group: dist.ProcessGroup, what: str, error: Exception) -> NoRetur
     raise _lost(what + place, group.rank(), group.size(), f"{silent}: lost, or still waiting", error, {}) from error
 
 
-def _answers(store: Store, rank: int, world: int, what: str, again: bool = False) -> tuple[str | None, dict[int, str]]:
-    """Which ranks do not leave a sign in a store within some seconds, as this one does; None and what each waits for.
+def _answers(group: dist.ProcessGroup, place: str, what: str) -> tuple[str | None, dict[int, str]]:
+    """Which ranks do not leave a sign in the group's store within some seconds, as this one does; else None.
+
+    And what each of them waits for, if all do. One place serves all Agreements of the group, as ranks that have come
+    apart may wait on behalf of different ones. Ranks may ask more than once: what they left the first time is no sign
+    the second time.
 
     Args:
-        store: which the ranks have in common.
-        rank: this one.
-        world: how many there are.
-        what: this one waits for.
-        again: ranks may ask more than once: what they left the first time is no sign the second time.
+        group: whose collective has failed.
+        place: in the store.
+        what: this rank waits for.
     """
+    rank, world = group.rank(), group.size()
     silent, waits = set(range(world)), dict[int, str]()
     try:
-        if again:
-            store = PrefixStore(str(store.add(f"turns/{rank}", 1)), store)
+        store: Store = PrefixStore(f"torchshard/{group.group_name}/{place}", _torch.group_store(group))
+        store = PrefixStore(str(store.add(f"turns/{rank}", 1)), store)
         store.set(f"alive/{rank}", what)
         deadline = time.monotonic() + _TO_ANSWER
         while silent and time.monotonic() < deadline:

@@ -85,7 +85,8 @@ def _arriving(reducer: "Reducer", bucket: FlatBucket, quiet: int) -> Callable[[i
         bucket: of the parameters.
         quiet: how many others of the bucket only append themselves to `heard`, which is three times cheaper.
     """
-    pending, take, large, arrived = bucket.pending, bucket.take, bucket.large, reducer.arrived
+    pending, take, arrived = bucket.pending, bucket.take, reducer.arrived
+    large = () if reducer.holds else bucket.large
 
     @_torch.skip_frame
     def gradient_arrived(index: int, param: torch.Tensor) -> None:

@@ -112,6 +112,13 @@ class FlatBucket:
         else:
             param.grad = place
 
+    def succeed(self, others: Iterable["FlatBucket"]) -> None:
+        """Take what has come in this backward while others stood in the place of this bucket, which have taken none."""
+        came = {i for other in others for i in other.members.keys() - other.pending}
+        self.pending.difference_update(came)
+        self._existing = {i for other in others for i in other._existing}
+        self.take_large()
+
     def settle(self) -> None:
         """Take those that were heard of off the pending ones; KeyError with the number of one that came twice."""
         while self.heard:

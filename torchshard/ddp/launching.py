@@ -6,6 +6,7 @@ from torchshard import _torch
 from torchshard.ddp.arrivals import Hooks, in_turn
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.layouts import Events
 from torchshard.ddp.reduction import Hooked, Sum
 
 
@@ -19,6 +20,7 @@ class Launching:
     exchange: Exchange
     reduction: Sum | Hooked
     buckets: list[FlatBucket]
+    arrived: Events | None
     _plan_text: str
     _names: list[str]  # of the buckets, for messages
 
@@ -26,10 +28,17 @@ class Launching:
         """The reducer's own: the gradient of a parameter came that should not."""
         raise NotImplementedError
 
+    @property
+    def holds(self) -> bool:
+        """Whether nothing leaves before a backward's end: by then buckets are laid out, and a hook sees these alone."""
+        return self.arrived is not None and not self.reduction.is_linear
+
     @_torch.untraced
     @in_turn
     def complete(self, full: FlatBucket) -> None:
         """This bucket seems full. Launch those that are, in order, up to the first that is not."""
+        if self.holds:
+            return
         self._settle(full)
         if not full.pending:
             full.close()

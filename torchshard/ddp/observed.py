@@ -177,8 +177,17 @@ class ObservedReducer(Reducer):
         if self.link is not None:
             self._choose_policy(events if events and not compiled else None)
         super()._learn()
-        if self.link is not None and first and any(isinstance(b, GraphBucket) for b in self.buckets):
+        if self.link is not None and first and not self.holds and any(isinstance(b, GraphBucket) for b in self.buckets):
             self._learn_again()  # decided by the layout, which all ranks have in common
+
+    def _learn_again(self) -> None:
+        if not self.may_remember_buckets:
+            super()._learn_again()
+
+    def _lay_out_before(self) -> None:
+        super()._lay_out_before()
+        if self.step is not None:
+            self.step.lay_out(self.plan)
 
     def _choose_policy(self, seen: Events | None) -> None:
         """Use the sizes, and the link in the way, that suit what rank 0 has seen of a backward, if it has seen one."""
@@ -272,6 +281,8 @@ class ObservedReducer(Reducer):
         self._forget_failed()
         self.exchange.agreement.restart()
         self.exchange.confirm(self._plan_text)
+        if self.holds:
+            self._lay_out_before()
         given = self._get_zeros_like_grad_buckets()
         works = [self.reduction.send(bucket) for bucket in given]
         self.exchange.issued += len(works)

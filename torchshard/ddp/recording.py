@@ -49,8 +49,12 @@ class Step:
 
     def begin_backward(self, plan: tuple[PlannedBucket, ...]) -> None:
         """The backward has reached an output, or a gradient has come."""
-        self.plan, self.times = plan, [BucketTimes() for _ in plan]
+        self.lay_out(plan)
         self.backward = time.time_ns()
+
+    def lay_out(self, plan: tuple[PlannedBucket, ...]) -> None:
+        """None of its buckets has been full before."""
+        self.plan, self.times = plan, [BucketTimes() for _ in plan]
 
     def ready(self, number: int) -> None:
         """A bucket is full; said again, it counts from the first time."""

@@ -248,7 +248,7 @@ class Reducer(Launching, ReducerCompatibility):
             self.arrived.end = time.perf_counter()
         for bucket in self.buckets:
             self._settle(bucket)
-            if self.usage.learning:
+            if self.usage.learning and not self.holds:
                 bucket.take_large()
         if not self.usage.tolerant and any(b.pending for b in self.buckets):
             self._listen()
@@ -257,10 +257,20 @@ class Reducer(Launching, ReducerCompatibility):
                 bucket.install()
             return
         self._confirm()
+        if self.holds:
+            self._lay_out_before()
         self._launch_rest(self.usage.skipped(self.buckets, self._touched, self.exchange))
         self.is_unfinished = True
         if not self.waits_for_user:
             self.finish()
+
+    def _lay_out_before(self) -> None:
+        """The buckets of the backwards to come are those of this one, too."""
+        before = self.buckets
+        self._learn()
+        for bucket in self.buckets:
+            bucket.succeed(before)
+        self._confirm()
 
     def finish(self) -> None:
         """Wait for the reduction of the last backward, and hand its results out."""
@@ -285,7 +295,10 @@ class Reducer(Launching, ReducerCompatibility):
 
     def _rearrange(self) -> None:
         """A backward has been reduced on all ranks; maybe the next one is to use other buckets."""
-        if self.arrived is not None:
+        if self.holds:  # laid out already
+            self.arrived = None
+            self._adopt(self._layout, agreed=self._verified)
+        elif self.arrived is not None:
             self._learn()
         elif is_milestone(self.counters.backwards) and self.lending.somebody_wishes():
             self._learn_again()
@@ -367,7 +380,8 @@ class Reducer(Launching, ReducerCompatibility):
         laid = lay_out(self.arrived, self._gradients, self.lending.shared, self.policy, self.lending.joins)
         numbers = self.exchange.of_first_rank(encode(laid))
         self.lending.know(event for event in self.arrived if isinstance(event, tuple))
-        self.arrived = None
+        if not self.holds:
+            self.arrived = None
         self._adopt(decode(numbers), agreed=self._verified)
 
     def _adopt(self, layout: tuple[LaidBucket, ...], agreed: bool) -> None:

@@ -255,6 +255,11 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         """A frame of its own, for torch.compile to start at."""
         return self.module(*inputs, **kwargs)
 
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        """Whether buckets are laid out as a backward was seen; asked by torch's hooks that step optimizers."""
+        return self.reducer.has_learned
+
     def _look_for_optimizers(self) -> None:
         if not self._looked_for_optimizers:
             self._setup_in_backward_optimizers()
