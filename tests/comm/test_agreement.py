@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import meet, run_ranks
-from torchshard.comm.agreement import Agreement, raise_lost
+from torchshard.comm.agreement import Agreement
+from torchshard.comm.lost import raise_lost
 from torchshard.comm.waiting import wait_for
 from torchshard.errors import RankMismatchError
 

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any, NoReturn
 
@@ -23,18 +23,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from torchshard import _torch
+from torchshard.comm.lost import NO_LOSS, answers, first_line, lost, short
 from torchshard.errors import RankMismatchError
-
-NO_LOSS = RankMismatchError, NotImplementedError, torch.OutOfMemoryError
-"""Kinds of RuntimeError that tell of something else than a lost rank."""
 
 _ALONE, _BESIDE, _MOST_BESIDE = "copies", -1, 64
 _FIX = "run the same model, with the same settings, on every rank"
 _GIVEN_UP = 2**32  # more than there are ranks
-_LONGEST_LINE = 200
-_NO_STORE = "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
-_TO_ANSWER = 3.0
-"""Seconds in which every rank that waits for a collective sees that it is asked whether it lives."""
 
 
 class Agreement:
@@ -188,8 +182,33 @@ class Agreement:
             raise error or RuntimeError(f"{what} failed")
         with contextlib.suppress(RuntimeError):  # the store's
             store.set("lost", "")  # the others look for it while they wait, and answer
-        silent, waits = _answers(store, self.rank, self.ranks, what)
-        self.fail(_lost(what, self.rank, self.world, silent, error, waits), error)
+        silent, waits = answers(store, self.rank, self.ranks, what)
+        self.fail(lost(what, self.rank, self.world, silent, error, waits), error)
+
+    def refuse(self, error: Exception, position: int = 0) -> None:
+        """This rank takes no part in what comes next, or is under way: the others raise, when they wait for it.
+
+        Returns when they know, or after some seconds; what it does then is to raise `error`.
+
+        Args:
+            error: why.
+            position: how many collectives this rank has issued and will see to their end.
+        """
+        if (store := self._common_store()) is not None:
+            what = getattr(error, "what", None) or f"{type(error).__name__}: {first_line(error)}"
+            parts = {name: getattr(error, name, None) for name in ("expected", "got", "where", "fix")}
+            said = {name: str(part) for name, part in parts.items() if part is not None}
+            with contextlib.suppress(RuntimeError):
+                self._find(store, self._asked, position, {"what": f"rank {self.rank} takes no part: {what}", **said})
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What this rank prepares for a plan: where it fails, the others, which wait for this rank, are told why."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error)
+            raise
 
     def fail(self, failure: RankMismatchError, cause: Exception | None = None) -> NoReturn:
         """Raise this, now and by `raise_failure` later."""
@@ -294,92 +313,12 @@ class Agreement:
         raise self._failure
 
 
-def raise_lost(group: dist.ProcessGroup, what: str, error: Exception) -> NoReturn:
-    """A collective without an Agreement has failed: raise RankMismatchError with the ranks that do not answer.
-
-    Others hear of it only when their own collective fails: those that still wait are named, too. Where all ranks have
-    failed, none is lost, and the error is raised as it is.
-
-    Args:
-        group: whose collective it was.
-        what: the collective, for the message.
-        error: how it has failed.
-    """
-    if group.size() == 1 or dist.get_backend(group) == "fake":
-        raise error
-    store = PrefixStore(f"torchshard/{group.group_name}/failed", _torch.group_store(group))
-    silent, _ = _answers(store, group.rank(), range(group.size()), what, again=True)
-    if silent is None:
-        raise error
-    ranks = dist.get_process_group_ranks(group)
-    place = "" if ranks == [*range(len(ranks))] else f" of a group; its ranks 0, 1, ... are {ranks} of the world"
-    raise _lost(what + place, group.rank(), group.size(), f"{silent}: lost, or still waiting", error, {}) from error
-
-
-def _answers(
-    store: Store, rank: int, ranks: Sequence[int], what: str, again: bool = False
-) -> tuple[str | None, dict[int, str]]:
-    """Which ranks do not leave a sign in a store within some seconds, as this one does; None and what each waits for.
-
-    Args:
-        store: which the ranks have in common.
-        rank: this one.
-        ranks: all of them.
-        what: this one waits for.
-        again: ranks may ask more than once: what they left the first time is no sign the second time.
-    """
-    silent, waits = set(ranks), dict[int, str]()
-    try:
-        if again:
-            store = PrefixStore(str(store.add(f"turns/{rank}", 1)), store)
-        store.set(f"alive/{rank}", what)
-        deadline = time.monotonic() + _TO_ANSWER
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.02)
-            silent = {other for other in silent if not store.check([f"alive/{other}"])}
-        if not silent:
-            waits |= {other: store.get(f"alive/{other}").decode() for other in ranks}
-    except RuntimeError:  # after all have answered, the store may go with a rank
-        if silent:
-            return _NO_STORE, {}
-    if not silent:
-        return None, waits
-    return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}", {}
-
-
-def _lost(
-    what: str, rank: int, world: int, silent: str | None, error: Exception | None, waits: Mapping[int, str]
-) -> RankMismatchError:
-    others = [f"rank {other} waits for {_short(theirs)}" for other, theirs in waits.items() if theirs != what]
-    if silent:
-        do = "read the last words of that rank"
-    elif others:
-        do = "have all ranks run the same steps, in the same order"
-    else:
-        do = "mend what the transport does not take"
-    return RankMismatchError(
-        f"rank {rank} waited in vain for {what}",
-        expected=f"{world} ranks that take part",
-        got=silent or "\n".join(others[:5]) or f"every rank answers; {_said(error)}",
-        fix=f"{do}; then start all ranks again, from a checkpoint",
-    )
-
-
-def _said(error: Exception | None) -> str:
-    lines = str(error or "").splitlines()
-    return f"the transport says: {_short(lines[0])}" if lines else "a connection between them has failed"
-
-
 def _first_difference(a: str, b: str) -> tuple[int, str, str]:
     """Number of the first line that differs, and that line of either text."""
     left, right = a.splitlines(), b.splitlines()
     for number, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
-            return number, _short(one), _short(other)
+            return number, short(one), short(other)
     end = min(len(left), len(right))
-    first, second = (_short(text[end]) if end < len(text) else "nothing more" for text in (left, right))
+    first, second = (short(text[end]) if end < len(text) else "nothing more" for text in (left, right))
     return end, first, second
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + " ..."
