@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import meet, run_ranks
-from torchshard.comm.agreement import Agreement, raise_lost
+from torchshard.comm.agreement import Agreement
+from torchshard.comm.lost import raise_lost
 from torchshard.comm.waiting import wait_for
 from torchshard.errors import RankMismatchError
 
@@ -132,16 +133,62 @@ def test_groups_and_users_do_not_meet():
     assert all("rank True" in message for message, _ in run_ranks(4, _subgroups))
 
 
-def _nobody_else(rank, world):
+def _comes_too_late(rank, world):
     agreement = _agreement()
     agreement.limit = 1.0
-    return None if rank else _refused(lambda: agreement.confirm("plan", 0))
+    if rank:
+        time.sleep(1.2)
+    return _refused(lambda: agreement.confirm("plan", 0))
 
 
-def test_waiting_in_vain_ends():
-    message, _ = run_ranks(2, _nobody_else)[0]
-    assert "waits in vain" in message
-    assert "2 ranks within 1 s" in message
+def test_waiting_in_vain_ends_and_who_comes_too_late_is_told():
+    for message, soon in run_ranks(2, _comes_too_late):
+        assert "rank 0 has new buckets and waits in vain" in message
+        assert "2 ranks within 1 s" in message
+        assert "1: not rank 1" in message
+        assert soon
+
+
+class _Late:
+    """A store of which a rank asks for a verdict, and is answered when there is one."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def check(self, keys):
+        if keys == ["verdict"]:
+            self.store.set("counted", "")
+            self.store.wait(keys)
+        return self.store.check(keys)
+
+
+def _one_is_behind(rank, world):
+    """Ranks 1 and 3 agree to a plan and differ in the next while rank 0 still counts who has come to the first."""
+    group = dist.new_group([0, 1, 3])
+    if rank == 2:
+        return None
+    agreement = _agreement(group)
+    if rank == 0:
+        agreement._store = _Late(agreement._store)
+    else:
+        agreement._store.wait(["counted"])
+    agreement.compare("same", 4)
+    if rank == 0:
+        agreement.check(5, "what all have begun")
+        assert _refused(lambda: agreement.check(6, "what others have not begun"))
+        assert _refused(lambda: agreement.check(5, "what all had begun", RuntimeError("connection reset")))
+    return _refused(lambda: agreement.compare("one" if rank == 3 else "other", 5))
+
+
+def test_a_rank_that_is_behind_takes_no_later_verdict_for_its_own():
+    answers = run_ranks(4, _one_is_behind)
+    assert answers.pop(2) is None
+    for message, soon in answers:
+        assert soon
+        assert "ranks 1 and 3 have different buckets" in message
 
 
 def _the_last_leaves(rank, world, here):

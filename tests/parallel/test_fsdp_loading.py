@@ -76,6 +76,7 @@ def faults(rank, world, folder):
         "key": {**state(line, 1), "more": torch.zeros(1)},
         "one rank's key": {**state(line, 1), **({"more": torch.zeros(1)} if rank == 2 else {})},
         "one rank's dtype": state(line, 1),
+        "one rank's name": {**state(line, 1), **({"model.bias": 1} if rank == 1 else {})},
     }
     if rank == 1:
         cases["one rank's dtype"]["model"]["bias"] = torch.zeros(5, dtype=torch.float64)
@@ -96,6 +97,8 @@ def test_what_is_wrong_is_named_on_every_rank(tmp_path):
         if not name.startswith("one rank"):  # which two ranks are compared is a matter of who came first
             assert all(messages[name] == message for messages in said)
     for messages in said:
+        refused = "Two values of a state dict go by the same name."
+        assert refused in messages["one rank's name"]
         for name, text in (
             ("one rank's key", "more: torch.float32 [1]"),
             ("one rank's dtype", "bias: torch.float64 [5]"),

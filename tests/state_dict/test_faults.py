@@ -28,7 +28,9 @@ def _differ(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     told = {}
     for fault in (None, *FAULTS):
-        if fault is not None:
+        if fault in REFUSED:
+            told[fault] = _one_refuses(rank, mesh, fault)
+        elif fault is not None:
             told[fault] = _one_differs(rank, world, mesh, fault)
         good = state_dict.to_dtensor(torch.arange(7.0), mesh, [Shard(0)])
         assert state_dict.to_full({"w": good})["w"].tolist() == [0, 1, 2, 3, 4, 5, 6]
@@ -78,6 +80,65 @@ def _one_differs(rank, world, mesh, fault):
     return told
 
 
+def _one_refuses(rank, mesh, fault):
+    """What only rank 1 finds, or cannot do, while the others wait for it."""
+    import torch
+    from torch.distributed.tensor import Partial, Shard
+
+    from torchshard import DTensor, ShardedTensor, state_dict
+    from torchshard.state_dict import targets
+    from torchshard.tensor import carrying
+    from torchshard.tensor.sharded.specs import chunks
+
+    odd = rank == 1
+    whole = torch.arange(12.0).view(6, 2)
+    spread = state_dict.to_dtensor(whole, mesh, [Shard(0)])
+    cut = state_dict.to_sharded_tensor(spread)
+
+    def fails(*_):
+        raise MemoryError("no room")
+
+    def place(key, x):
+        return fails() if odd else [Shard(0)]
+
+    calls = {
+        "pattern": lambda: state_dict.to_dtensor(
+            {"w": spread, **({"v": whole} if odd else {})}, mesh, {"w": [Shard(1)]}
+        ),
+        "function": lambda: state_dict.to_dtensor({"w": whole}, mesh, place, src_rank=0),
+        "path": lambda: state_dict.to_full({"a": {"w": spread}, "a.w" if odd else "b": 3}),
+        "partial": lambda: state_dict.to_full(DTensor.from_local(whole, mesh, [Partial()]) if odd else spread),
+        "room": lambda: state_dict.to_full({"v": spread + 1, "w": spread}),
+        "under way": lambda: state_dict.to_full({"v": spread + 1, "w": spread}),
+        "dim": lambda: state_dict.to_sharded_tensor(spread, dim=7 if odd else 1),
+        "destination": lambda: cut.gather(9 if odd else 0, torch.empty(6, 2) if rank == 0 else None),
+        "spec": lambda: cut.reshard(chunks(7 if odd else 1, range(3), whole.device)),
+        "joined": lambda: ShardedTensor.from_local(whole, dim=7 if odd else 0),
+        "size": lambda: ShardedTensor.from_local_shards(cut.local_shards(), "6" if odd else 6, 2),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        if odd and fault == "room":
+            patch.setattr(targets.Whole, "room", fails)
+        if odd and fault == "under way":
+            patch.setattr(carrying, "fetch", fails)
+        return _told(calls[fault])
+
+
+REFUSED = {
+    "pattern": "ShardingError: Keys and patterns of placements do not cover one another",
+    "function": "MemoryError: no room",
+    "path": "ShardingError: Two values of a state dict go by the same name",
+    "partial": "ShardingError: A Partial tensor has no values to convert",
+    "room": "MemoryError: no room",
+    "under way": "MemoryError: no room",
+    "dim": "ShardingError: The sharding spec does not fit the tensor",
+    "destination": r"ShardingError: gather\(\) has no such destination",
+    "spec": "ShardingError: The sharding spec does not fit the tensor",
+    "joined": "ShardingError: No dim to join along",
+    "size": "TypeError: size has to be a sequence of ints",
+}
+"""By fault: what the rank concerned raises, and the others are told."""
+
 WORDS = {
     "keys": "ranks . and . have different state dicts.*(b: .*c: |c: .*b: )",
     "dtype": "different state dicts.*b: torch.float(32|64).*b: torch.float(64|32)",
@@ -89,7 +150,7 @@ WORDS = {
 }
 
 
-FAULTS = [*WORDS, "part"]
+FAULTS = [*WORDS, *REFUSED, "part"]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +163,12 @@ def test_every_rank_is_told(told, fault):
     for rank, answers in enumerate(told):
         said, seconds = answers[fault]
         assert seconds < 20
+        if fault in REFUSED:
+            kind, words = REFUSED[fault].split(": ")
+            named = words if kind == "ShardingError" else REFUSED[fault]
+            expected = REFUSED[fault] if rank == 1 else f"RankMismatchError: rank 1 takes no part: {named}"
+            assert re.match(expected, said), said
+            continue
         if fault == "part" and rank == 1:
             assert re.search(r"ShardingError: The part at \(1,\) has shape \(2, 3\)", said), said
         elif fault == "part":

@@ -24,6 +24,7 @@ def _odd(rank, world):
 
     from torchshard import DTensor, ShardedTensor, init_device_mesh, state_dict
     from torchshard.errors import RankMismatchError, ShardingError
+    from torchshard.state_dict.forms import form_of
     from torchshard.tensor.sharded import specs
 
     mesh = init_device_mesh("cpu", (world,))
@@ -85,6 +86,19 @@ def _odd(rank, world):
     with pytest.raises(ShardingError if rank == 2 else RankMismatchError, match="meta device has no values"):
         state_dict.to_dtensor({"n": torch.empty((), device="meta")}, mesh, [Shard(0)], src_rank=2)
 
+    # What torch can neither copy nor compare arrives as well: integers of less than eight bits.
+    bits = torch.arange(15, dtype=torch.uint8).view(5, 3)
+    for dtype in (torch.uint4, torch.int2, torch.float4_e2m1fn_x2):
+        x = state_dict.to_dtensor(bits.view(dtype) if rank == 1 else meta.to(dtype), mesh, [Shard(0)], src_rank=1)
+        for made in (x, state_dict.to_sharded_tensor(x, dim=1), state_dict.to_dtensor(x, mesh, [Shard(1)])):
+            assert torch.equal(state_dict.to_full(made).view(torch.uint8), bits)
+
+    # ShardedTensors that ask for gradients have new metadata whenever asked: each is still taken for itself.
+    for trial in range(40):
+        memory = {}
+        several = [ShardedTensor(two, 2 * k + trial % 3, 2).requires_grad_(bool(trial >> k % 5 & 1)) for k in range(8)]
+        assert all(form_of(x, False, memory).holding.shape == x.shape for x in several)
+
     # A conjugate, a negated view and another part of the same memory are tensors of their own.
     z = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     for placements in ([Shard(0)], [Replicate()]):
@@ -112,6 +126,8 @@ def _odd(rank, world):
         state_dict.from_torch(state_dict.to_torch(ours)),
         state_dict.to_sharded_tensor(ours),
         state_dict.to_sharded_tensor(ours, dim=1),
+        state_dict.to_full(state_dict.to_torch(state_dict.to_sharded_tensor(ours))),
+        state_dict.from_torch(state_dict.to_torch(state_dict.to_sharded_tensor(ours, dim=1))),
     ]
     for made in asked:
         assert [made[name].requires_grad for name in "abc"] == [False, True, False]

@@ -23,16 +23,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from torchshard import _torch
+from torchshard.comm.lost import NO_LOSS, answers, first_line, lost, short
 from torchshard.errors import RankMismatchError
 
-NO_LOSS = RankMismatchError, NotImplementedError, torch.OutOfMemoryError
-"""Kinds of RuntimeError that tell of something else than a lost rank."""
-
 _ALONE, _BESIDE, _MOST_BESIDE = "copies", -1, 64
-_LONGEST_LINE = 200
-_NO_STORE = "nobody can be asked, as the store is gone; its rank has died (rank 0, unless the launcher keeps it)"
-_TO_ANSWER = 3.0
-"""Seconds in which every rank that waits for a collective sees that it is asked whether it lives."""
+_FIX = "run the same model, with the same settings, on every rank"
+_GIVEN_UP = 2**32  # more than there are ranks
 
 
 class Agreement:
@@ -49,14 +45,15 @@ class Agreement:
         number: the same on all ranks, and that of no other Agreement of the group; below 0 of those made alone, which
             get it at their first use, and 0 where there is nobody to disagree with.
 
-    Keys in the store carry the group's name and this number, and are deleted when the last rank has read them. A group
-    of one rank, or a fake one, has nobody to disagree with and touches no store.
+    Ranks go by their global numbers. Keys in the store carry the group's name and this number, and are deleted when the
+    last rank has read them. A group of one rank, or a fake one, has nobody to disagree with and touches no store.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, what: str = "buckets", alone: bool = False
     ) -> None:
-        self.rank, self.world, self.what = group.rank(), group.size(), what
+        self.ranks, self.what = dist.get_process_group_ranks(group), what
+        self.rank, self.world = self.ranks[group.rank()], len(self.ranks)
         self.limit = _torch.group_timeout(group, device).total_seconds()
         self._known: dict[tuple[int, str], int] = {}
         self._place, self._asked, self.number = 0, 0, 0
@@ -64,6 +61,7 @@ class Agreement:
         self._known_beside: set[str] = set()
         self._beside: list[tuple[int, str]] = []  # what was agreed last that is no part of a sequence
         self._failure: RankMismatchError | None = None
+        self._verdict: Mapping[str, Any] | None = None
         self._store: Store | None = None
         self._places: tuple[Store, str] | None = None
         self._group = group
@@ -145,8 +143,11 @@ class Agreement:
         if self._store is None:
             return
         try:
-            self._look(self._store, what, error)
-            if self._store.check([f"{self._asked}/first"]):
+            verdict = self._heard(self._store)
+            if verdict is not None and (error is not None or verdict["position"] < position):
+                self._raise_verdict(self._store, verdict)  # else the others have issued, too, what is waited for
+            self._look_for_loss(self._store, what, error)
+            if verdict is None and self._store.check([f"{self._asked}/first"]):
                 self._judge(self._store, position)
         except RankMismatchError:
             raise
@@ -159,7 +160,7 @@ class Agreement:
         if theirs["position"] < position:
             agreed = sorted([*self._followed, *self._beside], key=itemgetter(0))
             ours = next((t for at, t in reversed(agreed) if at <= theirs["position"]), "")
-            self._disagree(store, theirs, ours)
+            self._disagree(store, self._asked, theirs, ours, position)
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
@@ -180,9 +181,35 @@ class Agreement:
         """
         if (store := self._common_store()) is None:
             raise error or RuntimeError(f"{what} failed")
-        store.set("lost", "")  # the others look for it while they wait, and answer
-        silent, waits = _answers(self._group, "lost", what)  # those that wait for another of its users, too
-        self.fail(_lost(what, self.rank, self.world, silent, error, waits), error)
+        with contextlib.suppress(RuntimeError):  # the store's
+            store.set("lost", "")  # the others look for it while they wait, and answer
+        silent, waits = answers(self._group, "lost", what, self.ranks)  # those that wait for another of its users, too
+        self.fail(lost(what, self.rank, self.world, silent, error, waits), error)
+
+    def refuse(self, error: Exception, position: int = 0) -> None:
+        """This rank takes no part in what comes next, or is under way: the others raise, when they wait for it.
+
+        Returns when they know, or after some seconds; what it does then is to raise `error`.
+
+        Args:
+            error: why.
+            position: how many collectives this rank has issued and will see to their end.
+        """
+        if (store := self._common_store()) is not None:
+            what = getattr(error, "what", None) or f"{type(error).__name__}: {first_line(error)}"
+            parts = {name: getattr(error, name, None) for name in ("expected", "got", "where", "fix")}
+            said = {name: str(part) for name, part in parts.items() if part is not None}
+            with contextlib.suppress(RuntimeError):
+                self._find(store, self._asked, position, {"what": f"rank {self.rank} takes no part: {what}", **said})
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What this rank prepares for a plan: where it fails, the others, which wait for this rank, are told why."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error)
+            raise
 
     def fail(self, failure: RankMismatchError, cause: Exception | None = None) -> NoReturn:
         """Raise this, now and by `raise_failure` later."""
@@ -194,145 +221,97 @@ class Agreement:
         if self._failure is not None:
             raise self._failure
 
-    def _look(self, store: Store, what: str, error: Exception | None = None) -> None:
-        """Raise what another rank has found."""
-        if store.check(["verdict"]):
-            self._raise_verdict(store)
+    def _heard(self, store: Store) -> Mapping[str, Any] | None:
+        """What a rank has found, if any has; it is told at once that this one has read it."""
+        if self._verdict is None and store.check(["verdict"]):
+            self._verdict = json.loads(store.get("verdict"))
+            store.add("seen", 1)
+        return self._verdict
+
+    def _look_for_loss(self, store: Store, what: str, error: Exception | None = None) -> None:
         if store.check(["lost"]):
             self.blame(what, error)
 
     def _compare(self, store: Store, place: int, text: str, position: int, what: str) -> None:
-        key, self._asked = str(self._asked), self._asked + 1
+        asked, self._asked = self._asked, self._asked + 1
+        if self._verdict is not None:
+            self._raise_verdict(store, self._verdict)
         digest = hashlib.sha256(f"{place} {text}".encode()).hexdigest()
         mine = json.dumps({"rank": self.rank, "position": position, "digest": digest, "what": what})
-        first = json.loads(store.compare_set(f"{key}/first", "", mine))
-        if first["rank"] == self.rank:
-            store.set(f"{key}/text", text)
-        if first["digest"] != digest:
-            self._asked -= 1
-            self._disagree(store, first, text)
-        store.set(f"{key}/came/{self.rank}", "")
-        store.add(f"{key}/count", 1)
-        self._wait_for_all(store, key, what)
-        if store.add(f"{key}/left", 1) == self.world:
-            for name in ("first", "text", "count", "left", *[f"came/{rank}" for rank in range(self.world)]):
-                store.delete_key(f"{key}/{name}")
+        with self.waiting_for(f"the others to come to its new {what}"):
+            first = json.loads(store.compare_set(f"{asked}/first", "", mine))
+            if first["rank"] == self.rank:
+                store.set(f"{asked}/text", text)
+            if first["digest"] != digest:
+                self._disagree(store, asked, first, text, position)
+            store.set(f"{asked}/came/{self.rank}", "")
+            store.add(f"{asked}/count", 1)
+            self._wait_for_all(store, asked, position, what)
+            if store.add(f"{asked}/left", 1) == self.world:
+                for name in ("first", "text", "count", "left", *[f"came/{rank}" for rank in self.ranks]):
+                    store.delete_key(f"{asked}/{name}")
 
-    def _wait_for_all(self, store: Store, key: str, what: str) -> None:
+    def _wait_for_all(self, store: Store, asked: int, position: int, what: str) -> None:
         deadline, pause = time.monotonic() + self.limit, 0.0002
-        while (count := store.add(f"{key}/count", 0)) < self.world:
-            self._look(store, f"the others to come to its new {what}")
+        while store.add(f"{asked}/count", 0) < self.world:
+            if (verdict := self._heard(store)) is not None and verdict["asked"] <= asked:
+                self._raise_verdict(store, verdict)  # a later one was found by ranks that saw all come to this plan
+            self._look_for_loss(store, f"the others to come to its new {what}")
             if time.monotonic() > deadline:
-                late = [rank for rank in range(self.world) if not store.check([f"{key}/came/{rank}"])]
-                raise RankMismatchError(
-                    f"rank {self.rank} has new {what} and waits in vain for the other ranks to come to them too",
-                    expected=f"{self.world} ranks within {self.limit:g} s",
-                    got=f"{count}: not rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}",
-                    fix="run the same model, with the same settings, on every rank",
-                )
+                self._give_up(store, asked, position, what)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
 
-    def _disagree(self, store: Store, first: Mapping[str, Any], ours: str) -> NoReturn:
+    def _give_up(self, store: Store, asked: int, position: int, what: str) -> None:
+        """The time is over: raise on all ranks, also on those that come later; unless all have come by now."""
+        if (count := store.add(f"{asked}/count", -_GIVEN_UP) % _GIVEN_UP) == self.world:
+            store.add(f"{asked}/count", _GIVEN_UP)
+            return
+        late = [rank for rank in self.ranks if not store.check([f"{asked}/came/{rank}"])]
+        verdict = {
+            "what": f"rank {self.rank} has new {what} and waits in vain for the other ranks to come to them too",
+            "expected": f"{self.world} ranks within {self.limit:g} s",
+            "got": f"{count}: not rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}",
+            "fix": _FIX,
+        }
+        self._find(store, asked, position, verdict)
+
+    def _disagree(self, store: Store, asked: int, first: Mapping[str, Any], ours: str, position: int) -> NoReturn:
         other: int = first["rank"]
-        store.wait([f"{self._asked}/text"])
-        theirs = store.get(f"{self._asked}/text").decode()
+        store.wait([f"{asked}/text"])
+        theirs = store.get(f"{asked}/text").decode()
         line, left, right = _first_difference(theirs, ours)
         verdict = {
             "what": f"ranks {min(other, self.rank)} and {max(other, self.rank)} have different {first['what']}",
             "expected": f"rank {other}: {left}",
             "got": f"rank {self.rank}: {right}",
             "where": f"line {line} of the plan",
-            "fix": "run the same model, with the same settings, on every rank",
+            "fix": _FIX,
         }
-        store.compare_set("verdict", "", json.dumps(verdict))
-        self._raise_verdict(store)
+        self._find(store, asked, min(position, first["position"]), verdict)
 
-    def _raise_verdict(self, store: Store) -> NoReturn:
+    def _find(self, store: Store, asked: int, position: int, error: Mapping[str, str]) -> NoReturn:
+        """Raise this on all ranks, or what another has found before.
+
+        Args:
+            store: where all look for it.
+            asked: which comparison it was found in: ranks that are not there yet go on until they are.
+            position: how many collectives all ranks concerned had issued.
+            error: the parts of a RankMismatchError.
+        """
+        store.compare_set("verdict", "", json.dumps({"asked": asked, "position": position, "error": error}))
+        verdict = self._heard(store)
+        assert verdict is not None, "what was found was written"
+        self._raise_verdict(store, verdict)
+
+    def _raise_verdict(self, store: Store, verdict: Mapping[str, Any]) -> NoReturn:
         """Raise what was found, when all ranks know it: the store may die with the first rank that leaves."""
-        verdict = json.loads(store.get("verdict"))
-        store.add("seen", 1)
+        self._failure = RankMismatchError(**verdict["error"])
         deadline = time.monotonic() + min(5.0, self.limit)
-        while store.add("seen", 0) < self.world and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self._failure = RankMismatchError(**verdict)
+        with contextlib.suppress(RuntimeError):  # the store's, which has died
+            while store.add("seen", 0) < self.world and time.monotonic() < deadline:
+                time.sleep(0.02)
         raise self._failure
-
-
-def raise_lost(group: dist.ProcessGroup, what: str, error: Exception) -> NoReturn:
-    """A collective without an Agreement has failed: raise RankMismatchError with the ranks that do not answer.
-
-    Others hear of it only when their own collective fails: those that still wait are named, too. Where all ranks have
-    failed, none is lost, and the error is raised as it is.
-
-    Args:
-        group: whose collective it was.
-        what: the collective, for the message.
-        error: how it has failed.
-    """
-    if group.size() == 1 or dist.get_backend(group) == "fake":
-        raise error
-    silent, _ = _answers(group, "failed", what)
-    if silent is None:
-        raise error
-    ranks = dist.get_process_group_ranks(group)
-    place = "" if ranks == [*range(len(ranks))] else f" of a group; its ranks 0, 1, ... are {ranks} of the world"
-    raise _lost(what + place, group.rank(), group.size(), f"{silent}: lost, or still waiting", error, {}) from error
-
-
-def _answers(group: dist.ProcessGroup, place: str, what: str) -> tuple[str | None, dict[int, str]]:
-    """Which ranks do not leave a sign in the group's store within some seconds, as this one does; else None.
-
-    And what each of them waits for, if all do. One place serves all Agreements of the group, as ranks that have come
-    apart may wait on behalf of different ones. Ranks may ask more than once: what they left the first time is no sign
-    the second time.
-
-    Args:
-        group: whose collective has failed.
-        place: in the store.
-        what: this rank waits for.
-    """
-    rank, world = group.rank(), group.size()
-    silent, waits = set(range(world)), dict[int, str]()
-    try:
-        store: Store = PrefixStore(f"torchshard/{group.group_name}/{place}", _torch.group_store(group))
-        store = PrefixStore(str(store.add(f"turns/{rank}", 1)), store)
-        store.set(f"alive/{rank}", what)
-        deadline = time.monotonic() + _TO_ANSWER
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.02)
-            silent = {other for other in silent if not store.check([f"alive/{other}"])}
-        if not silent:
-            waits |= {other: store.get(f"alive/{other}").decode() for other in range(world)}
-    except RuntimeError:  # after all have answered, the store may go with a rank
-        if silent:
-            return _NO_STORE, {}
-    if not silent:
-        return None, waits
-    return f"no answer within {_TO_ANSWER:g} s from rank {', '.join(map(str, sorted(silent)))}", {}
-
-
-def _lost(
-    what: str, rank: int, world: int, silent: str | None, error: Exception | None, waits: Mapping[int, str]
-) -> RankMismatchError:
-    others = [f"rank {other} waits for {_short(theirs)}" for other, theirs in waits.items() if theirs != what]
-    if silent:
-        do = "read the last words of that rank"
-    elif others:
-        do = "have all ranks run the same steps, in the same order"
-    else:
-        do = "mend what the transport does not take"
-    return RankMismatchError(
-        f"rank {rank} waited in vain for {what}",
-        expected=f"{world} ranks that take part",
-        got=silent or "\n".join(others[:5]) or f"every rank answers; {_said(error)}",
-        fix=f"{do}; then start all ranks again, from a checkpoint",
-    )
-
-
-def _said(error: Exception | None) -> str:
-    lines = str(error or "").splitlines()
-    return f"the transport says: {_short(lines[0])}" if lines else "a connection between them has failed"
 
 
 def _first_difference(a: str, b: str) -> tuple[int, str, str]:
@@ -340,11 +319,7 @@ def _first_difference(a: str, b: str) -> tuple[int, str, str]:
     left, right = a.splitlines(), b.splitlines()
     for number, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
-            return number, _short(one), _short(other)
+            return number, short(one), short(other)
     end = min(len(left), len(right))
-    first, second = (_short(text[end]) if end < len(text) else "nothing more" for text in (left, right))
+    first, second = (short(text[end]) if end < len(text) else "nothing more" for text in (left, right))
     return end, first, second
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + " ..."

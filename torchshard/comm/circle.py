@@ -1,6 +1,7 @@
 """Ranks that exchange parts of tensors: who they are, how they reach one another, and what they have agreed to."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +48,16 @@ class Circle:
             raise
         self.exchanges += 1
 
+    def refuse(self, error: Exception, under_way: bool = False) -> None:
+        """This rank takes no part in the next exchange, or not any more in the one under way: the others raise.
+
+        Args:
+            error: why; to be raised here.
+            under_way: all ranks have agreed to the exchange already.
+        """
+        forget(self)
+        self.agreement.refuse(error, self.exchanges - under_way)
+
 
 @dataclass(slots=True)
 class _Known:
@@ -79,6 +90,22 @@ def circle_of(ranks: tuple[int, ...], device: torch.device, group: dist.ProcessG
         made = Circle(ranks, dist.get_rank(), group, wire, Agreement(group, wire, "state dicts"))
         found = _known.circles[ranks, device.type] = made
     return found
+
+
+@contextlib.contextmanager
+def refusing(ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
+    """What this rank prepares for an exchange: where it fails, the others, which wait for this rank, are told why.
+
+    Args:
+        ranks: global ones, in any order.
+        device: see `circle_of`.
+        group: of exactly these ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        circle_of(tuple(sorted(ranks)), device, group).refuse(error)
+        raise
 
 
 def forget(circle: Circle) -> None:

@@ -24,8 +24,8 @@ from torchshard._torch import (
     run_collectives_once,
     unflatten,
 )
-from torchshard.comm.agreement import NO_LOSS, raise_lost
 from torchshard.comm.group import Group
+from torchshard.comm.lost import NO_LOSS, raise_lost
 from torchshard.comm.reducing import only_gloo_reduces, prepare, reduced_bits
 from torchshard.comm.travelling import (
     CARRIED,

@@ -63,17 +63,18 @@ def start(
         RankMismatchError: a rank is lost; names it.
     """
     works: list[dist.P2POp] = []
+    tag = _TAG + circle.agreement.number  # what ranks that came apart still wait for is for nobody else
     after = [*joins]
     staged = landings
     for peer, views in into.items():
         messages, finish, extra = _incoming(views, device)
         after += finish
         staged += extra
-        works += [dist.P2POp(dist.irecv, m, peer, circle.group, _TAG) for m in messages]
+        works += [dist.P2POp(dist.irecv, m, peer, circle.group, tag) for m in messages]
     for peer, views in out.items():
         messages, extra = _outgoing(views, device)
         staged += extra
-        works += [dist.P2POp(dist.isend, m, peer, circle.group, _TAG) for m in messages]
+        works += [dist.P2POp(dist.isend, m, peer, circle.group, tag) for m in messages]
     with circle.agreement.waiting_for(_WHAT):  # a connection may be known to be broken
         started = dist.batch_isend_irecv(works) if works else []
     return Transfer(started, after, staged)

@@ -103,7 +103,12 @@ def to_dtensor(
         RankMismatchError: ranks do not convert the same, or one is lost.
     """
     mesh = bind(device_mesh)
-    chosen = _chooser(sd, placements, strict)
+    refusal = None
+    try:
+        chosen = _chooser(sd, placements, strict)
+    except ShardingError as error:
+        refusal, chosen = error, _chooser(sd, placements, strict=False)
+    waiting = None if src_rank is None else (tuple(sorted({src_rank, *mesh.ranks})), device_mesh.device_type)
     known: dict[tuple[int, tuple[int, ...]], tuple[Any, OnMesh]] = {}  # one for all of a shape that are placed alike
 
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
@@ -122,7 +127,7 @@ def to_dtensor(
             known[id(found), form.shape] = found, OnMesh(sharding)  # the placements live, so their id stays theirs
         return known[id(found), form.shape][1]
 
-    return convert(sd, decide, reduce_partial=reduce_partial, source=src_rank)
+    return convert(sd, decide, reduce_partial=reduce_partial, source=src_rank, refusal=refusal, waiting=waiting)
 
 
 def _chooser(sd: Any, placements: Placements, strict: bool) -> Callable[[str, Tensor], Placed]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from torchshard.comm.circle import circle_of, this_rank, world_size
-from torchshard.errors import ShardingError
+from torchshard.errors import RankMismatchError, ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
 from torchshard.state_dict.forms import Form, Memory, form_of, terms_of
 from torchshard.state_dict.targets import Target
-from torchshard.state_dict.trees import identity, tensors, with_leaves
+from torchshard.state_dict.trees import identity, require_distinct, tensors, with_leaves
 from torchshard.tensor.carrying import Job, carry
 from torchshard.tensor.redistribute import check_assumed
 
@@ -31,7 +31,15 @@ class _Made:
 
 
 @torch.no_grad()
-def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: int | None = None) -> Any:
+def convert(
+    tree: Any,
+    decide: Decide,
+    *,
+    reduce_partial: bool = False,
+    source: int | None = None,
+    refusal: Exception | None = None,
+    waiting: tuple[tuple[int, ...], str] | None = None,
+) -> Any:
     """The same nesting with converted tensors; tensors that are one stay one.
 
     Args:
@@ -39,6 +47,8 @@ def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: 
         decide: asked once for each distinct tensor.
         reduce_partial: see `form_of`.
         source: the global rank whose plain tensors count; None where all have the same.
+        refusal: why this rank cannot convert, which the others have to know.
+        waiting: ranks, ascending, that wait for this one in any case, and the type of their devices.
 
     Raises:
         ShardingError: a tensor that cannot be converted, or the source is no rank; nothing is moved then on any rank.
@@ -49,6 +59,11 @@ def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: 
     jobs: list[Job] = []
     paths: dict[str, Any] = {}
     found = tensors(tree)
+    told = set() if waiting is None else {waiting}
+    try:
+        require_distinct(tree)
+    except ShardingError as error:
+        refusal = refusal or error
     if source is not None and not 0 <= source < world_size():
         raise ShardingError("The source is no rank.", expected=f"0 to {world_size() - 1}", got=source)
     if reduce_partial:
@@ -57,16 +72,18 @@ def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: 
         key = paths[path] = identity(leaf)
         if key in under_way:
             continue
+        under_way[key] = form = None
         try:
             form = form_of(leaf, reduce_partial, memory)
             target = decide(path, leaf, form)
-        except ShardingError as error:
-            raise ShardingError(
-                f"{path}: {error.what}" if path else error.what,
-                **{name: getattr(error, name) for name in ("expected", "got", "where", "fix")},
-            ) from None
-        under_way[key] = None if target is None else _started(path, form, target, memory, jobs, source)
-    carry(jobs)
+            if target is not None:
+                under_way[key] = _started(path, form, target, memory, jobs, source)
+        except RankMismatchError:
+            raise
+        except Exception as error:  # the others may wait for this rank, at this tensor or another
+            refusal = refusal or _named(path, error)
+            told |= _holders(leaf, form)
+    carry(jobs, refusal, told)
     del jobs
     finished = {key: m.target.finish(m.form, m.parts) if m else None for key, m in under_way.items()}
     asking: dict[Any, Tensor | None] = {}
@@ -76,6 +93,22 @@ def convert(tree: Any, decide: Decide, *, reduce_partial: bool = False, source: 
         if key not in asking:
             asking[key] = made if made is None or made is leaf else _asking(made, leaf.requires_grad)
     return with_leaves(tree, lambda path, leaf: asking[paths[path]] if path in paths else leaf)
+
+
+def _holders(x: Tensor, form: Form | None) -> set[tuple[tuple[int, ...], str]]:
+    """The ranks that hold a tensor, as far as is known, and the type of their devices."""
+    if form is not None and form.holding is not None:
+        return {(tuple(sorted(form.holding.ranks)), form.device.type)}
+    terms = terms_of(x)
+    return set() if terms is None else {terms[:2]}
+
+
+def _named(path: str, error: Exception) -> Exception:
+    """The same, with the tensor that it is about."""
+    if not path or not isinstance(error, ShardingError):
+        return error
+    parts = {name: getattr(error, name) for name in ("expected", "got", "where", "fix")}
+    return ShardingError(f"{path}: {error.what}", **parts)
 
 
 def _asking(x: Tensor, requires_grad: bool) -> Tensor:
@@ -116,8 +149,8 @@ def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[J
         check_assumed(form.parts[0][1], form.unchecked)  # else the ranks compare what they move
     if not job.moves and job.problem is None and all(box in own or not box.numel for box in boxes):
         return _Made(form, target, [own[box].detach() if box in own else target.room(form, box) for box in boxes])
-    job.goals = [(box, target.room(form, box)) for box in boxes]
     jobs.append(job)
+    job.goals = [(box, target.room(form, box)) for box in boxes] if job.problem is None else []
     return _Made(form, target, [room for _, room in job.goals])
 
 

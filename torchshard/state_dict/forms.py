@@ -143,7 +143,7 @@ def _of_parts(form: Form | ShardedTensor, holding: Holding) -> str:
 
 def _of_sharded_tensor(x: ShardedTensor, memory: Memory) -> Form:
     group = group_of(x)
-    key = id(x.metadata())
+    key = id(x._metadata)  # metadata() may be another object for each call
     holding = memory.get(key) or memory.setdefault(key, moving.held(x))
     device = specs.device_here(x.metadata())
     shape = tuple(x.shape)

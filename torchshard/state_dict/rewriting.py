@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,11 @@ class _Tensors:
         """Fetch what is lacking; every rank does this at the same points, which follow from the rules and the keys."""
         jobs, self._jobs, self._lacking = self._jobs, [], {}
         carry(jobs)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise what is wrong on this rank, when the others know that wait for it."""
+        carry(self._jobs, error)
+        raise error
 
     def _ready(self, *used: Tensor) -> None:
         if any(id(x) in self._lacking for x in used):
@@ -103,7 +108,10 @@ class KeyRules(keys.KeyRules):
         once = copy.copy(self)  # what it finds out about keys, these rules know too
         once.arrays = tensors = _Tensors()
         with torch.no_grad():
-            made = super(KeyRules, once).__call__(sd)
+            try:
+                made = super(KeyRules, once).__call__(sd)
+            except Exception as error:
+                tensors.refuse(error)
             tensors.settle()
         return made
 

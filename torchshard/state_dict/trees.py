@@ -6,9 +6,11 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
+from torchshard._torch import group_of_theirs, sharded_tensors
 from torchshard.errors import ShardingError
 from torchshard.keys.containers import like
 from torchshard.tensor.dtensor import DTensor
@@ -32,13 +34,17 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors(tree: Any) -> list[tuple[str, Tensor]]:
-    """Path and value of every tensor, in the order of paths: the same on ranks whose dicts were filled otherwise.
+    """Path and value of every tensor, in the order of paths: the same on ranks whose dicts were filled otherwise."""
+    return [(path, x) for path, x in sorted(leaves(tree), key=itemgetter(0)) if isinstance(x, Tensor)]
+
+
+def require_distinct(tree: Any) -> None:
+    """Check that no tensor goes by the name of another leaf.
 
     Raises:
         ShardingError: a tensor and another leaf have the same path.
     """
-    found = sorted(leaves(tree), key=itemgetter(0))
-    for (path, x), (other, y) in pairwise(found):
+    for (path, x), (other, y) in pairwise(sorted(leaves(tree), key=itemgetter(0))):
         if path == other and (isinstance(x, Tensor) or isinstance(y, Tensor)):
             raise ShardingError(
                 "Two values of a state dict go by the same name.",
@@ -46,7 +52,6 @@ def tensors(tree: Any) -> list[tuple[str, Tensor]]:
                 got=path,
                 fix="rename one of the keys, or convert the inner dicts one by one",
             )
-    return [(path, x) for path, x in found if isinstance(x, Tensor)]
 
 
 def with_leaves(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
@@ -72,6 +77,8 @@ def identity(x: Tensor) -> Any:
     if isinstance(x, ShardedTensor):
         parts = [identity(shard.tensor) for shard in x.local_shards()]
         return "ShardedTensor", tuple(x.shape), *(parts or [x._token])
+    if isinstance(x, sharded_tensors().ShardedTensor):
+        return _of_theirs(x)
     if isinstance(x, upstream.DTensor):
         return "upstream", x.device_mesh, x.placements, tuple(x.shape), identity(x.to_local())
     if type(x) not in (Tensor, nn.Parameter) or not_dense(x):
@@ -80,6 +87,16 @@ def identity(x: Tensor) -> Any:
     # What is empty has no address; views of it share torch's object for the memory.
     where = memory.data_ptr() if x.nbytes and not x.is_meta else memory
     return where, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+
+
+def _of_theirs(x: Any) -> Any:
+    """As `identity`, of torch's ShardedTensor; which it is must be told on all of its ranks, or on none."""
+    parts = [identity(shard.tensor) for shard in x.local_shards()]
+    if hasattr(x, "_token"):  # made by ShardedTensor.to_torch
+        return "theirs", tuple(x.size()), *(parts or [x._token, repr(x.sharding_spec())])
+    ranks = dist.get_process_group_ranks(group_of_theirs(x))
+    owners = {shard.placement.rank() for shard in x.metadata().shards_metadata}
+    return ("theirs", tuple(x.size()), *parts) if owners.issuperset(ranks) else id(x)
 
 
 def not_dense(x: Tensor) -> bool:

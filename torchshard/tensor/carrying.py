@@ -2,16 +2,16 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchshard._torch import untraced
-from torchshard.comm.circle import Circle, circle_of, forget
+from torchshard.comm.circle import Circle, circle_of, forget, this_rank
 from torchshard.comm.neighbours import fetch, neighbours
 from torchshard.comm.transfers import LARGE, Transfer, finish, start
 from torchshard.errors import RankMismatchError, ShardingError, TorchshardError
@@ -74,45 +74,80 @@ class Job:
 
 
 @untraced
-def carry(jobs: Sequence[Job]) -> None:
+def carry(
+    jobs: Sequence[Job],
+    refusal: Exception | None = None,
+    waiting: Iterable[tuple[tuple[int, ...], str]] = (),
+) -> None:
     """Fill the goals of all jobs; every rank concerned calls this with the same jobs.
 
     Ranks compare what they are about to do before anything moves: where one has other names, shapes, dtypes or targets,
     or a problem of its own, all raise.
 
+    Args:
+        jobs: in any order.
+        refusal: why this rank cannot do its part of them; raised, when the others know.
+        waiting: ranks, ascending, that may wait for one that refuses before it has a job, and the type of device.
+
     Raises:
-        RankMismatchError: the ranks are not about to do the same, or one is lost; names the tensor and the ranks.
+        RankMismatchError: the ranks are not about to do the same, or one is lost or refuses; names the tensor and the
+            ranks.
         TorchshardError: the problem of a job on this rank.
     """
     circles: dict[tuple[tuple[int, ...], str], list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.name):
-        circles.setdefault((job.ranks, job.device.type), []).append(job)
-    for (ranks, _), members in sorted(circles.items(), key=lambda item: item[0]):
-        problem = next((job.problem for job in members if job.problem is not None), None)
-        if not ranks:
-            if problem is not None:
-                raise problem
-            for job in members:
-                _copy_own(job, dist.get_rank() if dist.is_initialized() else job.target.ranks[0])
-        elif dist.get_rank() in ranks:
-            _carry(members, ranks, problem)
-
-
-def _carry(jobs: Sequence[Job], ranks: tuple[int, ...], problem: TorchshardError | None) -> None:
-    """The jobs of one circle: agree, then exchange batch by batch."""
-    circle = circle_of(ranks, jobs[0].device, jobs[0].group)
-    lines = [f"{job.name}: {job.plan if job.problem is None else job.problem.what}" for job in jobs]
+        refusal = refusal or job.problem
+        if not job.ranks or dist.get_rank() in job.ranks:
+            _as_bytes(job)
+            circles.setdefault((job.ranks, job.device.type), []).append(job)
+    if refusal is not None:
+        circles = {key: [] for key in waiting if this_rank() in key[0]} | circles
+    left = sorted(circles, reverse=True)
     try:
-        circle.agree("\n".join(lines))
-        if problem is None:
-            _exchange(jobs, circle)
-    except RankMismatchError as error:
+        if refusal is not None:
+            raise refusal
+        while left:
+            _carry(circles[left.pop()])
+    except Exception as error:
+        for ranks, device in reversed(left):  # they wait for this one
+            if len(ranks) > 1:
+                group = next((job.group for job in circles[ranks, device]), None)
+                circle_of(ranks, torch.device(device), group).refuse(error)
+        raise
+
+
+def _as_bytes(job: Job) -> None:
+    """Move the bytes of a tensor whose dtype torch cannot copy: integers of less than eight bits."""
+    if not _can_be_copied(job.dtype) and job.problem is None:
+        job.dtype = torch.uint8
+        job.parts, job.goals = ([(box, x.view(torch.uint8)) for box, x in held] for held in (job.parts, job.goals))
+
+
+@cache
+def _can_be_copied(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=dtype).clone()
+    except NotImplementedError:
+        return dtype.itemsize > 1
+    return True
+
+
+def _carry(jobs: Sequence[Job]) -> None:
+    """The jobs of one circle: agree, then exchange batch by batch."""
+    if not jobs[0].ranks:
+        for job in jobs:
+            _copy_own(job, dist.get_rank() if dist.is_initialized() else job.target.ranks[0])
+        return
+    circle = circle_of(jobs[0].ranks, jobs[0].device, jobs[0].group)
+    circle.agree("\n".join([f"{job.name}: {job.plan}" for job in jobs]))
+    try:
+        _exchange(jobs, circle)
+    except RankMismatchError:
         forget(circle)
-        if problem is None:
-            raise
-        raise problem from error
-    if problem is not None:
-        raise problem
+        raise
+    except Exception as error:
+        circle.refuse(error, under_way=True)
+        raise
 
 
 def _exchange(jobs: Sequence[Job], circle: Circle) -> None:

@@ -3,7 +3,7 @@
 from functools import partial
 
 from torchshard._torch import root_mesh
-from torchshard.errors import ShardingError
+from torchshard.errors import RankMismatchError, ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.copies import Part
 from torchshard.layout.layout import Mesh
@@ -76,7 +76,11 @@ def _copies(way: Passage, source: TensorLayout, target: TensorLayout, here: Boun
     if not way.lacked:
         return taking(part_within(mine, wanted))
     bridge = here.bridge(there)
-    _agree(bridge, source, target)
+    try:
+        _agree(bridge, source, target)
+    except RankMismatchError:
+        here.part(there)
+        raise
     given, taken = _by_rank(gives, there, bridge), _by_rank(takes, here, bridge)
     return communicating(partial(start_copies, given=given, taken=taken, mine=mine, wanted=wanted, group=bridge.group))
 

@@ -123,6 +123,11 @@ class BoundMesh(Mesh):
                 mesh._process_groups.append(process_group)
         return bridge
 
+    def part(self, other: "BoundMesh") -> None:
+        """Let go of the way to another mesh whose ranks have come apart, on all of them: the next is agreed to anew."""
+        self._bridges.pop(other, None)
+        other._bridges.pop(self, None)
+
     def _group_of(self, ranks: list[int]) -> dist.ProcessGroup:
         """A process group of these global ranks, ascending, made by themselves; the world's where these are all."""
         world = dist.group.WORLD

@@ -6,6 +6,7 @@ without a word, and leaves a mixture behind where a rank fails half-way.
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -48,13 +49,15 @@ def load(
         ShardingError: two values have the same name when keys are joined by dots.
         NotImplementedError: a ShardedTensor, or an object with a state dict of its own.
     """
-    _refuse_others(state_dict)
-    agreement, found = _agreement(process_group), list(places(state_dict, _is_tensor))
-    found = [place for place in found if not isinstance(place[1][place[2]], Mapping)]  # torch keeps no empty dicts
-    if agreement is not None:
+    agreement = _agreement(process_group)
+    with agreement.refusing() if agreement is not None else nullcontext():
+        _refuse_others(state_dict)
+        found = list(places(state_dict, _is_tensor))
+        found = [place for place in found if not isinstance(place[1][place[2]], Mapping)]  # torch keeps no empty dicts
         lines = sorted([f"{name}: {_described(container[key])}" for name, container, key in found])
+        fresh = _fresh(found)
+    if agreement is not None:
         agreement.confirm("\n".join(lines), 0)
-    fresh = _fresh(found)
     try:
         state_dict_loader.load(
             fresh,

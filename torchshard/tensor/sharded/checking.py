@@ -1,6 +1,6 @@
 """What must be true of the parts of a ShardedTensor: of this rank's, and of all ranks' together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchshard._torch import untraced
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import RankMismatchError, ShardingError
-from torchshard.tensor.sharded.specs import Shard, ShardedTensorMetadata, TensorProperties, holding_of
+from torchshard.tensor.sharded.specs import Shard, ShardedTensorMetadata, TensorProperties, flat_size, holding_of
 
 
 def local_metadata(shards: Sequence[Any], size: Sequence[int], rank: int, ranks: Sequence[int]) -> Any:
@@ -102,29 +102,34 @@ def check_whole(metadata: Any, ranks: Sequence[int]) -> None:
 
 
 @untraced
-def of_all(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def of_all(mine: Callable[[], Any], group: dist.ProcessGroup) -> list[Any]:
     """What each rank of a group says of its parts, in the group's order.
 
+    Args:
+        mine: what this rank says; where it raises, the others raise RankMismatchError.
+        group: the ranks.
+
     Raises:
-        RankMismatchError: a rank does not come, or is lost; names it.
+        RankMismatchError: a rank does not come, or is lost or refuses; names it.
     """
     said: list[Any] = [None] * group.size()
     agreement = Agreement(group, torch.device("cpu"), "parts of a ShardedTensor")
+    with agreement.refusing():
+        told = mine()
     agreement.confirm("parts of a ShardedTensor", 0)
     with agreement.waiting_for("parts of a ShardedTensor"):
-        dist.all_gather_object(said, mine, group=group)
+        dist.all_gather_object(said, told, group=group)
     return said
 
 
 def global_metadata(
-    mine: Any, problem: ShardingError | None, size: Sequence[int], group: dist.ProcessGroup, ranks: Sequence[int]
+    local_shards: Sequence[Any], global_size: Sequence[Any], group: dist.ProcessGroup, ranks: Sequence[int]
 ) -> Any:
     """The metadata of all parts of all ranks, each of which calls this.
 
     Args:
-        mine: of this rank's parts; None where it has none.
-        problem: what is wrong with them, which then all ranks raise.
-        size: of the whole tensor, as this rank sees it.
+        local_shards: this rank's parts.
+        global_size: of the whole tensor, as this rank sees it: numbers or one sequence.
         group: the ranks.
         ranks: their global numbers, in the group's order.
 
@@ -133,18 +138,29 @@ def global_metadata(
         RankMismatchError: ranks differ in the size of the tensor or in properties of their parts, or one is lost; names
             them.
     """
-    told = None if problem is None else problem.__reduce__()[1]
-    said = of_all((mine, told, tuple(size)), group)
+    problem: ShardingError | None = None
+
+    def mine() -> tuple[Any, Any, tuple[int, ...]]:
+        nonlocal problem
+        size = flat_size(global_size)
+        try:
+            return local_metadata(local_shards, size, dist.get_rank(), ranks), None, tuple(size)
+        except ShardingError as error:
+            problem = error
+            return None, error.__reduce__()[1], tuple(size)
+
+    said = of_all(mine, group)
+    size = said[0][2]
     for rank, (_, told, _) in zip(ranks, said, strict=True):
         if told is not None:
             _, what, parts = told
             raise problem or ShardingError(what, **{**parts, "where": f"rank {rank}: {parts['where']}"})
     first = None
     for rank, (metadata, _, theirs) in zip(ranks, said, strict=True):
-        if theirs != said[0][2]:
+        if theirs != size:
             raise RankMismatchError(
                 "Ranks differ in the size of a ShardedTensor.",
-                expected=f"{said[0][2]}, as on rank {ranks[0]}",
+                expected=f"{size}, as on rank {ranks[0]}",
                 got=f"{theirs} on rank {rank}",
             )
         if metadata is None:
@@ -158,7 +174,7 @@ def global_metadata(
                 got=f"{metadata.tensor_properties} on rank {rank}",
             )
     if first is None:
-        raise ShardingError("No rank holds a part.", expected=f"parts of shape {tuple(size)}", got="none")
+        raise ShardingError("No rank holds a part.", expected=f"parts of shape {size}", got="none")
     shards = [shard for metadata, _, _ in said if metadata is not None for shard in metadata.shards_metadata]
     made = ShardedTensorMetadata(shards, torch.Size(size), first[1])
     check_whole(made, ranks)

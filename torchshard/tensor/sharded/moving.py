@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard._torch import is_traced
+from torchshard.comm.circle import refusing
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding, lacking
@@ -39,12 +40,13 @@ def _require_values(x: ShardedTensor, what: str) -> None:
 def gather(x: ShardedTensor, dst: int, out: Tensor | None, dtype: torch.dtype | None) -> None:
     """See ShardedTensor.gather."""
     _require_values(x, "gather()")
-    group = group_of(x)
+    group, device = group_of(x), specs.device_here(x._metadata)
     ranks = dist.get_process_group_ranks(group)
-    if not 0 <= dst < len(ranks):
-        raise ShardingError(
-            "gather() has no such destination.", expected=f"a place from 0 to {len(ranks) - 1}", got=dst
-        )
+    with refusing(ranks, device, group):
+        if not 0 <= dst < len(ranks):
+            raise ShardingError(
+                "gather() has no such destination.", expected=f"a place from 0 to {len(ranks) - 1}", got=dst
+            )
     here = dist.get_rank() == ranks[dst]
     problem = None
     if here != (out is not None) or (out is not None and out.shape != x.shape):
@@ -60,7 +62,6 @@ def gather(x: ShardedTensor, dst: int, out: Tensor | None, dtype: torch.dtype | 
         goals = [(whole(x.shape), out.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device=out.device))]
     target = Holding.of(x.shape, [(ranks[dst], whole(x.shape))])
     plan = f"{x.dtype} of shape {tuple(x.shape)}, gathered on rank {ranks[dst]}"
-    device = specs.device_here(x._metadata)
     carry([Job("gather", plan, x.dtype, held(x), target, parts(x), goals, device, problem, group)])
     if goals and out is not None and goals[0][1] is not out:
         out.detach().copy_(goals[0][1] if dtype is None else goals[0][1].to(dtype))
@@ -70,28 +71,30 @@ def reshard(x: ShardedTensor, spec: Any) -> ShardedTensor:
     """See ShardedTensor.reshard."""
     moved = cut(x, spec)
     x._local_shards, x._metadata, x._sharding_spec = moved._local_shards, moved._metadata, spec
+    x._token = moved._token
     return x
 
 
 def cut(x: ShardedTensor, spec: Any) -> ShardedTensor:
     """A ShardedTensor of the same values, cut as `spec` says; memory is shared where nothing moves."""
     _require_values(x, "reshard()")
-    group = group_of(x)
+    group, device = group_of(x), specs.device_here(x._metadata)
     ranks = dist.get_process_group_ranks(group)
-    metadata = specs.metadata_of(spec, x.shape, x._metadata.tensor_properties)
-    checking.check_whole(metadata, ranks)
-    source, target = held(x), specs.holding_of(metadata, ranks)
+    with refusing(ranks, device, group):
+        metadata = specs.metadata_of(spec, x.shape, x._metadata.tensor_properties)
+        checking.check_whole(metadata, ranks)
+        source, target = held(x), specs.holding_of(metadata, ranks)
     mine = [shard for shard in metadata.shards_metadata if shard.placement.rank() == dist.get_rank()]
     if not lacking(source, target) and not lacking(target, source):
         old = dict(parts(x))
         boxes = [specs.box_of(s, x.shape) for s in mine]
         tensors = [old[box] if box in old else _room(x, s) for box, s in zip(boxes, mine, strict=True)]
     else:
-        tensors = [_room(x, s) for s in mine]
+        with refusing(ranks, device, group):
+            tensors = [_room(x, s) for s in mine]
         goals = [(specs.box_of(s, x.shape), tensor) for s, tensor in zip(mine, tensors, strict=True)]
         cuts = "; ".join(f"{box} on {owners}" for box, owners in target.owners.items())
         plan = f"{x.dtype} of shape {tuple(x.shape)}, to {cuts}"
-        device = specs.device_here(x._metadata)
         carry([Job("reshard", plan, x.dtype, source, target, parts(x), goals, device, None, group)])
     asking = metadata.tensor_properties.requires_grad
     shards = [specs.Shard(tensor.requires_grad_(asking), s) for tensor, s in zip(tensors, mine, strict=True)]

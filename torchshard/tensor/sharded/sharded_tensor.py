@@ -105,11 +105,15 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
         Raises:
             RankMismatchError: the parts do not fit together; names the ranks.
         """
-        if not -local_tensor.ndim <= dim < local_tensor.ndim:
-            raise ShardingError("No dim to join along.", expected=f"a dim of {tuple(local_tensor.shape)}", got=dim)
+
+        def shape() -> tuple[int, ...]:
+            if not -local_tensor.ndim <= dim < local_tensor.ndim:
+                raise ShardingError("No dim to join along.", expected=f"a dim of {tuple(local_tensor.shape)}", got=dim)
+            return tuple(local_tensor.shape)
+
         group = specs.group_given(process_group)
         ranks = dist.get_process_group_ranks(group)
-        shapes = checking.of_all(tuple(local_tensor.shape), group)
+        shapes = checking.of_all(shape, group)
         dim = dim + local_tensor.ndim if dim < 0 else dim
         place = ranks.index(dist.get_rank())
         offset = [0] * local_tensor.ndim
@@ -141,13 +145,9 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
             RankMismatchError: ranks differ in size, dtype or properties; names them.
         """
         _refuse_rrefs(init_rrefs)
-        group, problem, mine = specs.group_given(process_group), None, None
-        ranks, size = dist.get_process_group_ranks(group), specs.flat_size(global_size)
-        try:
-            mine = checking.local_metadata(local_shards, size, dist.get_rank(), ranks)
-        except ShardingError as error:
-            problem = error
-        metadata = checking.global_metadata(mine, problem, size, group, ranks)
+        group = specs.group_given(process_group)
+        ranks = dist.get_process_group_ranks(group)
+        metadata = checking.global_metadata(local_shards, global_size, group, ranks)
         return joined(local_shards, metadata, specs.inferred_spec(metadata), group)  # type: ignore[no-any-return]
 
     @classmethod
@@ -202,12 +202,16 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
         """
         metadata, group = upstream.metadata(), group_of_theirs(upstream)
         checking.check_whole(metadata, dist.get_process_group_ranks(group))
-        return made(upstream.local_shards(), metadata, upstream.sharding_spec(), group)
+        ours = made(upstream.local_shards(), metadata, upstream.sharding_spec(), group)
+        ours._token = getattr(upstream, "_token", ours._token)
+        return ours
 
     def to_torch(self) -> Any:
         """torch's own ShardedTensor around the same memory, without history; it asks for gradients where this does."""
         shards, metadata = specs.asking(self._local_shards, self._metadata, self.requires_grad)
-        return their_sharded_tensor(shards, metadata, self._sharding_spec, self._process_group)
+        theirs = their_sharded_tensor(shards, metadata, self._sharding_spec, self._process_group)
+        theirs._token = self._token
+        return theirs
 
     def backward(self, gradient: Tensor | None = None, *args: Any, **options: Any) -> None:
         """Gradients of the leaves, as of any tensor; `gradient` must be a ShardedTensor that is cut as this one is.
