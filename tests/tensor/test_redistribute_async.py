@@ -91,7 +91,10 @@ def used_in_every_way(rank, world):
 
     def of_theirs():
         time.sleep(0.2 * rank)  # what is read too early is not yet the sum
-        return DTensor.from_local(functional.all_reduce(full, "sum", mesh), mesh, [Shard(0)])
+        return functional.all_reduce(full, "sum", mesh)
+
+    def made_of_theirs():
+        return DTensor.from_local(of_theirs(), mesh, [Shard(0)])
 
     def reloaded(t):
         saved = io.BytesIO()
@@ -114,10 +117,13 @@ def used_in_every_way(rank, world):
         "numpy": coming().to_local().numpy().tolist() == full.tolist() == coming().to_local().tolist(),
         "copied": torch.equal(copy.deepcopy(coming()).full_tensor(), full),
         "saved": torch.equal(reloaded(coming().to_local()), full),
-        "torch's own, saved": torch.equal(reloaded(of_theirs()).to_local(), full * 2),
-        "torch's own, converted": torch.equal(to_full({"": of_theirs()})[""], torch.cat([full * 2] * 2)),
-        "torch's own, as numbers": of_theirs().numpy(force=True)[3].tolist() == (full * 2)[1].tolist(),
-        "torch's own, in no hurry": type(of_theirs().to_local()) is Pending,
+        "torch's own, saved": torch.equal(reloaded(made_of_theirs()).to_local(), full * 2),
+        "torch's own, distributed": torch.equal(
+            reloaded(distribute_tensor(of_theirs(), mesh, [Replicate()], src_data_rank=None)).to_local(), full * 2
+        ),
+        "torch's own, converted": torch.equal(to_full({"": made_of_theirs()})[""], torch.cat([full * 2] * 2)),
+        "torch's own, as numbers": made_of_theirs().numpy(force=True)[3].tolist() == (full * 2)[1].tolist(),
+        "torch's own, in no hurry": type(made_of_theirs().to_local()) is Pending,
         "in a list": all(torch.equal(t.full_tensor(), full * 2) for t in listed),
         "compiled": torch.equal(compiled(coming()).full_tensor(), full + 1),
         "a parameter": torch.equal(parameter.detach().full_tensor(), torch.zeros(2, 3)),
