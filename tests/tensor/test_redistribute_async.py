@@ -77,7 +77,10 @@ def test_values_and_gradients_are_those_of_the_waiting_call():
 
 
 def used_in_every_way(rank, world):
-    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+    import torch.distributed._functional_collectives as functional
+
+    from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.state_dict import to_full
 
     mesh = init_device_mesh("cpu", (world,))
     full = torch.arange(6.0).view(2, 3)
@@ -86,11 +89,21 @@ def used_in_every_way(rank, world):
     def coming():
         return x.redistribute(placements=[Replicate()], async_op=True)
 
+    def of_theirs():
+        time.sleep(0.2 * rank)  # what is read too early is not yet the sum
+        return functional.all_reduce(full, "sum", mesh)
+
+    def made_of_theirs():
+        return DTensor.from_local(of_theirs(), mesh, [Shard(0)])
+
+    def reloaded(t):
+        saved = io.BytesIO()
+        torch.save(t, saved)
+        saved.seek(0)
+        return torch.load(saved)
+
     written = coming()
     written.add_(1)
-    saved = io.BytesIO()
-    torch.save(coming().to_local(), saved)
-    saved.seek(0)
     listed = [coming(), coming()]
     torch._foreach_mul_(listed, 2.0)
     compiled = torch.compile(lambda t: t + 1, backend="aot_eager")
@@ -103,7 +116,14 @@ def used_in_every_way(rank, world):
         "printed": "[0., 1., 2.]" in repr(coming()) and "[0., 1., 2.]" in repr(coming().to_local()),
         "numpy": coming().to_local().numpy().tolist() == full.tolist() == coming().to_local().tolist(),
         "copied": torch.equal(copy.deepcopy(coming()).full_tensor(), full),
-        "saved": torch.equal(torch.load(saved), full),
+        "saved": torch.equal(reloaded(coming().to_local()), full),
+        "torch's own, saved": torch.equal(reloaded(made_of_theirs()).to_local(), full * 2),
+        "torch's own, distributed": torch.equal(
+            reloaded(distribute_tensor(of_theirs(), mesh, [Replicate()], src_data_rank=None)).to_local(), full * 2
+        ),
+        "torch's own, converted": torch.equal(to_full({"": made_of_theirs()})[""], torch.cat([full * 2] * 2)),
+        "torch's own, as numbers": made_of_theirs().numpy(force=True)[3].tolist() == (full * 2)[1].tolist(),
+        "torch's own, in no hurry": type(made_of_theirs().to_local()) is Pending,
         "in a list": all(torch.equal(t.full_tensor(), full * 2) for t in listed),
         "compiled": torch.equal(compiled(coming()).full_tensor(), full + 1),
         "a parameter": torch.equal(parameter.detach().full_tensor(), torch.zeros(2, 3)),

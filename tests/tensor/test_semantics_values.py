@@ -308,15 +308,21 @@ def test_statistics_of_complex_empty_and_whole_numbers():
 
 def extremes(rank, world):
     """Sums whose terms may be added in any order: what is compared with itself has to come out equal."""
-    from torchshard import DTensor, Partial, init_device_mesh
+    from torchshard import DTensor, Partial, Replicate, init_device_mesh
+
+    def whole(k, like):
+        return k if isinstance(like, DTensor) else k.full_tensor()
 
     mesh = init_device_mesh("cpu", (world,))
+    rows = DTensor.from_local(torch.tensor([0, 2, 1, 0, 2, 2, 0]), mesh, [Replicate()])
     for seed in range(4):
         term = torch.randn(7, 5, generator=torch.Generator().manual_seed(world * seed + rank)) * 3
         x = DTensor.from_local(term, mesh, [Partial()])
         for f in (
             lambda x: x.amax(0), lambda x: x.amin(1), lambda x: x.max(), lambda x: x.norm(math.inf), torch.median,
             lambda x: torch.linalg.vector_norm(x, math.inf, 0),
+            lambda x: x.new_zeros(3, 5).scatter_reduce(0, whole(rows, x)[:, None].expand(7, 5), x, "amax"),
+            lambda x: x.new_zeros(3, 5).index_reduce(0, whole(rows, x), x, "amin"),
             *([lambda x: torch.aminmax(x, dim=0).max] if known("gradients of aminmax") else []),
         ):  # fmt: skip
             a, b = x.detach().requires_grad_(), x.full_tensor().requires_grad_()
@@ -325,7 +331,11 @@ def extremes(rank, world):
             torch.testing.assert_close(a.grad.full_tensor(), b.grad)
         found = [(x == x.amax(0)).sum(), (x >= x.topk(2, 0)[0][-1:]).sum(), (x <= x.sort(0)[0][1]).sum()]
         found += [(x == x.max(0)[0]).sum(), (x == x.kthvalue(3, 0)[0]).sum(), (x == x.cummax(0)[0][-1]).sum()]
-        assert [int(n) for n in found] == [5, 10, 10, 5, 5, 5]
+        found += [torch.isin(x.amax(0), x).sum(), torch.isin(x, x.amax(0)).sum()]
+        found += [torch.histc(x, 4, float(x.min()), float(x.max())).sum()]
+        found += [torch.searchsorted(x.t().sort().values, x.t().contiguous()).sum()]
+        found += [torch.bucketize(x, x.flatten().sort().values).sum()]
+        assert [int(n) for n in found] == [5, 10, 10, 5, 5, 5, 5, 5, 35, 7 * 6 // 2 * 5, 35 * 34 // 2]
 
 
 def test_a_sum_is_equal_to_itself():

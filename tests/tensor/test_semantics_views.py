@@ -121,6 +121,8 @@ _READS = """
     y = torch._foreach_mul([x[:1].expand(4, 3)], 2.0)[0]; y = y, y.stride()
     y = torch.ops.aten._unsafe_view((x * 2)[:, :2], (5, 1, 2)); y = y, y.stride()
     y = torch.ops.aten._unsafe_view((x * 2)[:4].t(), (3, 2, 2)); y = y, y.stride()
+    y = [(t, t.stride()) for t in (*(x * 2).unsafe_chunk(2, 1), *(x * 2).t().unsafe_split(2, 1))]
+    y = [(t, t.stride()) for t in (x * 2).unsafe_split_with_sizes([2, 1], 1)]
     y = F.conv1d(x[None].transpose(1, 2), x[:2, :, None]); y = y, y.stride()
     z = put(torch.arange(180.0).view(3, 5, 4, 3).sin().permute(0, 3, 1, 2)).requires_grad_(); F.group_norm(z, 1).square().sum().backward(); y = z.grad
     z = put(torch.arange(180.0).view(3, 3, 5, 4)).to(memory_format=torch.channels_last).detach().requires_grad_(); y = F.adaptive_avg_pool2d(z, 1); y.square().sum().backward(); y = y, y.stride(), z.grad

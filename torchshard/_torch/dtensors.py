@@ -295,11 +295,20 @@ def bring_home(mesh: Any) -> None:
             kept._rank_map = torch.tensor(numbers, dtype=ranks.dtype, device="cpu")
 
 
-def waited(grad: Tensor) -> Tensor:
-    """A gradient that is here (torch.distributed._functional_collectives.AsyncCollectiveTensor, 2.11-2.15)."""
+def is_on_its_way(x: Tensor) -> bool:
+    """Whether that is what torch's functional collectives return before they end.
+
+    (torch.distributed._functional_collectives.AsyncCollectiveTensor, 2.11-2.15.) Copies, pickles and whatever takes its
+    memory do not wait for it.
+    """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+    return isinstance(x, AsyncCollectiveTensor)
+
+
+def waited(grad: Tensor) -> Tensor:
+    """A gradient that is here."""
+    return grad.wait() if is_on_its_way(grad) else grad  # type: ignore[attr-defined]
 
 
 def end_modules_once(tracker: Any) -> None:

@@ -39,7 +39,7 @@ _LINES = table("""
     native_dropout_backward                                     | ..., ... -> ...      | lin=0
     hardswish fill_.Scalar                                      | ... -> ...           |
     fill_.Tensor                                                | ..., ... -> ...      |
-    bucketize.Tensor                                            | ..., B -> ...        |
+    bucketize.Tensor                                            | ..., B -> ...        | exact
     masked_fill.Tensor                                          | ..., ..., ... -> ... |
     lerp.Scalar                                                 | ..., ... -> ...      | lin=0+1
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor | ..., ... -> ...      | exact

@@ -170,7 +170,7 @@ RULES = {
     **named("sort.stable", Rule(along(2, position=2), options("exact"))),
     **named("topk", Rule(along(2, position=2, keeps=False), options("exact"))),
     **named("renorm", Rule(_renorm)),
-    **named("histc", Rule(_histogram, options("reads=min,max"))),
+    **named("histc", Rule(_histogram, options("exact reads=min,max"))),
     **named("tril triu", Rule(_triangle, options("lin=0"))),
     **named("_fft_c2c _fft_r2c _fft_c2r", Rule(along(keeps=False), options("lin=0 full"))),
 }

@@ -33,6 +33,7 @@ from torchshard.tensor.layout import (
     same_order,
 )
 from torchshard.tensor.mesh import BoundMesh, bind
+from torchshard.tensor.pending import pending
 from torchshard.tensor.redistribute import (
     in_memory_order,
     moved,
@@ -130,7 +131,7 @@ class _FromLocal(torch.autograd.Function):
         ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None, of_first: bool = False
     ) -> DTensor:
         ctx.layout, ctx.grad_sharding = layout, grad_sharding
-        local = local.detach()  # history belongs to the wrapper
+        local = pending(local.detach())  # history belongs to the wrapper
         return wrap(_first_replica(local, layout) if of_first else local, layout)
 
     @staticmethod

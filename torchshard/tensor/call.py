@@ -126,8 +126,11 @@ class Call:
         return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(self.func).returns)
 
     def keeps_strides(self) -> bool:
-        """Whether results lie in memory as an argument does: views, and one that does not say that it is one."""
-        return self.viewed() or self.name == "_unsafe_view.default"
+        """Whether results lie in memory as an argument does: views, and those that do not say that they are."""
+        return self.viewed() or self.name in _UNSAID_VIEWS
+
+
+_UNSAID_VIEWS = frozenset({"_unsafe_view.default", "unsafe_split.Tensor", "unsafe_split_with_sizes.default"})
 
 
 @functools.lru_cache(4096)

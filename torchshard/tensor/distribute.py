@@ -24,6 +24,7 @@ from torchshard.tensor.caching import one_node, tie
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import from_torch, global_stride, layout_for, or_replicated, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
+from torchshard.tensor.pending import pending
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local, refuse_others
 from torchshard.tensor.replacing import replacing, successor
 
@@ -71,7 +72,7 @@ def _distributed(
         return _already_there(tensor, sharding)
     if not tensor.is_leaf:
         raise RuntimeError("distribute_tensor takes a leaf tensor; use DTensor.from_local for results of operators")
-    local = tensor.detach()
+    local = pending(tensor.detach())
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
     stride, given = global_stride(tensor.shape, local.stride()), without(sharding.without_partial(), sharding.runs)

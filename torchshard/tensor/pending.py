@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import no_torch_function, skip_alone, stand_in
+from torchshard._torch import is_on_its_way, no_torch_function, skip_alone, stand_in
 
 _aten = torch.ops.aten
 
@@ -106,6 +106,13 @@ class Pending(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.wait().__reduce_ex__(protocol)
+
+
+def pending(x: Tensor) -> Tensor:
+    """The tensor itself; in place of torch's own stand-in for one on its way, ours, for which every use waits."""
+    if x.__class__ is Tensor or not is_on_its_way(x):
+        return x
+    return Pending.of(x.wait, x.shape, x.stride(), x.dtype, x.device)  # type: ignore[attr-defined]
 
 
 def arrived(x: Tensor) -> Tensor:
