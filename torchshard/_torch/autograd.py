@@ -17,6 +17,7 @@ from torchshard._torch.finding import find
 
 T = TypeVar("T")
 
+_before = operator.attrgetter("_backward_hooks")
 _after = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -165,6 +166,14 @@ def will_run(node: Any) -> bool:
         return False
 
 
+def will_all_run(nodes: Iterable[Any]) -> bool:
+    """Whether it will execute all of these nodes, as above, without a step of Python for each."""
+    try:
+        return all(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:
+        return False
+
+
 def in_transform() -> bool:
     """Whether a transform of torch.func runs, in which parameters show no end (torch._C._functorch, 2.11-2.15).
 
@@ -214,11 +223,11 @@ def in_distributed_autograd() -> bool:
     return True
 
 
-def has_hooks(param: Tensor, own: int = 0) -> bool:
-    """Whether anybody has put a hook on this leaf's gradient: before accumulation (Tensor._backward_hooks, 2.11-2.15),
-    or after it, besides so many of the caller's own.
+def has_hooks(*params: Tensor, own: int = 0) -> bool:
+    """Whether anybody has put a hook on the gradient of one of these leaves: before accumulation
+    (Tensor._backward_hooks, 2.11-2.15), or after it, besides so many of the caller's own on each.
     """
-    return bool(param._backward_hooks) or hooks_after(param) > own
+    return any(map(_before, params)) or max(counts_after(params), default=0) > own
 
 
 def has_hooks_at_end(param: Tensor) -> bool:

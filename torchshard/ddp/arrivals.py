@@ -92,11 +92,10 @@ def _arriving(reducer: "Reducer", bucket: FlatBucket, quiet: int) -> Callable[[i
     def gradient_arrived(index: int, param: torch.Tensor) -> None:
         if reducer.mode is not Mode.SYNC and not reducer.outside(index):
             return
-        try:
-            pending.remove(index)
-        except KeyError:
+        if index not in pending:
             reducer.again(bucket, index)
             return
+        pending.remove(index)
         if arrived is not None:
             arrived.append(index)
         if index in large:

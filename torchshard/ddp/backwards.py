@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,17 @@ class Leaves:
     def __getitem__(self, index: int) -> Any:
         return self._nodes[index]
 
+    def of(self, indices: Iterable[int]) -> list[Any]:
+        """Those of several."""
+        return [*map(self._nodes.__getitem__, indices)]
+
     def will_run(self, index: int) -> bool:
         """Whether the backward that runs will accumulate the gradient of this parameter."""
         return _torch.will_run(self._nodes[index]) or (self._has_moved(index) and _torch.will_run(self._nodes[index]))
+
+    def will_all_run(self, indices: Collection[int]) -> bool:
+        """The same of several."""
+        return _torch.will_all_run(self.of(indices)) or all(map(self.will_run, indices))
 
     def some_will_run(self) -> bool:
         """Whether it will do so for any."""

@@ -6,7 +6,7 @@ backward is over. So what autograd still brings for such a parameter came from e
 is reduced by itself: averaging is linear.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,6 +25,9 @@ class GraphBucket(FlatBucket):
         params: all parameters of the reducer.
         scale, views_stay, never: as for FlatBucket.
         gaps: it is reduced with the gaps between its gradients; else, for a hook, as a copy without them.
+
+    Attributes:
+        segments: those of its members that are in each.
     """
 
     _is_dense = False
@@ -46,20 +49,16 @@ class GraphBucket(FlatBucket):
         dense, self._offsets = self._shown, {i: start for i, start in zip(slots, starts, strict=True) if i in members}
         self._has_gaps = not gaps and dense[1] != self._numel
         self._shown = dense if self._has_gaps else (self._offsets, self._numel)
-        self._segments: dict[tuple[int, ...], tuple[int, int]] = {}  # where each begins and ends
+        self.segments = {part: {i: self.members[i] for i in part if i in self.members} for part in segments}
+        self._ends: dict[tuple[int, ...], tuple[int, int]] = {}  # where each begins and ends
         end = 0
         for part in segments:
             begin, end = end, end + slices(params[i].numel() for i in part)[1]
-            self._segments[part] = begin, end
+            self._ends[part] = begin, end
         self._accumulated: set[int] = set()  # gradients that lie in their slots already
         self._before: dict[int, torch.Tensor] = {}  # gradients that were there and take part
         self._filled: dict[int, torch.Tensor] = {}
         self._quiet: set[int] = set()  # filled in the backward that runs: autograd brings nothing for them
-
-    @property
-    def segments(self) -> Iterable[tuple[int, ...]]:
-        """What graphs may fill at once."""
-        return self._segments
 
     def ready_for_graph(self, slots: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether nothing of a segment has come, and autograd would give it to each `.grad` and nobody else.
@@ -68,23 +67,23 @@ class GraphBucket(FlatBucket):
             slots: the segment.
             dtype: that the graph writes.
         """
-        members = [i for i in slots if i in self.members]
+        members = self.segments[slots]
         return (
             self.work is None
             and self._fits(dtype)
             and self.pending.issuperset(members)
-            and not any(_torch.has_hooks(self.members[i], own=1) for i in members)  # the reducer's
+            and not _torch.has_hooks(*members.values(), own=1)  # the reducer's
         )
 
     def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The flat memory of a segment, for a graph to write; beforehand, see what lies there. Args as above."""
         flat = self._open()
         start, size = flat.data_ptr(), flat.element_size()
-        for i in slots:
-            grad = self.members[i].grad if i in self.members else None
+        for i, p in self.segments[slots].items():
+            grad = p.grad
             if grad is not None and grad.data_ptr() == start + size * self._offsets[i]:
                 self._accumulated.add(i)
-        begin, end = self._segments[slots]
+        begin, end = self._ends[slots]
         return flat.detach()[begin:end]
 
     def factors(self, index: int) -> tuple[float, float]:

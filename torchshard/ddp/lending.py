@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +45,8 @@ class Lending:
         self._known: set[tuple[int, ...]] = set()  # the layout knew of them, or they have been asked for since
         self._wish = False  # for another layout
         self._checks: list[torch.utils.hooks.RemovableHandle] = []
-        self._hooks: dict[int, tuple[object, tuple[Mapping[int, object], ...]]] = {}  # by parameter: leaf, its hooks
+        self._hooks: dict[tuple[int, ...], tuple[Sequence[object], Sequence[Mapping[int, object]]]] = {}
+        """By segment: leaves, and what holds their hooks."""
 
     def use_sizes(self, segments: BucketPolicy, pieces: BucketPolicy | None) -> None:
         """Have graphs compiled for these sizes."""
@@ -70,26 +72,29 @@ class Lending:
         reducer = self._reducer
         bucket = self._bucket_of.get(slots)
         is_ready = bucket is not None and bucket.ready_for_graph(slots, dtype)
-        if self.refused or bucket is None or not is_ready or any(map(self._is_hooked, slots)):
+        if self.refused or bucket is None or not is_ready or self._are_hooked(slots):
             self._wish = self._wish or (reducer.arrived is None and slots not in self._known and not self.refused)
             self._known.add(slots)
             return None
-        return bucket if all(reducer.leaves.will_run(i) for i in slots if i in bucket.members) else None
+        return bucket if reducer.leaves.will_all_run(bucket.segments[slots]) else None
 
     def learns(self, slots: tuple[int, ...]) -> bool:
         """Whether what a graph has made, for these parameters, tells how it could be reduced in the graph."""
-        return not self.refused and all(map(self._reducer.leaves.will_run, slots))
+        return not self.refused and self._reducer.leaves.will_all_run(slots)
 
-    def _is_hooked(self, index: int) -> bool:
-        """Whether somebody has put a hook where this parameter's gradient ends, to see what autograd brings there."""
-        leaf = self._reducer.leaves[index]
-        if self._hooks.get(index, (None,))[0] is not leaf:
-            self._hooks[index] = leaf, _torch.hooks_of(leaf)
-        return any(self._hooks[index][1])
+    def _are_hooked(self, slots: tuple[int, ...]) -> bool:
+        """Whether somebody has put a hook where one of these gradients ends, to see what autograd brings there."""
+        leaves = self._reducer.leaves.of(slots)
+        known, holders = self._hooks.get(slots, ((), ()))
+        if len(known) < len(leaves) or not all(map(is_, known, leaves)):
+            holders = [hooks for leaf in leaves for hooks in _torch.hooks_of(leaf)]
+            self._hooks[slots] = leaves, holders
+        return any(holders)
 
     def adopt(self, buckets: Iterable[FlatBucket]) -> None:
         """These are the reducer's buckets from now on."""
         self._bucket_of = {slots: b for b in buckets if isinstance(b, GraphBucket) for slots in b.segments}
+        self._hooks.clear()
 
     def check(self, slots: tuple[int, ...], views: Sequence[torch.Tensor]) -> None:
         """In a backward whose order is learned: whether autograd brings just these tensors, which a graph has made.
