@@ -84,7 +84,9 @@ class Attention(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 16), MESH, [Shard(1)]))
+        part = torch.randn(8, 4)  # of a fake group, distribute_tensor gives memory that nobody has filled
+        weight = DTensor.from_local(part, MESH, [Shard(1)], shape=(8, 16), stride=(16, 1))
+        self.weight = torch.nn.Parameter(weight)
         self.bias = torch.nn.Parameter(distribute_tensor(torch.randn(8), MESH, [Replicate()]))
 
     def forward(self, q):
