@@ -13,7 +13,7 @@ from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
 from torchshard.state_dict.forms import Form, Memory, form_of, terms_of
 from torchshard.state_dict.targets import Target
-from torchshard.state_dict.trees import identity, require_distinct, tensors, with_leaves
+from torchshard.state_dict.trees import identity, in_order, require_distinct, with_leaves
 from torchshard.tensor.carrying import Job, carry
 from torchshard.tensor.redistribute import check_assumed
 
@@ -58,10 +58,11 @@ def convert(
     under_way: dict[Any, _Made | None] = {}
     jobs: list[Job] = []
     paths: dict[str, Any] = {}
-    found = tensors(tree)
+    everything = in_order(tree)
+    found = [(path, leaf) for path, leaf in everything if isinstance(leaf, Tensor)]
     told = set() if waiting is None else {waiting}
     try:
-        require_distinct(tree)
+        require_distinct(everything)
     except ShardingError as error:
         refusal = refusal or error
     if source is not None and not 0 <= source < world_size():

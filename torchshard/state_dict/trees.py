@@ -1,6 +1,6 @@
 """Nested containers: their tensors by path, the same containers with other leaves, and which tensors are one."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -33,18 +33,18 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(value, f"{path}.{key}" if path else str(key))
 
 
-def tensors(tree: Any) -> list[tuple[str, Tensor]]:
-    """Path and value of every tensor, in the order of paths: the same on ranks whose dicts were filled otherwise."""
-    return [(path, x) for path, x in sorted(leaves(tree), key=itemgetter(0)) if isinstance(x, Tensor)]
+def in_order(tree: Any) -> list[tuple[str, Any]]:
+    """`leaves` in the order of paths: the same on ranks whose dicts were filled otherwise."""
+    return sorted(leaves(tree), key=itemgetter(0))
 
 
-def require_distinct(tree: Any) -> None:
+def require_distinct(ordered: Sequence[tuple[str, Any]]) -> None:
     """Check that no tensor goes by the name of another leaf.
 
     Raises:
         ShardingError: a tensor and another leaf have the same path.
     """
-    for (path, x), (other, y) in pairwise(sorted(leaves(tree), key=itemgetter(0))):
+    for (path, x), (other, y) in pairwise(ordered):
         if path == other and (isinstance(x, Tensor) or isinstance(y, Tensor)):
             raise ShardingError(
                 "Two values of a state dict go by the same name.",
