@@ -27,9 +27,10 @@ class Leaves:
         if not self._params or (all(self._nodes) and _torch.in_transform()):  # a transform ends in its own inputs
             return
         with torch.inference_mode(False), torch.enable_grad():  # else nothing has a node
-            behind = _Behind.apply(*self._params).grad_fn  # type: ignore[no-untyped-call]
-        if behind is not None:
-            self._nodes = [new or old for (new, _), old in zip(behind.next_functions, self._nodes, strict=True)]
+            end = _Behind.apply(*self._params)  # type: ignore[no-untyped-call]
+        if end.grad_fn is not None:  # which, before torch 2.13, knows what is before it as long as its result lives
+            before = end.grad_fn.next_functions
+            self._nodes = [new or old for (new, _), old in zip(before, self._nodes, strict=True)]
 
     def __getitem__(self, index: int) -> Any:
         return self._nodes[index]
