@@ -10,12 +10,12 @@ UNKNOWN = {
         "default group", "meshes in graphs", "strided shards", "parameters that are thawed", "inference in a piece",
         "attributes that go in a region", "collectives of a fake group", "stagers that are used again",
         "masked rows", "join without buffers", "gradients of aminmax", "strides of results", "no default group",
-        "names in graphs", "other strides", "scales of rows",
+        "names in graphs", "other strides", "scales of rows", "unchecked invariants",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",
         "attributes that go in a region", "collectives of a fake group", "stagers that are used again",
-        "masked rows", "join without buffers",
+        "masked rows", "join without buffers", "unchecked invariants",
     },
     "2.14": {"text"},
 }  # fmt: skip
