@@ -24,7 +24,6 @@ from torchshard._torch.autograd import (
     register_after_grad,
     remove_optimizer_hooks,
     take_missing_gradients,
-    will_all_run,
     will_run,
 )
 from torchshard._torch.data_parallel import (
@@ -323,7 +322,6 @@ __all__ = [
     "waited",
     "was_written",
     "whole_in_graphs",
-    "will_all_run",
     "will_run",
     "without_autocast",
     "without_fast_paths",

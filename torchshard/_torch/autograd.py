@@ -154,20 +154,12 @@ def take_missing_gradients() -> bool:
     return True
 
 
-def will_run(node: Any) -> bool:
-    """Whether the backward that runs now will execute this node (torch._C._will_engine_execute_node, 2.11-2.15).
+def will_run(*nodes: Any) -> bool:
+    """Whether the backward that runs will execute all of these nodes (torch._C._will_engine_execute_node, 2.11-2.15).
 
     False for the AccumulateGrad nodes of parameters under torch.autograd.grad, and of those that
     backward(inputs=...) leaves out; the engine raises for a leaf whose gradient torch.autograd.grad will return.
     """
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return False
-
-
-def will_all_run(nodes: Iterable[Any]) -> bool:
-    """Whether it will execute all of these nodes, as above, without a step of Python for each."""
     try:
         return all(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:

@@ -45,7 +45,7 @@ class Leaves:
 
     def will_all_run(self, indices: Collection[int]) -> bool:
         """The same of several."""
-        return _torch.will_all_run(self.of(indices)) or all(map(self.will_run, indices))
+        return _torch.will_run(*self.of(indices)) or all(map(self.will_run, indices))
 
     def some_will_run(self) -> bool:
         """Whether it will do so for any."""
