@@ -75,7 +75,7 @@ def _one_turns_to_another_plan(rank, world):
         agreement.restart()
         agreement.confirm(text, position)
         work = dist.all_reduce(x, async_op=True, group=group)
-        wait_for([work], agreement, position + 1, CPU)
+        wait_for([work], agreement, position + 1, True)
 
     step("old", 0)
     return _refused(lambda: step("new" if rank == 1 else "old", 1))
@@ -111,7 +111,7 @@ def _slow_rank(rank, world):
     work = dist.all_reduce(torch.ones(4), async_op=True)
     if rank == 0:
         time.sleep(2.5)
-    wait_for([work], agreement, 1, CPU)
+    wait_for([work], agreement, 1, True)
 
 
 def test_a_slow_rank_is_waited_for():
@@ -199,7 +199,7 @@ def _the_last_leaves(rank, world, here):
         os._exit(0)
     agreement = _agreement()
     with pytest.raises(RankMismatchError) as caught:
-        wait_for([dist.all_reduce(torch.ones(4), async_op=True)], agreement, 1, CPU, "the sum")
+        wait_for([dist.all_reduce(torch.ones(4), async_op=True)], agreement, 1, True, "the sum")
     dist.destroy_process_group()
     return str(caught.value)
 

@@ -118,12 +118,14 @@ def test_who_holds_another_word_is_not_read():
 
 def test_what_a_group_does_not_carry_travels_on_its_own_device():
     cuda, first = torch.device("cuda"), torch.device("cuda", 1)
-    for known, bound, of_cpu, of_cuda in [
-        ([CPU, cuda], None, CPU, first),
-        ([cuda], None, cuda, first),
-        ([cuda], first, first, first),
-        ([CPU], None, CPU, CPU),
-        ([], None, CPU, first),
+    gloo, nccl = dist.ProcessGroupGloo(dist.HashStore(), 0, 1), object()
+    for known, bound, backend, of_cpu, of_cuda in [
+        ([CPU, cuda], None, nccl, CPU, first),
+        ([cuda], None, nccl, cuda, first),
+        ([cuda], first, nccl, first, first),
+        ([CPU], None, nccl, CPU, CPU),
+        ([], None, nccl, CPU, first),
+        ([CPU, cuda], None, gloo, CPU, CPU),  # whose messages of GPUs end in an error of the system
     ]:
-        group = SimpleNamespace(_device_types=known, bound_device_id=bound)
+        group = SimpleNamespace(_device_types=known, bound_device_id=bound, _get_backend=lambda _, its=backend: its)
         assert (device_carried(group, CPU), device_carried(group, first)) == (of_cpu, of_cuda)

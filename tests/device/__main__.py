@@ -1,11 +1,12 @@
-"""See the package: python -m tests.device [--on cuda] [a part of a body's name ...]."""
+"""See the package: python -m tests.device [--on cuda|cuda-gloo] [a part of a body's name ...]."""
 
 import sys
 
 import torch
 
 from tests.device.checks import BODIES
-from tests.device.running import run_on
+from tests.device.gpus import GPU_BODIES
+from tests.device.running import KINDS, run_on
 from tests.ranks import RankFailed
 
 
@@ -13,15 +14,15 @@ def main(words: list[str]) -> int:
     """How many checks have failed."""
     kind = words.pop(words.index("--on") + 1) if "--on" in words else "strict"
     words = [word for word in words if word != "--on"]
-    if kind == "cuda" and torch.cuda.device_count() < 2:
-        print("nothing checked: two GPUs are needed")
+    if KINDS[kind][0] == "cuda" and not torch.cuda.device_count():
+        print("nothing checked: there is no GPU")
         return 0
     if kind == "strict":
         from tests.device.installing import build
 
         build()
     failed = 0
-    for world, body, args in BODIES:
+    for world, body, args in BODIES + (GPU_BODIES if KINDS[kind][0] == "cuda" else []):
         if words and not any(word in body for word in words):
             continue
         try:

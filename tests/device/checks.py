@@ -48,7 +48,8 @@ def _train(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     for step in range(1, 7):
         with without_waiting(f"{what}, step {step}") if step in (3, 5, 6) else contextlib.nullcontext():
             model(x).square().mean().backward()
-            optimizer.step()
+            with torch.device("cpu"):  # where its counts of steps are, as without a default device
+                optimizer.step()
             optimizer.zero_grad()
 
 
@@ -120,19 +121,21 @@ def _operand(case: Any, i: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def tensors_of_the_host_are_carried(rank: int, world: int) -> None:
     """State dicts on the CPU, over a group that takes nothing from there; parts large enough to be joined."""
+    here = torch.get_default_device()
     from torchshard import state_dict
     from torchshard.tensor.sharded import specs
     from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
     whole = torch.arange(512.0 * 512, device="cpu").view(512, 512)
     for dim in (0, 1):
-        for kind in ("cpu", torch.get_default_device().type):
-            places = [f"rank:{r}/cpu" if kind == "cpu" else f"rank:{r}/{kind}:{r}" for r in range(world)]
+        for kind in ("cpu", here.type):
+            there = torch.get_device_module(here).device_count()
+            places = [f"rank:{r}/cpu" if kind == "cpu" else f"rank:{r}/{kind}:{r % there}" for r in range(world)]
             x = ShardedTensor(specs.ChunkShardingSpec(dim, places), whole.shape)
             [shard] = x.local_shards()
             shard.tensor.copy_(whole.chunk(world, dim)[rank])
             full = state_dict.to_full({"x": x})["x"]
-            assert full.device == (torch.device(kind) if kind == "cpu" else torch.device(kind, rank))
+            assert full.device == (torch.device(kind) if kind == "cpu" else here)
             assert torch.equal(full.cpu(), whole)
 
 

@@ -33,7 +33,7 @@ def attention_calls():
 
     for heads in (4, 2):  # of keys; a group of queries has one
         q, k, v, grad = floats(3, 4, 5, 8), floats(3, heads, 6, 8), floats(3, heads, 6, 8), floats(3, 4, 5, 8)
-        bias = floats(3, 4, 5, 6)
+        bias = torch.nn.functional.pad(floats(3, 4, 5, 6), (0, 10))[..., :6]
         for causal in (False, True):
             made = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal)
             yield aten._scaled_dot_product_flash_attention.default, (q, k, v, 0.0, causal), {}
@@ -90,13 +90,21 @@ def _flash_backward(grad, q, k, v, out, sums, *args, scale=None):
     return _gradients(grad, out, sums, q, k, v, None, args[5], scale)[:3]
 
 
+def _refuse_misaligned(mask):
+    """As CUDA's kernel does, with what torch pads masks to."""
+    if mask is not None and (mask.stride(-1) != 1 or any(stride % 16 for stride in mask.stride()[:-1])):
+        raise RuntimeError(f"attn_bias is not correctly aligned: strides {mask.stride()}")
+
+
 def _efficient(q, k, v, mask, wanted, dropout=0.0, causal=False, *, scale=None):
+    _refuse_misaligned(mask)
     out, sums = _attended(q, k, v, mask, causal, scale)
     sums = torch.nn.functional.pad(sums, (0, -sums.shape[2] % 32)) if wanted else sums[:, :, :0].clone()
     return out, sums, torch.tensor(0), torch.tensor(0)
 
 
 def _efficient_backward(grad, q, k, v, mask, out, sums, seed, offset, dropout, wanted, causal=False, *, scale=None):
+    _refuse_misaligned(mask)
     made = _gradients(grad, out, sums[..., : q.shape[2]], q, k, v, mask, causal, scale)
     return *made[:3], made[3] if wanted[3] else None
 

@@ -42,11 +42,17 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
         return dist.default_pg_timeout
 
 
+_CPU = torch.device("cpu")
+
+
 def device_carried(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """A device from which the group's transports take tensors: this one, unless they know none of its type.
+    """A device from which the group's transports take messages: this one, unless they take none from there.
 
     As NCCL knows no CPU (ProcessGroup._device_types and bound_device_id, 2.11-2.15); without these names, this one.
+    gloo takes those of the CPU only, where collectives may be of GPUs, too.
     """
+    if device.type != "cpu" and is_gloo(group, device):
+        return torch.device("cpu")
     known = {one.type for one in getattr(group, "_device_types", ())}
     if not known or device.type in known:
         return device
@@ -66,11 +72,11 @@ def debug_level() -> str:
     return str(cast(Any, dist).get_debug_level().name)
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether what is on a CPU goes by gloo, and not by a wrapper around it (ProcessGroup._get_backend, 2.11-2.15)."""
+def is_gloo(group: dist.ProcessGroup, device: torch.device = _CPU) -> bool:
+    """Whether what is on such a device goes by gloo, and not by a wrapper around it (ProcessGroup._get_backend)."""
     kind: Any = getattr(dist, "ProcessGroupGloo", None)
     try:
-        return kind is not None and isinstance(group._get_backend(torch.device("cpu")), kind)
+        return kind is not None and isinstance(group._get_backend(device), kind)
     except RuntimeError:
         return False
 

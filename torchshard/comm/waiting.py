@@ -6,7 +6,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from torchshard._torch import is_gloo
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import RankMismatchError
 
@@ -40,8 +42,13 @@ class Promise:
         return True
 
 
+def holds_up(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether to wait for a collective of tensors on this device holds up the host, which orders streams else."""
+    return device.type == "cpu" or is_gloo(group, device)
+
+
 def wait_for(
-    works: Iterable[Any], agreement: Agreement, position: int, device: torch.device, what: str = "a collective"
+    works: Iterable[Any], agreement: Agreement, position: int, held_up: bool, what: str = "a collective"
 ) -> None:
     """Wait until all are done; raise RankMismatchError if one is not, for other plans or for want of a rank.
 
@@ -49,14 +56,14 @@ def wait_for(
         works: what has been started; with the methods of dist.Work.
         agreement: between the ranks concerned.
         position: how many collectives this rank has issued.
-        device: of the tensors.
+        held_up: see `holds_up`.
         what: is waited for, for messages.
 
-    On a CPU the wait is cut into slices of a second, and between them the agreement is asked. On an accelerator
-    Work.wait() does not hold up the host; it orders streams, and that is all that is done.
+    A wait that holds up the host is cut into slices of a second, and between them the agreement is asked. Else
+    Work.wait() orders streams, and that is all that is done.
     """
     for work in works:
-        if device.type == "cpu":
+        if held_up:
             _wait_in_slices(work, agreement, position, what)
         else:
             work.wait()

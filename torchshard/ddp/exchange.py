@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.packed import packed_all_reduce_of
 from torchshard.comm.summing import all_reduce_of
-from torchshard.comm.waiting import wait_for
+from torchshard.comm.waiting import holds_up, wait_for
 from torchshard.comm.workers import pause_at_exit
 
 
@@ -29,7 +29,7 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, alone: bool = False) -> None:
         self.group, self.device, self.issued = group, device, 0
-        self.agreement = Agreement(group, device, alone=alone)
+        self.agreement, self._held_up = Agreement(group, device, alone=alone), holds_up(group, device)
         pause_at_exit()
 
     def confirm(self, text: str) -> None:
@@ -47,7 +47,7 @@ class Exchange:
 
     def wait(self, works: Iterable[dist.Work], what: str = "the ranks' common knowledge of buckets") -> None:
         """Wait for collectives; `what` they are is for the error."""
-        wait_for(works, self.agreement, self.issued, self.device, what)
+        wait_for(works, self.agreement, self.issued, self._held_up, what)
 
     def all_reduce(self, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
         """Start to sum a tensor in place, over another group if one is given; the work."""

@@ -5,7 +5,12 @@ Kernels with dropout have no rule: what they drop follows from the place in what
 other weights than a single device does. What they return of their generator means nothing without dropout.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
 
 from torchshard.layout.layout import Layout
 from torchshard.rules.reducing import broadcasting
@@ -32,7 +37,8 @@ def _efficient(
     q: Layout, k: Layout, v: Layout, mask: Layout | None, logsumexp: bool, dropout: float = 0.0, causal: bool = False,
     *, scale: float | None = None,
 ) -> Made | None:  # fmt: skip
-    return None if dropout else _forward(q, k, _full_mask(q, k, mask), "..., ..., ...")
+    made = _forward(q, k, _full_mask(q, k, mask), "..., ..., ...")
+    return None if dropout else replace(made, local=_mask_aligned(3) if mask else None)
 
 
 def _cudnn(
@@ -70,7 +76,8 @@ def _efficient_backward(
     offset: Layout, dropout: float, wanted: list[bool], causal: bool = False, *, scale: float | None = None,
 ) -> Made | None:  # fmt: skip
     of_mask = _full_mask(q, k, mask)
-    return None if dropout else _backward(q, k, of_mask, logsumexp, _of_generator(seed, offset), of_mask or ", ")
+    made = _backward(q, k, of_mask, logsumexp, _of_generator(seed, offset), of_mask or ", ")
+    return None if dropout else replace(made, local=_mask_aligned(4) if mask else None)
 
 
 def _cudnn_backward(
@@ -108,6 +115,26 @@ def _mask(q: Layout, k: Layout, mask: Layout | None) -> str:
 def _full_mask(q: Layout, k: Layout, mask: Layout | None) -> str:
     """The dims of a mask that has been expanded to all of them."""
     return "" if mask is None else f", b {_heads(q, k)[0]} S T"
+
+
+_ALIGNED = 16
+"""Numbers between the starts of a mask's rows, or a multiple: what torch pads masks to before it calls the kernel."""
+
+
+def _mask_aligned(at: int) -> Callable[..., Any]:
+    """Calls the kernel with a mask whose rows start where it accepts them, which those of a moved mask may not do."""
+
+    def local(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return kernel(*args[:at], _aligned(args[at]), *args[at + 1 :], **kwargs)
+
+    return local
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    *starts, within = mask.stride()
+    if within == 1 and not any(stride % _ALIGNED for stride in starts):
+        return mask
+    return pad(mask, (0, -mask.shape[-1] % _ALIGNED))[..., : mask.shape[-1]]
 
 
 def _of_generator(seed: Layout, offset: Layout) -> str:
