@@ -61,6 +61,8 @@ def attention(rank: int, world: int) -> None:
             for place in (Shard(0), Shard(1), Shard(2), Replicate()):
                 for causal in (False, True):
                     run = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
+                    if backend is SDPBackend.MATH:  # torch makes a plain mask for it
+                        run = _with_replicated(run)
                     with sdpa_kernel(backend):
                         out = _same(world, f"{backend} {dtype} {place} {causal}", run, [q, k, v], place, place, place)
                     if place in (Shard(0), Shard(1)):
@@ -336,6 +338,7 @@ def captured(rank: int, world: int) -> None:
 
 def compiled(rank: int, world: int) -> None:
     """A compiled region of split layers, and a wrapper compiled with its gradients reduced in the graph."""
+    from torchshard.compiler.backend import torchshard
     from torchshard.ddp import DistributedDataParallel
     from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -353,7 +356,7 @@ def compiled(rank: int, world: int) -> None:
         for each in (plain, module):
             each.zero_grad()
     reference = copy.deepcopy(plain)
-    model = torch.compile(DistributedDataParallel(plain), backend="torchshard")
+    model = torch.compile(DistributedDataParallel(plain), backend=torchshard)
     for _ in range(4):
         x = torch.randn(world, 6, 16)
         model(x[rank]).square().mean().backward()

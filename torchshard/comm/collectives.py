@@ -21,6 +21,7 @@ from torchshard._torch import (
     flatten,
     functional_collectives,
     group_named,
+    is_gloo,
     run_collectives_once,
     unflatten,
 )
@@ -92,7 +93,7 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
     longest = max(lengths)
     piece = dense(padded(x, dim, longest))
     shape = (group.size, *piece.shape)
-    coming = _sent(group, _c10d.all_gather_into_tensor, piece, group.size)
+    coming = _gathered(piece, group)
     if group.seats is None and dim == 0 and min(lengths) == longest:
         return Started(group, (coming,), _first)
 
@@ -301,6 +302,13 @@ def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[
         for k, x in zip(together, unflatten(broadcast(flatten(small_ones), source, group), small_ones), strict=True):
             found[k] = x.clone()  # in memory of its own
     return found
+
+
+def _gathered(x: Tensor, group: Group) -> Tensor:
+    """Of GPUs' tensors gloo's goes by the host: this form of it ends the process (seen with 2.11)."""
+    if not x.is_cpu and is_gloo(group_named(group.name), x.device):
+        return _wait(_sent(group, _c10d.all_gather_into_tensor, x.cpu(), group.size), group).to(x.device)
+    return _sent(group, _c10d.all_gather_into_tensor, x, group.size)
 
 
 def _sent(group: Group, collective: Callable[..., Tensor], *args: Any) -> Tensor:

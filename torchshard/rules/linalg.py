@@ -4,6 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
 from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.rules.reducing import broadcasting
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
@@ -154,14 +158,34 @@ def _on_aligned(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _scaled_mm(
     a: Layout, b: Layout, scale_a: Layout, scale_b: Layout, bias: Layout | None = None, result: Layout | None = None,
     *_: Any, **__: Any,
-) -> str | None:  # fmt: skip
+) -> Made | None:  # fmt: skip
     """A product of scaled numbers of 8 bits: one scale for all, or one a row and a column; what is summed is whole."""
     one = all(n == 1 for n in (*scale_a.shape, *scale_b.shape))
     if not one and (scale_a.shape != (a.shape[0], 1) or scale_b.shape != (1, b.shape[1])):
         return None
     scales = [" ".join("1" * s.ndim) for s in (scale_a, scale_b)] if one else ["i 1", "1 j"]
     more = ["j"] * (bias is not None) + ([] if result is None else [" ".join("1" * result.ndim)])
-    return f"{', '.join(['i K, K j', *scales, *more])} -> i j"
+    return Made(f"{', '.join(['i K, K j', *scales, *more])} -> i j", local=_on_tiles)
+
+
+def _on_tiles(op: Any, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """CUDA's kernel takes columns by 16 only, which those of a piece may not be."""
+    if b.is_cuda and (lacking := -b.shape[1] % 16):
+        return with_more_columns(lacking, op, a, b, *args, **kwargs)
+    return op(a, b, *args, **kwargs)
+
+
+def with_more_columns(
+    more: int, op: Any, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, *rest: Any, **kw: Any
+) -> Any:
+    """The same product with columns of zeros added to `b` that the result lacks again."""
+    columns = b.shape[1]
+    rows = b.new_empty(columns + more, b.shape[0])  # the kernel wants those of `b` one after another
+    rows.view(torch.uint8).zero_()[:columns] = b.t().view(torch.uint8)
+    if scale_b.numel() > 1:
+        scale_b = pad(scale_b, (0, more), value=1)
+    bias = bias if bias is None else pad(bias, (0, more))
+    return op(a, rows.t(), scale_a, scale_b, bias, *rest, **kw)[:, :columns].contiguous()
 
 
 def _aligned(x: Any) -> Any:
