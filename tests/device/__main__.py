@@ -21,10 +21,10 @@ def main(words: list[str]) -> int:
         from tests.device.installing import build
 
         build()
+    known = BODIES + (GPU_BODIES if KINDS[kind][0] == "cuda" else [])
+    chosen = [body for body in known if not words or any(word in body[1] for word in words)]
     failed = 0
-    for world, body, args in BODIES + (GPU_BODIES if KINDS[kind][0] == "cuda" else []):
-        if words and not any(word in body for word in words):
-            continue
+    for world, body, args in chosen or [(2, word, ()) for word in words]:
         try:
             run_on(kind, world, body, *args)
             print(f"right   {body} {args or ''}", flush=True)
