@@ -14,7 +14,7 @@ from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import contiguous_stride
-from torchshard.tensor.carrying import Job, carry
+from torchshard.tensor.carrying import Job, by_bytes, carry
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
@@ -63,7 +63,7 @@ class _Tensors:
         """As of keys.Arrays; plain results are copies, as parts of a state dict are saved and loaded alone."""
         self._ready(x)
         if (ours := _ours(x)) is None:
-            return x.narrow(dim, start, length).clone()
+            return by_bytes(Tensor.clone, x.narrow(dim, start, length))
         source = ours._spec
         shape = (*source.shape[:dim], length, *source.shape[dim + 1 :])
         made = layout_for(source.sharding, shape, contiguous_stride(shape), source.dtype)
@@ -74,7 +74,7 @@ class _Tensors:
         self._ready(*parts)
         ours = [x for x in map(_ours, parts) if x is not None]
         if len(ours) < len(parts):
-            return torch.cat(list(parts), dim)
+            return by_bytes(lambda *given: torch.cat(given, dim), *parts)
         _require_terms_alike([x._spec for x in ours])
         first = ours[0]._spec
         shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
@@ -89,7 +89,7 @@ class _Tensors:
         """As of keys.Arrays."""
         self._ready(x)
         ours = _ours(x)
-        return x.transpose(-1, -2).contiguous() if ours is None else _as(x, ours.transpose(-1, -2).contiguous())
+        return _as(x, by_bytes(lambda given: given.transpose(-1, -2).contiguous(), x if ours is None else ours))
 
     def same(self, a: Any, b: Any) -> bool:
         """As of keys.Arrays."""
