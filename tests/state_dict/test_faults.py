@@ -86,6 +86,7 @@ def _one_refuses(rank, mesh, fault):
     from torch.distributed.tensor import Partial, Shard
 
     from torchshard import DTensor, ShardedTensor, state_dict
+    from torchshard.keys import fuse
     from torchshard.state_dict import targets
     from torchshard.tensor import carrying
     from torchshard.tensor.sharded.specs import chunks
@@ -94,6 +95,7 @@ def _one_refuses(rank, mesh, fault):
     whole = torch.arange(12.0).view(6, 2)
     spread = state_dict.to_dtensor(whole, mesh, [Shard(0)])
     cut = state_dict.to_sharded_tensor(spread)
+    rules = state_dict.KeyRules([fuse(["a", "b"], "ab")])
 
     def fails(*_):
         raise MemoryError("no room")
@@ -114,6 +116,8 @@ def _one_refuses(rank, mesh, fault):
         "destination": lambda: cut.gather(9 if odd else 0, torch.empty(6, 2) if rank == 0 else None),
         "spec": lambda: cut.reshard(chunks(7 if odd else 1, range(3), whole.device)),
         "joined": lambda: ShardedTensor.from_local(whole, dim=7 if odd else 0),
+        "rules": lambda: rules({"a": spread} if odd else {"a": spread, "b": spread}),
+        "joins": lambda: rules({"a": spread, "b": cut if odd else spread}),
         "size": lambda: ShardedTensor.from_local_shards(cut.local_shards(), "6" if odd else 6, 2),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -135,6 +139,8 @@ REFUSED = {
     "destination": r"ShardingError: gather\(\) has no such destination",
     "spec": "ShardingError: The sharding spec does not fit the tensor",
     "joined": "ShardingError: No dim to join along",
+    "rules": "ShardingError: Parts of a fused tensor are missing",
+    "joins": "UnsupportedOperatorError: A ShardedTensor cannot be joined",
     "size": "TypeError: size has to be a sequence of ints",
 }
 """By fault: what the rank concerned raises, and the others are told."""
@@ -165,7 +171,7 @@ def test_every_rank_is_told(told, fault):
         assert seconds < 20
         if fault in REFUSED:
             kind, words = REFUSED[fault].split(": ")
-            named = words if kind == "ShardingError" else REFUSED[fault]
+            named = words if kind in ("ShardingError", "UnsupportedOperatorError") else REFUSED[fault]
             expected = REFUSED[fault] if rank == 1 else f"RankMismatchError: rank 1 takes no part: {named}"
             assert re.match(expected, said), said
             continue

@@ -1,7 +1,7 @@
 """KeyRules for live tensors: plain ones are cut and joined by torch, DTensors where they are, without a full tensor."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from torchshard import keys
 from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.keys.rules import Fuse, Split
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import contiguous_stride
+from torchshard.state_dict.forms import mesh_of
+from torchshard.state_dict.trees import leaves
 from torchshard.tensor.carrying import Job, by_bytes, carry
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
@@ -35,9 +38,9 @@ class _Tensors:
         jobs, self._jobs, self._lacking = self._jobs, [], {}
         carry(jobs)
 
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raise what is wrong on this rank, when the others know that wait for it."""
-        carry(self._jobs, error)
+    def refuse(self, error: Exception, waiting: Iterable[tuple[tuple[int, ...], str]]) -> NoReturn:
+        """Raise what is wrong on this rank, when the others know that wait for it; see `carry`."""
+        carry(self._jobs, error, waiting)
         raise error
 
     def _ready(self, *used: Tensor) -> None:
@@ -111,9 +114,16 @@ class KeyRules(keys.KeyRules):
             try:
                 made = super(KeyRules, once).__call__(sd)
             except Exception as error:
-                tensors.refuse(error)
+                moves = any(isinstance(rule, Fuse | Split) for rule in self.rules)
+                tensors.refuse(error, _holders(sd) if moves else ())
             tensors.settle()
         return made
+
+
+def _holders(sd: Any) -> set[tuple[tuple[int, ...], str]]:
+    """The ranks of each DTensor's mesh, ascending, and the type of device: they may be waiting for this one."""
+    held = [(mesh.ranks, x.device.type) for _, x in leaves(sd) if (mesh := mesh_of(x)) is not None]
+    return {(tuple(sorted(ranks)), device) for ranks, device in held}
 
 
 def _ours(x: Tensor) -> DTensor | None:
