@@ -43,6 +43,7 @@ def _one_differs(rank, world, mesh, fault):
     from torch.distributed.tensor import Partial, Shard
 
     from torchshard import DTensor, state_dict
+    from torchshard.tensor.sharded.specs import chunks
 
     odd = rank == 1
     shape = (4 * world, 3)
@@ -70,6 +71,9 @@ def _one_differs(rank, world, mesh, fault):
     if fault == "terms":  # one rank has a sum less to make
         for name in ("s", "t") if odd else ("t",):
             given[name] = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    if fault == "turn":  # of two tensors of one shape, each takes another first
+        sd = {"a": state_dict.to_sharded_tensor(sd["a"]), "b": state_dict.to_sharded_tensor(sd["b"], dim=1)}
+        return _told(lambda: sd["b" if odd else "a"].reshard(chunks(0, (2, 0), torch.device("cpu"))))
     if odd and fault == "target":
         told = _told(lambda: state_dict.to_dtensor(given, mesh, [Shard(1)]))
     else:
@@ -86,6 +90,7 @@ def _one_refuses(rank, mesh, fault):
     from torch.distributed.tensor import Partial, Shard
 
     from torchshard import DTensor, ShardedTensor, state_dict
+    from torchshard.keys import fuse
     from torchshard.state_dict import targets
     from torchshard.tensor import carrying
     from torchshard.tensor.sharded.specs import chunks
@@ -94,6 +99,7 @@ def _one_refuses(rank, mesh, fault):
     whole = torch.arange(12.0).view(6, 2)
     spread = state_dict.to_dtensor(whole, mesh, [Shard(0)])
     cut = state_dict.to_sharded_tensor(spread)
+    rules = state_dict.KeyRules([fuse(["a", "b"], "ab")])
 
     def fails(*_):
         raise MemoryError("no room")
@@ -113,7 +119,10 @@ def _one_refuses(rank, mesh, fault):
         "dim": lambda: state_dict.to_sharded_tensor(spread, dim=7 if odd else 1),
         "destination": lambda: cut.gather(9 if odd else 0, torch.empty(6, 2) if rank == 0 else None),
         "spec": lambda: cut.reshard(chunks(7 if odd else 1, range(3), whole.device)),
+        "strangers": lambda: cut.reshard(chunks(0, (0, 1, 7) if odd else (0, 2), whole.device)),
         "joined": lambda: ShardedTensor.from_local(whole, dim=7 if odd else 0),
+        "rules": lambda: rules({"a": spread} if odd else {"a": spread, "b": spread}),
+        "joins": lambda: rules({"a": spread, "b": cut if odd else spread}),
         "size": lambda: ShardedTensor.from_local_shards(cut.local_shards(), "6" if odd else 6, 2),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -134,7 +143,10 @@ REFUSED = {
     "dim": "ShardingError: The sharding spec does not fit the tensor",
     "destination": r"ShardingError: gather\(\) has no such destination",
     "spec": "ShardingError: The sharding spec does not fit the tensor",
+    "strangers": "ShardingError: Parts lie on ranks that are not in the process group",
     "joined": "ShardingError: No dim to join along",
+    "rules": "ShardingError: Parts of a fused tensor are missing",
+    "joins": "UnsupportedOperatorError: A ShardedTensor cannot be joined",
     "size": "TypeError: size has to be a sequence of ints",
 }
 """By fault: what the rank concerned raises, and the others are told."""
@@ -146,6 +158,7 @@ WORDS = {
     "assumed": r"different state dicts.*b: .*shape \(1[25], 3\)",
     "known": "different state dicts.*(a: .*other: |other: .*a: )",
     "terms": "different state dicts.*(s: .*t: |t: .*s: )",
+    "turn": r"different state dicts.*shape \(12, 3\), Box",
     "target": "different state dicts.*whole on the ranks|different state dicts.*S\\(1\\)",
 }
 
@@ -165,7 +178,7 @@ def test_every_rank_is_told(told, fault):
         assert seconds < 20
         if fault in REFUSED:
             kind, words = REFUSED[fault].split(": ")
-            named = words if kind == "ShardingError" else REFUSED[fault]
+            named = words if kind in ("ShardingError", "UnsupportedOperatorError") else REFUSED[fault]
             expected = REFUSED[fault] if rank == 1 else f"RankMismatchError: rank 1 takes no part: {named}"
             assert re.match(expected, said), said
             continue

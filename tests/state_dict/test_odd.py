@@ -24,6 +24,7 @@ def _odd(rank, world):
 
     from torchshard import DTensor, ShardedTensor, init_device_mesh, state_dict
     from torchshard.errors import RankMismatchError, ShardingError
+    from torchshard.keys import split, transpose
     from torchshard.state_dict.forms import form_of
     from torchshard.tensor.sharded import specs
 
@@ -88,10 +89,21 @@ def _odd(rank, world):
 
     # What torch can neither copy nor compare arrives as well: integers of less than eight bits.
     bits = torch.arange(15, dtype=torch.uint8).view(5, 3)
+    rules = state_dict.KeyRules([transpose("turned"), split("cut", ["a", "b"], dim=1, sizes=(2, 3))])
     for dtype in (torch.uint4, torch.int2, torch.float4_e2m1fn_x2):
         x = state_dict.to_dtensor(bits.view(dtype) if rank == 1 else meta.to(dtype), mesh, [Shard(0)], src_rank=1)
         for made in (x, state_dict.to_sharded_tensor(x, dim=1), state_dict.to_dtensor(x, mesh, [Shard(1)])):
             assert torch.equal(state_dict.to_full(made).view(torch.uint8), bits)
+        turned = bits.t().view(dtype)
+        for x in (turned, state_dict.to_dtensor(turned, mesh, [Shard(1)])):
+            made = state_dict.to_full(state_dict.to_sharded_tensor(x))
+            assert torch.equal(made.view(torch.uint8), bits.t())
+            for given in (x, state_dict.to_torch(x)):
+                made = state_dict.to_full(rules({"turned": given, "cut": given}))
+                assert torch.equal(made["turned"].view(torch.uint8), bits)
+                assert torch.equal(made["a"].view(torch.uint8), bits.t()[:, :2])
+                joined = state_dict.to_full(rules.inverse()(rules({"turned": given, "cut": given})))
+                assert torch.equal(joined["cut"].view(torch.uint8), bits.t())
 
     # ShardedTensors that ask for gradients have new metadata whenever asked: each is still taken for itself.
     for trial in range(40):
@@ -162,7 +174,10 @@ def _odd(rank, world):
     refused(lambda: state_dict.to_full({"w": lost}), "meta device has no values")
     sparse = torch.eye(3).to_sparse()
     assert state_dict.to_full({"s": sparse, "w": spread}, cpu_offload=True)["s"] is sparse
-    refused(lambda: state_dict.to_dtensor({"s": sparse}, mesh, [Shard(0)]), "Only dense tensors.*sparse_coo.*s")
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    for name, x in (("sparse_coo", sparse), ("quantized", quantized)):
+        for convert in (lambda sd: state_dict.to_dtensor(sd, mesh, [Shard(0)]), state_dict.to_sharded_tensor):
+            refused(lambda x=x, convert=convert: convert({"s": x, "w": spread}), f"Only dense tensors.*{name}.*s")
 
     # Arguments that do not fit are not passed over.
     pair = state_dict.to_full(Pair(spread, 1), rank0_only=True)

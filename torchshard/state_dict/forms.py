@@ -98,16 +98,21 @@ def _other(x: Tensor) -> Form:
     return Form(shape, contiguous_stride(shape), x.dtype, None, [], x.device, text, x.requires_grad)
 
 
-def terms_of(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
-    """Ranks, type of device and description of a Partial tensor; None of any other."""
+def mesh_of(x: Any) -> BoundMesh | None:
+    """The mesh of a DTensor, ours or torch's; None of anything else."""
     if isinstance(x, upstream.DTensor):
-        mesh: BoundMesh = bind(x.device_mesh)
-        partial, where = any(p.is_partial() for p in x.placements), str(x.placements)
-    elif isinstance(x, DTensor):
-        mesh = x._spec.mesh  # type: ignore[assignment]
+        return bind(x.device_mesh)
+    return x._spec.mesh if isinstance(x, DTensor) else None  # type: ignore[return-value]
+
+
+def terms_of(x: Any) -> tuple[tuple[int, ...], str, str] | None:
+    """Ranks, type of device and description of a Partial tensor; None of any other."""
+    if (mesh := mesh_of(x)) is None:
+        return None
+    if isinstance(x, DTensor):
         partial, where = bool(x._spec.sharding.partial), str(x._spec.sharding)
     else:
-        return None
+        partial, where = any(p.is_partial() for p in x.placements), str(x.placements)
     text = f"{x.dtype} of shape {tuple(x.shape)}, to be reduced, {where} on the ranks {list(mesh.ranks)}"
     return (tuple(sorted(mesh.ranks)), mesh.device_mesh.device_type, text) if partial else None
 

@@ -1,7 +1,7 @@
 """KeyRules for live tensors: plain ones are cut and joined by torch, DTensors where they are, without a full tensor."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from torchshard import keys
 from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.keys.rules import Fuse, Split
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import contiguous_stride
-from torchshard.tensor.carrying import Job, carry
+from torchshard.state_dict.forms import mesh_of
+from torchshard.state_dict.trees import leaves
+from torchshard.tensor.carrying import Job, by_bytes, carry
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
@@ -35,9 +38,9 @@ class _Tensors:
         jobs, self._jobs, self._lacking = self._jobs, [], {}
         carry(jobs)
 
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raise what is wrong on this rank, when the others know that wait for it."""
-        carry(self._jobs, error)
+    def refuse(self, error: Exception, waiting: Iterable[tuple[tuple[int, ...], str]]) -> NoReturn:
+        """Raise what is wrong on this rank, when the others know that wait for it; see `carry`."""
+        carry(self._jobs, error, waiting)
         raise error
 
     def _ready(self, *used: Tensor) -> None:
@@ -63,7 +66,7 @@ class _Tensors:
         """As of keys.Arrays; plain results are copies, as parts of a state dict are saved and loaded alone."""
         self._ready(x)
         if (ours := _ours(x)) is None:
-            return x.narrow(dim, start, length).clone()
+            return by_bytes(Tensor.clone, x.narrow(dim, start, length))
         source = ours._spec
         shape = (*source.shape[:dim], length, *source.shape[dim + 1 :])
         made = layout_for(source.sharding, shape, contiguous_stride(shape), source.dtype)
@@ -74,7 +77,7 @@ class _Tensors:
         self._ready(*parts)
         ours = [x for x in map(_ours, parts) if x is not None]
         if len(ours) < len(parts):
-            return torch.cat(list(parts), dim)
+            return by_bytes(lambda *given: torch.cat(given, dim), *parts)
         _require_terms_alike([x._spec for x in ours])
         first = ours[0]._spec
         shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
@@ -89,7 +92,7 @@ class _Tensors:
         """As of keys.Arrays."""
         self._ready(x)
         ours = _ours(x)
-        return x.transpose(-1, -2).contiguous() if ours is None else _as(x, ours.transpose(-1, -2).contiguous())
+        return _as(x, by_bytes(lambda given: given.transpose(-1, -2).contiguous(), x if ours is None else ours))
 
     def same(self, a: Any, b: Any) -> bool:
         """As of keys.Arrays."""
@@ -111,9 +114,16 @@ class KeyRules(keys.KeyRules):
             try:
                 made = super(KeyRules, once).__call__(sd)
             except Exception as error:
-                tensors.refuse(error)
+                moves = any(isinstance(rule, Fuse | Split) for rule in self.rules)
+                tensors.refuse(error, _holders(sd) if moves else ())
             tensors.settle()
         return made
+
+
+def _holders(sd: Any) -> set[tuple[tuple[int, ...], str]]:
+    """The ranks of each DTensor's mesh, ascending, and the type of device: they may be waiting for this one."""
+    held = [(mesh.ranks, x.device.type) for _, x in leaves(sd) if (mesh := mesh_of(x)) is not None]
+    return {(tuple(sorted(ranks)), device) for ranks, device in held}
 
 
 def _ours(x: Tensor) -> DTensor | None:

@@ -15,6 +15,7 @@ from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.state_dict.forms import Form, Memory
+from torchshard.tensor.carrying import by_bytes
 from torchshard.tensor.dtensor import wrap
 from torchshard.tensor.layout import dense_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
@@ -220,10 +221,8 @@ class InParts(Target):
         """As of Target."""
         metadata = self.metadata(form)
         mine = [s for s in metadata.shards_metadata if s.placement.rank() == this_rank()]
-        shards = [
-            specs.Shard(part.to(s.placement.device()).contiguous().requires_grad_(form.requires_grad), s)
-            for part, s in zip(parts, mine, strict=True)
-        ]
+        dense = [by_bytes(Tensor.contiguous, p.to(s.placement.device())) for p, s in zip(parts, mine, strict=True)]
+        shards = [specs.Shard(part.requires_grad_(form.requires_grad), s) for part, s in zip(dense, mine, strict=True)]
         return made(shards, metadata, self.spec, self.group)
 
 

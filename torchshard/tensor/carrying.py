@@ -117,16 +117,26 @@ def carry(
 
 
 def _as_bytes(job: Job) -> None:
-    """Move the bytes of a tensor whose dtype torch cannot copy: integers of less than eight bits."""
-    if not _can_be_copied(job.dtype) and job.problem is None:
+    """Move the bytes of a tensor whose elements torch cannot copy."""
+    if job.problem is None and not _can_be_copied(job.dtype):
         job.dtype = torch.uint8
         job.parts, job.goals = ([(box, x.view(torch.uint8)) for box, x in held] for held in (job.parts, job.goals))
 
 
+def by_bytes(change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`change(*tensors)`, tensors of one dtype that are copied; their bytes are where torch cannot copy elements."""
+    dtype = tensors[0].dtype
+    if _can_be_copied(dtype):
+        return change(*tensors)
+    return change(*[x.view(torch.uint8) for x in tensors]).view(dtype)
+
+
 @cache
 def _can_be_copied(dtype: torch.dtype) -> bool:
+    """Whether torch copies and joins elements, as it does not those of less than eight bits."""
+    x = torch.empty(2, 2, dtype=dtype)
     try:
-        torch.empty(1, dtype=dtype).clone()
+        torch.cat([x, x], 1)
     except NotImplementedError:
         return dtype.itemsize > 1
     return True

@@ -89,4 +89,5 @@ def _stand_in(call: Call, o: Operand, target: TensorLayout, shape: Sequence[int]
     x = torch.empty_strided(
         apart, dense_stride(apart, target.stride), dtype=target.dtype, device=_local(call, o).device
     )
-    return x.fill_("pivots" in call.names[o.at]).expand(tuple(shape))
+    filled = x.fill_(1) if "pivots" in call.names[o.at] else x.zero_()  # zeros there are of every dtype
+    return filled.expand(tuple(shape))

@@ -69,6 +69,10 @@ def check_own(shards: Sequence[Any], metadata: Any, rank: int, ranks: Sequence[i
             got=[shard.metadata for shard in shards],
             where=f"rank {rank}",
         )
+    _check_ranks(metadata, ranks)
+
+
+def _check_ranks(metadata: Any, ranks: Sequence[int]) -> None:
     if strangers := {shard.placement.rank() for shard in metadata.shards_metadata} - set(ranks):
         raise ShardingError(
             "Parts lie on ranks that are not in the process group.", expected=f"ranks {list(ranks)}", got=strangers
@@ -80,14 +84,16 @@ def _key(shard: Any) -> Any:
 
 
 def check_whole(metadata: Any, ranks: Sequence[int]) -> None:
-    """Check that the parts hold each element once.
+    """Check that the parts hold each element once, on ranks of the group.
 
     Raises:
-        ShardingError: names two parts that overlap and their ranks, one outside, or how many elements are missing.
+        ShardingError: names two parts that overlap and their ranks, one outside, or how many elements are missing; or
+            ranks that are not in the group.
     """
     for shard in metadata.shards_metadata:
         if shard.placement is None or shard.placement.rank() is None:
             raise ShardingError("A part lies on no rank.", expected="a placement such as rank:0/cpu", got=shard)
+    _check_ranks(metadata, ranks)
     holding = holding_of(metadata, ranks)
     for box, owners in holding.owners.items():
         if len(owners) > 1:

@@ -61,8 +61,9 @@ def gather(x: ShardedTensor, dst: int, out: Tensor | None, dtype: torch.dtype | 
         direct = out.dtype == x.dtype and dtype in (None, x.dtype)
         goals = [(whole(x.shape), out.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device=out.device))]
     target = Holding.of(x.shape, [(ranks[dst], whole(x.shape))])
-    plan = f"{x.dtype} of shape {tuple(x.shape)}, gathered on rank {ranks[dst]}"
-    carry([Job("gather", plan, x.dtype, held(x), target, parts(x), goals, device, problem, group)])
+    source = held(x)
+    plan = f"{x.dtype} of shape {tuple(x.shape)}, {_listed(source)}, gathered on rank {ranks[dst]}"
+    carry([Job("gather", plan, x.dtype, source, target, parts(x), goals, device, problem, group)])
     if goals and out is not None and goals[0][1] is not out:
         out.detach().copy_(goals[0][1] if dtype is None else goals[0][1].to(dtype))
 
@@ -93,12 +94,15 @@ def cut(x: ShardedTensor, spec: Any) -> ShardedTensor:
         with refusing(ranks, device, group):
             tensors = [_room(x, s) for s in mine]
         goals = [(specs.box_of(s, x.shape), tensor) for s, tensor in zip(mine, tensors, strict=True)]
-        cuts = "; ".join(f"{box} on {owners}" for box, owners in target.owners.items())
-        plan = f"{x.dtype} of shape {tuple(x.shape)}, to {cuts}"
+        plan = f"{x.dtype} of shape {tuple(x.shape)}, {_listed(source)}, to {_listed(target)}"
         carry([Job("reshard", plan, x.dtype, source, target, parts(x), goals, device, None, group)])
     asking = metadata.tensor_properties.requires_grad
     shards = [specs.Shard(tensor.requires_grad_(asking), s) for tensor, s in zip(tensors, mine, strict=True)]
     return made(shards, metadata, spec, group)
+
+
+def _listed(holding: Holding) -> str:
+    return "; ".join(f"{box} on {owners}" for box, owners in holding.owners.items())
 
 
 def _room(x: ShardedTensor, shard: Any) -> Tensor:
