@@ -30,7 +30,7 @@ from torchshard import (
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.parallel import ColwiseParallel, local_parameters, parallelize_module
+from torchshard.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -275,6 +275,24 @@ def test_a_checkpoint_around_a_module_whose_parameters_are_lent():
                 results.append(function(x))
     grads = [torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in results]
     torch.testing.assert_close(grads[1], grads[0])
+
+
+class Checkpointed(torch.nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_checkpoint_in_a_module_whose_parameters_are_lent():
+    """The module around lends them before it, so nothing changes in it: one graph, and eager's values."""
+    require("attributes that go in a region")
+    torch._dynamo.reset()
+    module = Checkpointed(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    local_parameters(parallelize_module(module, MESH, {"0": ColwiseParallel(), "1": RowwiseParallel()}))
+    x, compiled = torch.randn(3, 4), torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = [model(x) for model in (module, compiled, compiled)]
+    grads = [torch.autograd.grad(y.square().sum(), list(module.parameters())) for y in results]
+    for found in grads[1:]:
+        torch.testing.assert_close(found, grads[0])
 
 
 @pytest.mark.parametrize("grad", [False, True])
