@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import fill_unused_results, group_named
+from torchshard._torch import expect_gradients_of_written, fill_unused_results, group_named
 from torchshard.errors import ShardingError
 from torchshard.tensor.caching import digest
 from torchshard.tensor.sharded import specs
@@ -100,6 +100,7 @@ class TracedByParts:
         names = [_part(k) for k in range(len(self._local_shards))] or ["_nothing"]
         if getattr(self, names[0]).__class__ is not Tensor:  # while tracing
             fill_unused_results()
+            expect_gradients_of_written()
         return names, cut
 
     @staticmethod
