@@ -27,10 +27,11 @@ from torchshard import (
     init_device_mesh,
     layout_of,
 )
+from torchshard._torch import expect_gradients_of_written
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.parallel import ColwiseParallel, local_parameters, parallelize_module
+from torchshard.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,19 +84,31 @@ def test_mesh_and_placements_are_what_they_are(name, backend):
         assert DTensor.from_local(torch.ones(4), mesh, [placement]).placements == (Partial(),)
 
 
-@pytest.mark.parametrize("write", [lambda x, y: x.copy_(y), lambda x, y: x.add_(y * 2)])
-def test_what_comes_back_for_an_input_that_was_written_to(write):
-    """AOTAutograd takes that for plain zeros; a copy has a gradient of its own."""
-    for function in (lambda x, y: write(x, y), lambda x, y: write(x, y).clone()):
-        torch._dynamo.reset()
-        x, y = ROWS.detach().clone(), ROWS.detach().clone().requires_grad_()
-        result = torch.compile(function, backend="aot_eager", fullgraph=True)(x, y)
-        if result is x:
-            with pytest.raises(UnsupportedOperatorError, match=r"x.copy_\(y\).clone\(\)"):
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("write", [lambda x, y: x.copy_(y), lambda x, y: x.add_(y * y)])
+def test_what_comes_back_for_an_input_that_was_written_to(write, told, monkeypatch):
+    """Its gradient from behind the region; a torch that cannot be told to expect one takes one for a copy only."""
+    from torch._functorch import aot_autograd
+
+    assert expect_gradients_of_written()
+    collect = aot_autograd.run_functionalized_fw_and_collect_metadata
+    if not told:
+        monkeypatch.setattr(aot_autograd, collect.__name__, collect.__wrapped__)
+    grads = []
+    for function in (write, lambda x, y: write(x, y).clone()):
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            x, y = ROWS.detach().clone(), ROWS.detach().clone().requires_grad_()
+            result = torch.compile(function, backend="aot_eager", fullgraph=True)(x, y) if compiled else function(x, y)
+            if compiled and result is x and not told:
+                with pytest.raises(UnsupportedOperatorError, match=r"x.copy_\(y\).clone\(\)"):
+                    result.sum().backward()
+            else:
                 result.sum().backward()
-        else:
-            result.sum().backward()
-            assert y.grad.placements == (Shard(0),)
+                assert not compiled or y.grad.placements == (Shard(0),)
+                grads.append(y.grad.redistribute(placements=[Shard(0)]).to_local())
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0])
 
 
 class GivesPlain(torch.autograd.Function):
@@ -275,6 +288,24 @@ def test_a_checkpoint_around_a_module_whose_parameters_are_lent():
                 results.append(function(x))
     grads = [torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in results]
     torch.testing.assert_close(grads[1], grads[0])
+
+
+class Checkpointed(torch.nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_checkpoint_in_a_module_whose_parameters_are_lent():
+    """The module around lends them before it, so nothing changes in it: one graph, and eager's values."""
+    require("attributes that go in a region")
+    torch._dynamo.reset()
+    module = Checkpointed(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    local_parameters(parallelize_module(module, MESH, {"0": ColwiseParallel(), "1": RowwiseParallel()}))
+    x, compiled = torch.randn(3, 4), torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = [model(x) for model in (module, compiled, compiled)]
+    grads = [torch.autograd.grad(y.square().sum(), list(module.parameters())) for y in results]
+    for found in grads[1:]:
+        torch.testing.assert_close(found, grads[0])
 
 
 @pytest.mark.parametrize("grad", [False, True])

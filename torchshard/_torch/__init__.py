@@ -141,7 +141,7 @@ from torchshard._torch.operators import (
     returning,
     schema,
 )
-from torchshard._torch.partitioning import fill_unused_results, run_collectives_once
+from torchshard._torch.partitioning import expect_gradients_of_written, fill_unused_results, run_collectives_once
 from torchshard._torch.pieces import compile_pieces
 from torchshard._torch.regions import (
     crosses,
@@ -204,6 +204,7 @@ __all__ = [
     "device_index",
     "end_modules_once",
     "example_of",
+    "expect_gradients_of_written",
     "expect_strides",
     "expected",
     "exported_whole",

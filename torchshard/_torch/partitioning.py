@@ -1,4 +1,4 @@
-"""AOTAutograd: what of a graph runs forward, and what backward; results that get no gradient."""
+"""AOTAutograd: what of a graph runs forward, and what backward; results that get no gradient, inputs that get one."""
 
 import functools
 from typing import Any
@@ -91,6 +91,41 @@ def fill_unused_results() -> bool:
         return process(x, meta, *more, **also)
 
     wrappers.process_runtime_tangent = staticmethod(processed)
+    return True
+
+
+@functools.cache
+def expect_gradients_of_written() -> bool:
+    """Have a compiled backward expect gradients of inputs that its graph writes to; whether that can be told.
+
+    AOTAutograd takes it that nothing behind a graph uses such an input of a wrapper subclass, so that plain zeros come
+    for it, unless a setting of torch says that all are used. Here it says so while a graph is looked at whose classes
+    all have `__zeros_as_tangent__`: these take zeros, too.
+    (torch._functorch.aot_autograd.run_functionalized_fw_and_collect_metadata,
+    torch._functorch.config.disable_guess_zero_tangent_for_mutated_input_subclass, 2.11-2.15)
+    """
+    from torch._functorch import aot_autograd, config
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    collect: Any = getattr(aot_autograd, "run_functionalized_fw_and_collect_metadata", None)
+    setting = "disable_guess_zero_tangent_for_mutated_input_subclass"
+    if collect is None or not hasattr(config, setting):
+        return False
+
+    @functools.wraps(collect)
+    def collecting(*about: Any, **also: Any) -> Any:
+        look = collect(*about, **also)
+
+        def looked(*inputs: Any) -> Any:
+            kinds = {type(x) for x in inputs if is_traceable_wrapper_subclass(x)}
+            if not all(hasattr(kind, "__zeros_as_tangent__") for kind in kinds):
+                return look(*inputs)
+            with config.patch({setting: True}):
+                return look(*inputs)
+
+        return looked
+
+    setattr(aot_autograd, collect.__name__, collecting)
     return True
 
 

@@ -304,6 +304,7 @@ class DTensor(WithoutMemory, Tangent, Tensor):
         if self._local_tensor.__class__ is not Tensor:  # while tracing, or on its way
             self._local_tensor = arrived(self._local_tensor)
             _torch.fill_unused_results()
+            _torch.expect_gradients_of_written()
         return ["_local_tensor"], told_of(layout) if layout.marks else layout.sharding
 
     @staticmethod

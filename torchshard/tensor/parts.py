@@ -226,13 +226,15 @@ class Owner:
     Attributes:
         takes: the classes of DTensors that are replaced.
         placed: how each lies on its mesh, by name.
+        _lent: for each forward that runs, the names that it has lent, and whether a module around this one did and all
+            are lent.
     """
 
     takes: tuple[type[Tensor], ...] = (DTensor,)
 
     def __init__(self, held: Mapping[str, Any]) -> None:
         self.placed = {name: Placed.of(p) for name, p in held.items()}
-        self._lent: list[list[str]] = []
+        self._lent: list[tuple[list[str], bool]] = []
 
     @staticmethod
     def outside(x: Any) -> Tensor:
@@ -254,18 +256,32 @@ class Owner:
 
     @skip_alone
     def lend(self, module: nn.Module, *_: Any) -> None:
-        """A forward begins, of the module or of one around it: have DTensors in place."""
+        """A forward of the module begins: have DTensors in place."""
+        if not self._lent_around():
+            self.put(module)
+
+    @skip_alone
+    def take_back(self, module: nn.Module, *_: Any) -> None:
+        """It is over."""
+        if not self._lent_around():
+            self.put_away(module)
+
+    def _lent_around(self) -> bool:
+        """Whether a forward of a module around has put all in place: so nothing changes in a checkpoint in between."""
+        return bool(self._lent) and self._lent[-1][1]
+
+    def put(self, module: nn.Module, around: bool = False) -> None:
+        """Put DTensors in place, until `put_away`; `around`: for a module around this one."""
         own, lent = vars(module), []
         for name, placed in self.placed.items():
             if name not in own and (x := self.inside(getattr(module, name), placed)) is not None:
                 own[name] = x  # comes before the parameter, which stays what the module owns
                 lent.append(name)
-        self._lent.append(lent)
+        self._lent.append((lent, around and all(name in own for name in self.placed)))
 
-    @skip_alone
-    def take_back(self, module: nn.Module, *_: Any) -> None:
-        """It is over."""
-        for name in self._lent.pop():
+    def put_away(self, module: nn.Module) -> None:
+        """Take away what the last `put` has put there."""
+        for name in self._lent.pop()[0]:
             del vars(module)[name]
 
 
@@ -281,11 +297,11 @@ class _Around:
 
     @skip_alone
     def lend(self, *_: Any) -> None:
-        self.owner.lend(self.module)
+        self.owner.put(self.module, around=True)
 
     @skip_alone
     def take_back(self, *_: Any) -> None:
-        self.owner.take_back(self.module)
+        self.owner.put_away(self.module)
 
 
 def _hook_up(module: nn.Module, lender: Owner | _Around) -> None:

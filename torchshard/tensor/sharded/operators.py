@@ -174,8 +174,12 @@ def _cut_alike(a: ShardedTensor, b: ShardedTensor) -> bool:
 
 
 def _joined(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], first: ShardedTensor) -> Any:
-    """What the operator gives for each part, as ShardedTensors; its first argument where it writes to that."""
+    """What the operator gives for each part, as ShardedTensors; its first argument where it writes to that.
+
+    A rank without parts runs it on nothing: so it learns dtypes, and a graph what is written to.
+    """
     results = [func(*_parts(args, k), **_parts(kwargs, k)) for k in range(len(first._local_shards))]
+    example = results[0] if results else func(*_nothing(args), **_nothing(kwargs))
     written = [
         args[k] if k < len(args) else kwargs[a.name]
         for k, a in enumerate(schema(func).arguments)
@@ -183,8 +187,6 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], first: 
     ]
     if written:
         return written[0] if len(written) == 1 else tuple(written)
-    # A rank without parts learns dtypes from the operator on nothing.
-    example = results[0] if results else func(*_nothing(args), **_nothing(kwargs))
     wrapped = _wrapped(first, example, results)
     if schema(func).returns[0].alias_info is not None:
         wrapped._token = first._token
@@ -200,7 +202,7 @@ def _wrapped(first: ShardedTensor, example: Any, results: Sequence[Any]) -> Any:
 def _nothing(values: Any) -> Any:
     """The arguments with each ShardedTensor replaced by a tensor without elements."""
     if isinstance(values, ShardedTensor):
-        return torch.empty(0, dtype=values.dtype, device=values.device)
+        return values._empty_part()
     if isinstance(values, (list, tuple)):
         return type(values)(_nothing(value) for value in values)
     if isinstance(values, Mapping):

@@ -188,6 +188,7 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         for name in ("_local_shards", "_metadata", "_sharding_spec", "_group", "_token"):
             setattr(self, name, getattr(other, name))
+        self.__dict__.pop("_nothing", None)  # of another dtype, maybe
 
     # As torch's own class calls them.
     _init_from_local_shards = from_local_shards

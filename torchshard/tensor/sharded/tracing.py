@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import fill_unused_results, group_named
+from torchshard._torch import expect_gradients_of_written, fill_unused_results, group_named
 from torchshard.errors import ShardingError
 from torchshard.tensor.caching import digest
 from torchshard.tensor.sharded import specs
@@ -95,12 +95,20 @@ class TracedByParts:
         if cut is None or cut.metadata is not self._metadata:
             own = [shard.metadata for shard in self._local_shards]
             cut = self._cut = Cut(self._metadata, self._sharding_spec, own, self._group)
-            if not own and "_nothing" not in self.__dict__:
-                self._nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+            if not own:
+                self._nothing = self._empty_part()
         names = [_part(k) for k in range(len(self._local_shards))] or ["_nothing"]
         if getattr(self, names[0]).__class__ is not Tensor:  # while tracing
             fill_unused_results()
+            expect_gradients_of_written()
         return names, cut
+
+    def _empty_part(self) -> Tensor:
+        """A tensor without elements like this rank's parts, traced where they are; always one where there are none."""
+        if self._local_shards:
+            return self._local_shards[0].tensor.new_empty(0)  # type: ignore[no-any-return]
+        own = self.__dict__.get("_nothing")
+        return torch.empty(0, dtype=self.dtype, device=self.device) if own is None else own
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], cut: Cut, size: Any, stride: Any) -> Any:
