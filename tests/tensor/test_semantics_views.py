@@ -189,6 +189,10 @@ _GRADIENTS = """
     p[1:3].add_(1)
     y = x * x; torch._foreach_add_([x.detach()], 1.0); x = y
     a, b = x.chunk(2, 1); a.mul_(3)
+    x = x[:3] * 1; v = x[1:]; x.t_(); x.mul_(2); x = v * p[:2]
+    x = x[:3] * 1; v = x.view(3, 3); v.transpose_(0, 1); v.mul_(p[:3])
+    x = x[:3] * 1; v = x[0]; v.unsqueeze_(1); x.mul_(p[:3]); x = v * p[:1]
+    v = x[:, :1]; v.squeeze_(1); v.mul_(p[:, 1])
 """
 
 
