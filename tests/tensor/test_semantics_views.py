@@ -142,6 +142,8 @@ _READS = """
     v = x[1:4]; x.data = x.data * 2; v.zero_(); y = v + 1
     v = x[1:4]; w = v[:, 1:]; v.data = v.data * 2; v.add_(1); y = w * 1, v
     v = x[1:4]; w = v[:, 1:]; v.data = v.data * 2; x.add_(1); y = w * 1, v
+    v = torch.squeeze_copy(x[:1]); v.zero_(); y = x, v
+    y = torch.squeeze_copy(x.t()[:, None], 1); y = y, y.stride()
     v = x[1:4]; x.t_(); x.add_(1); y = v * 1
     v = x[1:4]; x.t_(); v.add_(1); y = v * 1
     v = x[1:4]; x.transpose_(0, 1); x[:, 2].mul_(3); y = v * 1
