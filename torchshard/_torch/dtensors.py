@@ -329,9 +329,9 @@ def is_on_its_way(x: Tensor) -> bool:
     return isinstance(x, AsyncCollectiveTensor)
 
 
-def waited(grad: Tensor) -> Tensor:
-    """A gradient that is here."""
-    return grad.wait() if is_on_its_way(grad) else grad  # type: ignore[attr-defined]
+def waited(x: Tensor) -> Tensor:
+    """The tensor itself; the one that it brings, where it is on its way."""
+    return x.wait() if x.__class__ is not Tensor and is_on_its_way(x) else x  # type: ignore[attr-defined]
 
 
 def end_modules_once(tracker: Any) -> None:
