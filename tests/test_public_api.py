@@ -56,7 +56,7 @@ def test_names_and_signatures():
     assert_expected_inline(
         text,
         """\
-class DTensor(WithoutMemory, Tangent, Tensor)
+class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor)
     apply_(self, function)
     backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None)
     data: property
@@ -71,10 +71,16 @@ class DTensor(WithoutMemory, Tangent, Tensor)
     placements: property
     redistribute(self, device_mesh=None, placements=None, *, async_op=False, forward_dtype=None, backward_dtype=None)
     share_memory_(self)
+    squeeze_(self, *dim, **named)
     storage(self)
+    swapaxes_(self, axis0, axis1)
+    swapdims_(self, dim0, dim1)
+    t_(self)
     to_local(self, *, grad_placements=None)
     to_torch(self)
     tolist(self)
+    transpose_(self, dim0, dim1)
+    unsqueeze_(self, dim)
 DeviceMesh: torch's own
 class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States, DistributedDataParallel)
     __init__(self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False)
@@ -159,7 +165,7 @@ class RowwiseParallel(_CutWeights)
 class SequenceParallel(ParallelStyle)
     __init__(self, *, sequence_dim=1, use_local_output=False)
 context_parallel(*args, **kwargs)
-local_map(func=None, out_placements=None, in_placements=None, in_grad_placements=None, device_mesh=None, *, redistribute_inputs=False)
+local_map(func=None, out_placements=None, in_placements=None, in_grad_placements=None, device_mesh=None, *, redistribute_inputs=False, spmd_types=False)
 local_parameters(module)
 loss_parallel()
 parallelize_module(module, device_mesh=None, parallelize_plan=None, *, src_data_rank=0)

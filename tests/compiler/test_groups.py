@@ -239,6 +239,7 @@ def test_a_torch_that_needs_nothing_is_left_alone(monkeypatch):
     require("registered")
     import torch._library.opaque_object as registry
     from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.tensor import TensorVariable
 
     info = registry.get_opaque_obj_info(dist.ProcessGroup)
     before = info.guard_fn, dict(info.members)
@@ -254,6 +255,18 @@ def test_a_torch_that_needs_nothing_is_left_alone(monkeypatch):
         patched.setattr("torch._dynamo.guards.make_dupe_guard", lambda first, second: object())
         assert not _torch.guard_every_source((dist.ProcessGroup,), ())  # as where torch relates locals and globals
     assert VariableBuilder.__call__ is build
+    get, call = TensorVariable.dynamic_getattr, TensorVariable.call_method
+    with monkeypatch.context() as patched:
+        patched.delattr(TensorVariable, "dynamic_getattr")  # as where it is asked for elsewhere
+        assert _torch.let_ask_results(torch.Tensor, ("device_mesh",)) == []
+        patched.delattr(TensorVariable, "call_method")  # the same
+        assert _torch.trace_methods(torch.Tensor, {"metadata": lambda x: 1}) == []
+        assert not {"dynamic_getattr", "call_method"} & {*vars(TensorVariable)}
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorVariable, "tp_methods", {"metadata": None}, raising=False)  # as where torch has its own
+        assert _torch.trace_methods(torch.Tensor, {"metadata": lambda x: 1}) == []
     monkeypatch.delattr(registry, "get_opaque_obj_info")  # as before 2.13
+    assert _torch.let_ask_results(torch.Tensor, ("device_mesh",)) == []
+    assert (TensorVariable.dynamic_getattr, TensorVariable.call_method) == (get, call)
     assert not _torch.guard_instances(dist.ProcessGroup, lambda group: [])
     assert _torch.let_ask(dist.ProcessGroup, ("anything",), ()) == []

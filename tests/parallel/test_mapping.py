@@ -66,6 +66,8 @@ def product(rank, world):
     ]:
         with pytest.raises(AssertionError, match=message):
             wrong(*arguments)
+    with pytest.raises(NotImplementedError, match="in_grad_placements"):
+        local_map(twice.args[0], [Shard(0)], spmd_types=True)
 
 
 def test_local_map():

@@ -94,7 +94,7 @@ def test_plans_are_kept_where_whole_numbers_become_others(mesh, ranks, monkeypat
 
 
 def test_plans_for_plain_tensors_are_kept_and_ask_each_time(mesh, monkeypatch):
-    x, plain = DTensor.from_local(torch.arange(2), mesh, [Shard(0)]), torch.arange(4)
+    x, plain = distribute_tensor(torch.arange(4), mesh, [Shard(0)], src_data_rank=None), torch.arange(4)
     with implicit_replication():
         x + plain
         with monkeypatch.context() as patched:
@@ -108,7 +108,7 @@ def test_plans_for_plain_tensors_are_kept_and_ask_each_time(mesh, monkeypatch):
 def test_the_gradient_of_a_loss_that_is_no_mean_asks_nobody(mesh, reduction):
     """It reads no total weight, which was added up for it."""
     scores = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]).requires_grad_()
-    targets = DTensor.from_local(torch.tensor([0, 1]), mesh, [Shard(0)])
+    targets = distribute_tensor(torch.tensor([0, 1, 2, 0]), mesh, [Shard(0)], src_data_rank=None)
     with CommDebugMode() as counted:
         torch.nn.functional.cross_entropy(scores, targets, reduction=reduction).sum().backward()
     assert counted.get_total_counts() == 0

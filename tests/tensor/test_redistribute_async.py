@@ -79,7 +79,7 @@ def test_values_and_gradients_are_those_of_the_waiting_call():
 def used_in_every_way(rank, world):
     import torch.distributed._functional_collectives as functional
 
-    from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard import DTensor, Replicate, Shard, ShardedTensor, distribute_tensor, init_device_mesh
     from torchshard.state_dict import to_full
 
     mesh = init_device_mesh("cpu", (world,))
@@ -95,6 +95,9 @@ def used_in_every_way(rank, world):
 
     def made_of_theirs():
         return DTensor.from_local(of_theirs(), mesh, [Shard(0)])
+
+    def sharded():
+        return ShardedTensor.from_local(of_theirs())
 
     def reloaded(t):
         saved = io.BytesIO()
@@ -124,6 +127,8 @@ def used_in_every_way(rank, world):
         "torch's own, converted": torch.equal(to_full({"": made_of_theirs()})[""], torch.cat([full * 2] * 2)),
         "torch's own, as numbers": made_of_theirs().numpy(force=True)[3].tolist() == (full * 2)[1].tolist(),
         "torch's own, in no hurry": type(made_of_theirs().to_local()) is Pending,
+        "torch's own, sharded": torch.equal(to_full({"": sharded()})[""], torch.cat([full * 2] * 2)),
+        "torch's own, sharded and saved": torch.equal(reloaded(sharded()).local_tensor(), full * 2),
         "in a list": all(torch.equal(t.full_tensor(), full * 2) for t in listed),
         "compiled": torch.equal(compiled(coming()).full_tensor(), full + 1),
         "a parameter": torch.equal(parameter.detach().full_tensor(), torch.zeros(2, 3)),

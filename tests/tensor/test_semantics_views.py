@@ -142,6 +142,8 @@ _READS = """
     v = x[1:4]; x.data = x.data * 2; v.zero_(); y = v + 1
     v = x[1:4]; w = v[:, 1:]; v.data = v.data * 2; v.add_(1); y = w * 1, v
     v = x[1:4]; w = v[:, 1:]; v.data = v.data * 2; x.add_(1); y = w * 1, v
+    v = torch.squeeze_copy(x[:1]); v.zero_(); y = x, v
+    y = torch.squeeze_copy(x.t()[:, None], 1); y = y, y.stride()
     v = x[1:4]; x.t_(); x.add_(1); y = v * 1
     v = x[1:4]; x.t_(); v.add_(1); y = v * 1
     v = x[1:4]; x.transpose_(0, 1); x[:, 2].mul_(3); y = v * 1
@@ -189,6 +191,10 @@ _GRADIENTS = """
     p[1:3].add_(1)
     y = x * x; torch._foreach_add_([x.detach()], 1.0); x = y
     a, b = x.chunk(2, 1); a.mul_(3)
+    x = x[:3] * 1; v = x[1:]; x.t_(); x.mul_(2); x = v * p[:2]
+    x = x[:3] * 1; v = x.view(3, 3); v.transpose_(0, 1); v.mul_(p[:3])
+    x = x[:3] * 1; v = x[0]; v.unsqueeze_(1); x.mul_(p[:3]); x = v * p[:1]
+    v = x[:, :1]; v.squeeze_(1); v.mul_(p[:, 1])
 """
 
 

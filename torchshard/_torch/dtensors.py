@@ -67,6 +67,29 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(x) or x.is_meta
 
 
+def is_referred_to(x: Tensor) -> bool:
+    """Whether more than a name of Python's holds a tensor, as views of it do (Tensor._use_count, 2.11-2.15)."""
+    return bool(x._use_count() > 1)  # type: ignore[attr-defined]
+
+
+def exchange(x: Tensor, y: Tensor) -> None:
+    """Let two objects of a class with slots stand for one another's tensors; each keeps its attributes otherwise.
+
+    What torch.utils.swap_tensors does of tensors that nobody refers to (torch._C._swap_tensor_impl, 2.11-2.15).
+    """
+    for name in type(x).__slots__:  # type: ignore[attr-defined]
+        mine, theirs = (getattr(t, name, _MISSING) for t in (x, y))
+        for t, value in ((x, theirs), (y, mine)):
+            if value is not _MISSING:
+                setattr(t, name, value)
+            elif hasattr(t, name):
+                delattr(t, name)
+    torch._C._swap_tensor_impl(x, y)
+
+
+_MISSING = object()
+
+
 def real_object(x: Any) -> Any:
     """What stands behind an opaque object of a trace (torch._library: FakeScriptObject.real_obj, 2.11-2.15).
 
@@ -306,9 +329,9 @@ def is_on_its_way(x: Tensor) -> bool:
     return isinstance(x, AsyncCollectiveTensor)
 
 
-def waited(grad: Tensor) -> Tensor:
-    """A gradient that is here."""
-    return grad.wait() if is_on_its_way(grad) else grad  # type: ignore[attr-defined]
+def waited(x: Tensor) -> Tensor:
+    """The tensor itself; the one that it brings, where it is on its way."""
+    return x.wait() if x.__class__ is not Tensor and is_on_its_way(x) else x  # type: ignore[attr-defined]
 
 
 def end_modules_once(tracker: Any) -> None:

@@ -250,15 +250,19 @@ def guard_every_source(opaque: Sequence[type], tensors: Sequence[type]) -> bool:
 
 
 def trace_methods(cls: type, methods: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """Have Dynamo trace functions where methods of a tensor subclass are called; returns the names of those methods.
+    """Have Dynamo trace functions where methods of a tensor subclass are called.
 
     It records calls of such methods, and refuses those that give something else than tensors
-    (torch._dynamo.variables.tensor.TensorVariable.call_method, 2.11-2.15).
+    (torch._dynamo.variables.tensor.TensorVariable.call_method, 2.11-2.15). Returns the names of those that it had to be
+    told of: not where it has a way of its own (tp_methods, 2.15), nor where it calls methods elsewhere.
     """
     from torch._dynamo.variables.builder import SourcelessBuilder
     from torch._dynamo.variables.tensor import TensorVariable
 
-    call = TensorVariable.call_method
+    call, known = vars(TensorVariable).get("call_method"), getattr(TensorVariable, "tp_methods", ())
+    methods = {name: function for name, function in methods.items() if name not in known}
+    if call is None or not methods:
+        return []
 
     @functools.wraps(call)
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
 ) -> Callable[[Function], Function]: ...
 
 
@@ -39,6 +40,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
 ) -> Function: ...
 
 
@@ -50,6 +52,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
 ) -> Any:
     """A function of DTensors that calls `func` with their parts and makes DTensors of what it returns.
 
@@ -66,11 +69,17 @@ def local_map(
             arguments, which is wrong for a replicated one of whose gradient each rank has a term: Partial().
         device_mesh: of the results; that of the first DTensor argument by default.
         redistribute_inputs: bring arguments of other placements to the required ones, instead of refusing them.
+        spmd_types: refused; torch checks the types of parts by it, since 2.15.
 
     Raises:
+        NotImplementedError: spmd_types.
         ValueError: an argument of other placements than required.
         AssertionError: placements that do not go with the arguments or results.
     """
+    if spmd_types:
+        raise NotImplementedError(
+            "local_map(spmd_types=True) is not supported: what the gradients of parts are is said by in_grad_placements"
+        )
     told = out_placements, in_placements, in_grad_placements, device_mesh, redistribute_inputs
     if func is None:
         return lambda function: functools.partial(_mapped, function, *told)

@@ -3,7 +3,10 @@
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from torchshard.layout.layout import Layout
 from torchshard.rules.reducing import dims_of, letters
@@ -131,6 +134,12 @@ def _squeeze(x: Layout, dim: Any = None) -> Made:
     # On a local tensor by number: a piece may have length 1 where the whole has not.
     local = lambda _, t, *__: t.squeeze(dropped)  # noqa: E731
     return Made(_line(names, [f for d, f in enumerate(names) if d not in dropped]), local=local)
+
+
+def _squeeze_copy(x: Layout, dim: Any = None) -> Made:
+    made = _squeeze(x, dim)
+    view: Any = made.local
+    return replace(made, local=lambda *given: view(*given).clone(memory_format=torch.contiguous_format))
 
 
 def _expand(x: Layout, size: Sequence[int], *, implicit: bool = False) -> Made:
@@ -323,7 +332,7 @@ RULES = {
     **named("transpose.int transpose_copy.int t t_copy", Rule(_transpose, options("moves"))),
     **named("unsqueeze unsqueeze_copy", Rule(_unsqueeze, options("moves"))),
     **named("squeeze squeeze.dim squeeze.dims", Rule(_squeeze, options("moves"))),
-    **named("squeeze_copy squeeze_copy.dim squeeze_copy.dims", Rule(_squeeze, options("moves"))),
+    **named("squeeze_copy squeeze_copy.dim squeeze_copy.dims", Rule(_squeeze_copy, options("moves"))),
     **named("expand expand_copy", Rule(_expand, options("moves"))),
     **named("slice.Tensor", Rule(_slice, options("moves"))),
     **named("select.int", Rule(_select, options("moves"))),

@@ -17,9 +17,10 @@ from torchshard.tensor.memory import WithoutMemory, no_memory
 from torchshard.tensor.mesh import PICKLED, bind, restored
 from torchshard.tensor.pending import arrived
 from torchshard.tensor.tangents import Tangent
+from torchshard.tensor.turning import TurnsInPlace
 
 
-class DTensor(WithoutMemory, Tangent, Tensor):
+class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
     """A tensor whose pieces live on the ranks of a mesh; made by `from_local`, `distribute_tensor` or a factory.
 
     Shape, stride and dtype are those of the global tensor. Operators take layouts to layouts by rules and move data

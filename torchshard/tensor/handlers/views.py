@@ -12,6 +12,7 @@ from torchshard.tensor import guards
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.first_run import mover
 from torchshard.tensor.layout import SEVERED, TensorLayout, dense_stride, layout_for
+from torchshard.tensor.turning import cannot_turn
 
 aten = torch.ops.aten
 
@@ -21,12 +22,7 @@ def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
     name, overload = operator_names(func)
     view = getattr(getattr(aten, name[:-1]), "int" if name == "transpose_" else overload)(x, *args)
     if view._spec.marks & SEVERED and not x._spec.marks & SEVERED:
-        raise UnsupportedOperatorError(
-            f"{name} would have to move a DTensor to change its shape in place.",
-            expected="a change of shape that leaves the pieces where they are",
-            got=f"{x._spec} to {view._spec}",
-            fix=f"use the variant without the underscore: {name.rstrip('_')}",
-        )
+        raise cannot_turn(name, x._spec, view._spec)
     return _turned_into(x, view._local_tensor, view._spec, func, *args)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard._torch import waited
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.sharded import specs
 
@@ -72,7 +73,8 @@ def joined(shards: Sequence[Any], metadata: Any, spec: Any, group: dist.ProcessG
     from torchshard.tensor.sharded.sharded_tensor import made
 
     if not torch.is_grad_enabled() or all(shard.tensor.grad_fn is None for shard in shards):
-        return made(shards, metadata, spec, group)
+        here = [(shard, waited(shard.tensor)) for shard in shards]  # what others read and pickles hold is memory
+        return made([s if s.tensor is t else specs.Shard(t, s.metadata) for s, t in here], metadata, spec, group)
     tensors = [shard.tensor for shard in shards]
     return _Joined.apply([shard.metadata for shard in shards], metadata, spec, group, *tensors)  # type: ignore[no-untyped-call]
 
@@ -101,7 +103,7 @@ class _Joined(torch.autograd.Function):
     ) -> Any:
         from torchshard.tensor.sharded.sharded_tensor import made
 
-        shards = [specs.Shard(t.detach(), place) for t, place in zip(tensors, own, strict=True)]
+        shards = [specs.Shard(waited(t).detach(), place) for t, place in zip(tensors, own, strict=True)]
         x = made(*specs.asking(shards, metadata, False), spec, group)
         ctx.cut = x.detach()
         return x
