@@ -49,6 +49,8 @@ def _moves(rank, world):
                 _same(C.all_to_all(parts[rank].clone(), other, dim, cut, lengths, group), full.split(cut, other)[rank])
                 _same(C.broadcast(full if rank == world - 1 else torch.zeros_like(full), world - 1, group), full)
                 done += 1
+    turned = torch.arange(12, dtype=torch.uint8).view(4, 3).t()  # torch cannot copy elements of four bits
+    _same(C.broadcast(turned.view(torch.uint4), 0, group).view(torch.uint8), turned)
     return done
 
 
