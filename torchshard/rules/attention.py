@@ -134,7 +134,9 @@ def _aligned(mask: Tensor) -> Tensor:
     *starts, within = mask.stride()
     if within == 1 and not any(stride % _ALIGNED for stride in starts):
         return mask
-    return pad(mask, (0, -mask.shape[-1] % _ALIGNED))[..., : mask.shape[-1]]
+    lacking = -mask.shape[-1] % _ALIGNED
+    mask = mask.contiguous()
+    return pad(mask, (0, lacking))[..., : mask.shape[-1]] if lacking else mask
 
 
 def _of_generator(seed: Layout, offset: Layout) -> str:
