@@ -125,11 +125,11 @@ def _operand(case: Any, i: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def tensors_of_the_host_are_carried(rank: int, world: int) -> None:
     """State dicts on the CPU, over a group that takes nothing from there; parts large enough to be joined."""
-    here = torch.get_default_device()
     from torchshard import state_dict
     from torchshard.tensor.sharded import specs
     from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
+    here = torch.get_default_device()
     whole = torch.arange(512.0 * 512, device="cpu").view(512, 512)
     for dim in (0, 1):
         for kind in ("cpu", here.type):

@@ -123,24 +123,14 @@ def layers(rank: int, world: int) -> None:
         _same(world, "embedding, rows", F.embedding, [rows, table], Replicate(), Shard(0))
         _same(world, "embedding_bag", _with_replicated(F.embedding_bag), [rows, table], Shard(0), Replicate())
         for kind in (nn.LSTM, nn.GRU):
-            layer = kind(4, 6, batch_first=True)
-            _same(world, kind.__name__, _first_of(layer), [x.flatten(2).transpose(1, 2).contiguous()], Shard(0))
+            first = _with_replicated(lambda x, layer=kind(4, 6, batch_first=True): layer(x)[0])  # noqa: B008
+            _same(world, kind.__name__, first, [x.flatten(2).transpose(1, 2).contiguous()], Shard(0))
         log = torch.randn(12, batch, 8).log_softmax(-1)
         for kind in (torch.int32, torch.int64):
             targets = torch.randint(1, 8, (batch, 3), dtype=kind)
             lengths = torch.full((batch,), 12, dtype=kind), torch.full((batch,), 3, dtype=kind)
             loss = functools.partial(F.ctc_loss, targets=targets, input_lengths=lengths[0], target_lengths=lengths[1])
             _same(world, f"ctc_loss {kind}", _with_replicated(loss), [log], Shard(1))
-
-
-def _first_of(layer: nn.Module) -> Callable[..., Any]:
-    from torchshard import implicit_replication
-
-    def run(x: Any) -> Any:
-        with implicit_replication():
-            return layer(x)[0]
-
-    return run
 
 
 def _with_replicated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ def device_carried(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     gloo takes those of the CPU only, where collectives may be of GPUs, too.
     """
     if device.type != "cpu" and is_gloo(group, device):
-        return torch.device("cpu")
+        return _CPU
     known = {one.type for one in getattr(group, "_device_types", ())}
     if not known or device.type in known:
         return device

@@ -86,7 +86,7 @@ def carried(x: Tensor) -> Tensor:
         return torch.view_as_real(dense(x))
     if _is_compiled(x, x.dtype):
         return dense(x).to(torch.uint8)
-    return dense(carried_out(x).view(_SAME_WIDTH[x.itemsize]))  # some types torch cannot copy
+    return carried_out(x).view(_SAME_WIDTH[x.itemsize]).contiguous()  # some types torch cannot copy
 
 
 def uncarried(x: Tensor, dtype: torch.dtype) -> Tensor:

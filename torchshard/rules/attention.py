@@ -7,12 +7,11 @@ other weights than a single device does. What they return of their generator mea
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import Tensor
-from torch.nn.functional import pad
-
 from torchshard.layout.layout import Layout
+from torchshard.rules.linalg import rows_apart
 from torchshard.rules.reducing import broadcasting
 from torchshard.rules.rule import Made, Rule, named, options
 
@@ -37,8 +36,10 @@ def _efficient(
     q: Layout, k: Layout, v: Layout, mask: Layout | None, logsumexp: bool, dropout: float = 0.0, causal: bool = False,
     *, scale: float | None = None,
 ) -> Made | None:  # fmt: skip
+    if dropout:
+        return None
     made = _forward(q, k, _full_mask(q, k, mask), "..., ..., ...")
-    return None if dropout else replace(made, local=_mask_aligned(3) if mask else None)
+    return replace(made, local=partial(_with_rows_apart, 3)) if mask else made
 
 
 def _cudnn(
@@ -75,9 +76,11 @@ def _efficient_backward(
     grad: Layout, q: Layout, k: Layout, v: Layout, mask: Layout | None, out: Layout, logsumexp: Layout, seed: Layout,
     offset: Layout, dropout: float, wanted: list[bool], causal: bool = False, *, scale: float | None = None,
 ) -> Made | None:  # fmt: skip
+    if dropout:
+        return None
     of_mask = _full_mask(q, k, mask)
     made = _backward(q, k, of_mask, logsumexp, _of_generator(seed, offset), of_mask or ", ")
-    return None if dropout else replace(made, local=_mask_aligned(4) if mask else None)
+    return replace(made, local=partial(_with_rows_apart, 4)) if mask else made
 
 
 def _cudnn_backward(
@@ -121,22 +124,9 @@ _ALIGNED = 16
 """Numbers between the starts of a mask's rows, or a multiple: what torch pads masks to before it calls the kernel."""
 
 
-def _mask_aligned(at: int) -> Callable[..., Any]:
-    """Calls the kernel with a mask whose rows start where it accepts them, which those of a moved mask may not do."""
-
-    def local(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return kernel(*args[:at], _aligned(args[at]), *args[at + 1 :], **kwargs)
-
-    return local
-
-
-def _aligned(mask: Tensor) -> Tensor:
-    *starts, within = mask.stride()
-    if within == 1 and not any(stride % _ALIGNED for stride in starts):
-        return mask
-    lacking = -mask.shape[-1] % _ALIGNED
-    mask = mask.contiguous()
-    return pad(mask, (0, lacking))[..., : mask.shape[-1]] if lacking else mask
+def _with_rows_apart(at: int, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The kernel's call with the mask, argument `at`, in rows that it accepts, as those of a moved mask may not be."""
+    return kernel(*args[:at], rows_apart(args[at], _ALIGNED), *args[at + 1 :], **kwargs)
 
 
 def _of_generator(seed: Layout, offset: Layout) -> str:

@@ -192,8 +192,16 @@ def _aligned(x: Any) -> Any:
     step = max(16 // x.element_size(), 1)
     if any(x.stride(one) == 1 and x.stride(other) % step == 0 for one, other in ((-1, -2), (-2, -1))):
         return x
+    return rows_apart(x, step)
+
+
+def rows_apart(x: Tensor, step: int) -> Tensor:
+    """The same numbers, one after another in rows that start at multiples of `step`; a copy where they do not."""
+    *starts, within = x.stride()
+    if within == 1 and not any(stride % step for stride in starts):
+        return x
     length = -(-x.shape[-1] // step) * step
-    return x.new_empty(*x.shape[:-1], length)[..., : x.shape[-1]].copy_(x)
+    return x.new_zeros(*x.shape[:-1], length)[..., : x.shape[-1]].copy_(x)
 
 
 RULES = {

@@ -12,7 +12,7 @@ from torchshard.errors import RankMismatchError, ShardingError
 from torchshard.tensor.sharded.specs import Shard, ShardedTensorMetadata, TensorProperties, flat_size, holding_of
 
 
-def local_metadata(shards: Sequence[Any], size: Sequence[int], rank: int, ranks: Sequence[int]) -> Any:
+def local_metadata(shards: Sequence[Any], size: Sequence[int], rank: int) -> Any:
     """The metadata of this rank's parts alone; None where it has none.
 
     Raises:
@@ -33,11 +33,11 @@ def local_metadata(shards: Sequence[Any], size: Sequence[int], rank: int, ranks:
     if hasattr(properties, "strides"):  # from 2.15 on; those of one part are not those of the others
         properties.strides = None
     made = ShardedTensorMetadata([shard.metadata for shard in shards], torch.Size(size), properties)
-    check_own(shards, made, rank, ranks)
+    check_own(shards, made, rank)
     return made
 
 
-def check_own(shards: Sequence[Any], metadata: Any, rank: int, ranks: Sequence[int]) -> None:
+def check_own(shards: Sequence[Any], metadata: Any, rank: int) -> None:
     """Check this rank's parts against the metadata of the whole tensor.
 
     Raises:
@@ -69,14 +69,6 @@ def check_own(shards: Sequence[Any], metadata: Any, rank: int, ranks: Sequence[i
             got=[shard.metadata for shard in shards],
             where=f"rank {rank}",
         )
-    _check_ranks(metadata, ranks)
-
-
-def _check_ranks(metadata: Any, ranks: Sequence[int]) -> None:
-    if strangers := {shard.placement.rank() for shard in metadata.shards_metadata} - set(ranks):
-        raise ShardingError(
-            "Parts lie on ranks that are not in the process group.", expected=f"ranks {list(ranks)}", got=strangers
-        )
 
 
 def _key(shard: Any) -> Any:
@@ -93,7 +85,10 @@ def check_whole(metadata: Any, ranks: Sequence[int]) -> None:
     for shard in metadata.shards_metadata:
         if shard.placement is None or shard.placement.rank() is None:
             raise ShardingError("A part lies on no rank.", expected="a placement such as rank:0/cpu", got=shard)
-    _check_ranks(metadata, ranks)
+    if strangers := {shard.placement.rank() for shard in metadata.shards_metadata} - set(ranks):
+        raise ShardingError(
+            "Parts lie on ranks that are not in the process group.", expected=f"ranks {list(ranks)}", got=strangers
+        )
     holding = holding_of(metadata, ranks)
     for box, owners in holding.owners.items():
         if len(owners) > 1:
@@ -150,7 +145,7 @@ def global_metadata(
         nonlocal problem
         size = flat_size(global_size)
         try:
-            return local_metadata(local_shards, size, dist.get_rank(), ranks), None, tuple(size)
+            return local_metadata(local_shards, size, dist.get_rank()), None, tuple(size)
         except ShardingError as error:
             problem = error
             return None, error.__reduce__()[1], tuple(size)

@@ -75,7 +75,7 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
             for shard in metadata.shards_metadata
             if shard.placement.rank() == dist.get_rank()
         ]
-        checking.check_own(shards, metadata, dist.get_rank(), ranks)
+        checking.check_own(shards, metadata, dist.get_rank())
         return made(shards, metadata, sharding_spec, group)
 
     @staticmethod
@@ -168,7 +168,7 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
         group = specs.group_given(process_group)
         ranks = dist.get_process_group_ranks(group)
         checking.check_whole(sharded_tensor_metadata, ranks)
-        checking.check_own(local_shards, sharded_tensor_metadata, dist.get_rank(), ranks)
+        checking.check_own(local_shards, sharded_tensor_metadata, dist.get_rank())
         spec = sharding_spec or specs.inferred_spec(sharded_tensor_metadata)
         return joined(local_shards, sharded_tensor_metadata, spec, group)  # type: ignore[no-any-return]
 
