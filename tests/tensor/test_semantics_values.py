@@ -53,6 +53,7 @@ _LINES = """
     y = torch._foreach_add([x[0], x[:1], s, x], [x, x, x, s]), torch._foreach_addcmul([x[0]], [x], [x[:, :1]])
     torch._foreach_mul_([x, x.t()], [x[:, :1].clone(), x[0].clone()[:, None]])
     torch._foreach_add_([x], [x.expand(2, 5, 3)])
+    y = F.embedding(put(torch.tensor([[4, 0, 2]])), x > 2), (x > 2).gather(0, put(torch.tensor([[4, 0, 2]])))
     y = F.linear(x.amax(0), x), x.amax(0) @ x.t(), x.amin(1) @ x
     z = F.batch_norm(x.t(), put(V[:, 0]), put(V[:, 0].abs()), training=False); y = z.view(-1), z.stride()
     z = F.batch_norm(x.t(), None, None, training=True); y = z.view(-1), z.stride()
