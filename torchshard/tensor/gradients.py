@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout
@@ -64,8 +65,8 @@ def expecting(plan: Callable[..., Any] | None, call: "Call") -> Callable[..., An
 def _expect(values: Sequence[Any], ats: Iterable[int]) -> None:
     if torch.is_grad_enabled():
         for x in dtensors_in([values[at] for at in ats]):
-            if x.requires_grad and not _has_hook(x):
-                x.register_hook(functools.partial(_distributed, x._spec))  # type: ignore[no-untyped-call]
+            if x.requires_grad:
+                _hook(x, functools.partial(_distributed, x._spec))
 
 
 def _distributed(layout: TensorLayout, gradient: Tensor) -> Tensor:
@@ -79,8 +80,8 @@ def _distributed(layout: TensorLayout, gradient: Tensor) -> Tensor:
 
 def expect_plain(scalar: Tensor) -> None:
     """See to it that the gradient of a plain scalar that stands beside DTensors is plain."""
-    if scalar.requires_grad and torch.is_grad_enabled() and not _has_hook(scalar):
-        scalar.register_hook(_plain)
+    if scalar.requires_grad and torch.is_grad_enabled():
+        _hook(scalar, _plain)
 
 
 def _plain(gradient: Tensor) -> Tensor:
@@ -89,11 +90,19 @@ def _plain(gradient: Tensor) -> Tensor:
 
 _hooked: "WeakValueDictionary[tuple[int, int], Tensor]" = WeakValueDictionary()
 """Tensors that have their hook, by address, and by version where writing to them gave them another history."""
+_handles: dict[int, RemovableHandle] = {}
+"""Hooks of leaves that are DTensors, by address: modules swap parameters, which nothing may refer to weakly then."""
 
 
-def _has_hook(x: Tensor) -> bool:
-    """Whether a tensor has been asked about before; from now on it has."""
+def _hook(x: Tensor, turned_over: Callable[[Tensor], Tensor]) -> None:
+    """Give a tensor the hook, once; more than one would do no harm."""
+    unserializable_hook(turned_over)  # files are to be written without a warning of it
+    if type(x) is DTensor and x.is_leaf:
+        if (before := _handles.get(id(x))) is not None:
+            before.remove()
+        _handles[id(x)] = x.register_hook(turned_over)  # type: ignore[no-untyped-call]
+        return
     key = id(x), 0 if x.is_leaf else x._version
-    known = key in _hooked
-    _hooked[key] = x
-    return known
+    if key not in _hooked:
+        _hooked[key] = x
+        x.register_hook(turned_over)
