@@ -51,6 +51,13 @@ def selective():
     return functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
 
 
+def rows(x, dim):
+    """A DTensor moved to pieces of a dim."""
+    from torchshard import Shard
+
+    return x if type(x) is torch.Tensor else x.redistribute(placements=[Shard(dim)] * x.device_mesh.ndim)
+
+
 def random_block(a):
     return F.dropout((a * a).exp().sigmoid(), 0.5)
 
@@ -114,6 +121,12 @@ _HOOKS = """
     x.requires_grad_(); h = x.register_hook(lambda g: g * 2); h.remove(); (x * 3).sum().backward(); y = x.grad
     y = []; p = torch.nn.Parameter(x); p.register_post_accumulate_grad_hook(lambda q: y.append(q.grad * 1)); (p * 2).sum().backward()
     y = []; z = x.requires_grad_() * 3; z.grad_fn.register_hook(lambda i, o: y.append([g for g in i if g is not None])); z.sum().backward()
+    x.requires_grad_(); z = x * 1; z.eq_(2.0); (torch.sgn(x).sum() + torch.copysign(V.new_tensor(1.0), x).sum() + z.sum()).backward(); y = x.grad, type(x.grad) is type(x)
+    x.requires_grad_(); (torch.nextafter(put(V), x).sum() + torch.normal(rows(x, 1), 1.0).sum()).backward(); y = x.grad * 1, type(x.grad) is type(x); (x * 3).sum().backward(); y = y, x.grad
+    x.requires_grad_(); (g,) = torch.autograd.grad(F.max_pool1d(x, 2).square().sum(), x, create_graph=True); (h,) = torch.autograd.grad(torch.sgn(g).sum(), x); y = g, h, type(h) is type(x)
+    m = torch.nn.Linear(3, 2, False); m.weight = torch.nn.Parameter(x[:2] * 1); torch.sgn(m.weight).sum().backward(); m.double(); y = m.weight, m.weight.grad * 1
+    t = torch.zeros(()); x.requires_grad_(); t += rows(x * x, 0).sum(); t.add_(x.mean(), alpha=2); t += x.mean(); t.backward(); y = t, x.grad, type(x.grad) is type(x)
+    t = torch.zeros(()); x.requires_grad_(); t += x.sum(); (g,) = torch.autograd.grad((t * t * x).sum(), x, create_graph=True); g.square().sum().backward(); y = g, x.grad, type(x.grad) is type(x)
     m = torch.nn.Linear(3, 2, False); m.weight = torch.nn.Parameter(x[:2] * 1); y = []; m.register_forward_pre_hook(lambda m, a: (a[0] * 2,)); m.register_forward_hook(lambda m, a, o: o + 1); m.register_full_backward_hook(lambda m, i, o: y.append(o[0])); m(put(V).requires_grad_()).sum().backward(); y = y, m.weight.grad
     m = torch.nn.Linear(3, 2, False); m.weight = torch.nn.Parameter(x[:2] * 1); m.register_full_backward_pre_hook(lambda m, o: (o[0] * 2,)); m(put(V)).sum().backward(); y = m.weight.grad
     x.requires_grad_(); h = torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t); h.__enter__(); z = (x * x).sum(); h.__exit__(None, None, None); z.backward(); y = x.grad
@@ -144,7 +157,7 @@ _TRANSFORMS = """
 
 def _table(text):
     names = {"copy": copy, "pickle": pickle, "weakref": weakref, "checkpoint": checkpoint}
-    mine = {f.__name__: f for f in (save_and_load, selective, random_block, Square, Doubled)}
+    mine = {f.__name__: f for f in (save_and_load, selective, random_block, rows, Square, Doubled)}
     return {line.strip(): program(line, **names, **mine) for line in text.strip().splitlines()}
 
 

@@ -53,6 +53,7 @@ _LINES = """
     y = torch._foreach_add([x[0], x[:1], s, x], [x, x, x, s]), torch._foreach_addcmul([x[0]], [x], [x[:, :1]])
     torch._foreach_mul_([x, x.t()], [x[:, :1].clone(), x[0].clone()[:, None]])
     torch._foreach_add_([x], [x.expand(2, 5, 3)])
+    y = F.embedding(put(torch.tensor([[4, 0, 2]])), x > 2), (x > 2).gather(0, put(torch.tensor([[4, 0, 2]])))
     y = F.linear(x.amax(0), x), x.amax(0) @ x.t(), x.amin(1) @ x
     z = F.batch_norm(x.t(), put(V[:, 0]), put(V[:, 0].abs()), training=False); y = z.view(-1), z.stride()
     z = F.batch_norm(x.t(), None, None, training=True); y = z.view(-1), z.stride()
@@ -141,6 +142,7 @@ def told(rank, world):
         "plain index": lambda: x["S0"][torch.tensor([0, 2])],
         "plain weight": lambda: torch.nn.functional.linear(x["S0"], torch.ones(2, 3, requires_grad=True)),
         "plain gradient": lambda: (x["S0"] * 2).backward(plain),
+        "plain gradient of a hook": lambda: _hooked(x["S0"].clone().requires_grad_(), plain).sum().backward(),
         "upstream": lambda: x["S0"] + torch.distributed.tensor.distribute_tensor(plain, mesh),
         "vmap": lambda: torch.vmap(lambda k: x["S0"] * k)(torch.arange(3.0)),
         "norm with a view": lambda: [(n.detach(), n.pow_(2)) for n in [x["S0"].norm(dim=0)]],
@@ -157,6 +159,14 @@ def _step_with_a_plain_gradient(x, plain):
     p = torch.nn.Parameter(x)
     p.grad = plain
     torch.optim.SGD([p], lr=0.1).step()
+
+
+def _hooked(x, plain):
+    from torchshard import Replicate
+
+    y = x.redistribute(placements=[Replicate()])
+    y.register_hook(lambda gradient: plain)
+    return y
 
 
 def _load_anothers(x, rank):
@@ -237,6 +247,10 @@ class Sentences(expecttest.TestCase):
   got:      Tensor of shape (3, 2)
   fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, as what torch and modules make of numbers alone is, with torchshard.implicit_replication(): ...
 [plain gradient] UnsupportedOperatorError: backward: the argument 'gradient' is a plain torch.Tensor among DTensors.
+  expected: DTensors only, or scalars
+  got:      Tensor of shape (5, 3)
+  fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, as what torch and modules make of numbers alone is, with torchshard.implicit_replication(): ...
+[plain gradient of a hook] UnsupportedOperatorError: backward: the argument 'gradient' is a plain torch.Tensor among DTensors.
   expected: DTensors only, or scalars
   got:      Tensor of shape (5, 3)
   fix:      distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on every rank, as what torch and modules make of numbers alone is, with torchshard.implicit_replication(): ...

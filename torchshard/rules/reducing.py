@@ -64,9 +64,9 @@ def _mean(x: Layout, dim: Dims = None, keepdim: bool = False, *, dtype: Any = No
     dims = dims_of(dim, x.ndim)
     count = math.prod([x.shape[d] for d in dims])
 
-    def weighted(_: Any, t: Any, *__: Any, **___: Any) -> Any:
+    def weighted(op: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+        mean = op(t, *args, **kwargs)  # also of nothing: it refuses whole numbers
         held = math.prod([t.shape[d] for d in dims])
-        mean = t.mean(dims, keepdim, dtype=dtype)  # also of nothing: it refuses whole numbers
         if held == count:
             return mean
         return mean.mul_(held / count) if held else t.sum(dims, keepdim, dtype=dtype)

@@ -16,10 +16,11 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import exported_whole, is_traced, skip_alone
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
-from torchshard.layout.layout import Sharding, contiguous_stride
+from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.caching import one_node
+from torchshard.tensor.call import refuse_plain
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.guards import refresh
 from torchshard.tensor.layout import (
@@ -33,6 +34,7 @@ from torchshard.tensor.layout import (
     same_order,
 )
 from torchshard.tensor.mesh import BoundMesh, bind
+from torchshard.tensor.modes import replicates_plain_tensors
 from torchshard.tensor.pending import pending
 from torchshard.tensor.redistribute import (
     in_memory_order,
@@ -74,6 +76,7 @@ class _Redistribute(torch.autograd.Function):
         # By way of redistribute alone, so that it can be differentiated again, and so that a rank outside of the mesh
         # takes part, too.
         source: TensorLayout = ctx.source
+        grad = _distributed(grad, source.mesh)
         target, sent_as = source.sharding.without_partial(), ctx.backward_dtype or source.dtype
         back = redistribute(grad, target, sent_as, async_op=ctx.async_op)
         return redistribute(back, target, source.dtype), None, None, None, None
@@ -139,8 +142,28 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> Any:
         sharding: Sharding = ctx.layout.sharding
         target = ctx.grad_sharding or sharding.without_partial()
-        local = redistribute(grad, target).to_local()
+        local = redistribute(_distributed(grad, sharding.mesh), target).to_local()
         return _of_terms(local, sharding), None, None, None
+
+
+def _distributed(grad: Tensor, mesh: Mesh) -> DTensor:
+    """A gradient as a DTensor; plain ones come from functions and hooks of users.
+
+    Raises:
+        UnsupportedOperatorError: it is plain, and implicit_replication() is not on.
+    """
+    if type(grad) is DTensor:
+        return grad
+    if not replicates_plain_tensors():
+        raise refuse_plain("backward", "gradient", grad)
+    return of_replicas(grad, mesh)
+
+
+def of_replicas(x: Tensor, mesh: Mesh) -> DTensor:
+    """A DTensor of copies of a plain tensor, which is the same on every rank; differentiable."""
+    local = x.clone(memory_format=torch.contiguous_format)  # of zeros that have no memory, too
+    layout = layout_for(mesh.replicated(), tuple(x.shape), local.stride(), x.dtype)
+    return over(local if mesh.coordinate is not None else local.new_empty(0), layout)
 
 
 def _of_terms(grad: Tensor, sharding: Sharding) -> Tensor:

@@ -6,7 +6,6 @@ The hot path is generated, see codegen.py; here is what runs when something is m
 import keyword
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.call import Call, operator_name, rule_of
 from torchshard.tensor.codegen import KeyPart, make_entry
 from torchshard.tensor.dtensor import ENTRIES, DTensor
+from torchshard.tensor.gradients import expect_plain
 from torchshard.tensor.plan import make_plan
 
 MAX_PLANS = 4096  # kept an entry; when full, all are dropped (plans are cheap to make again)
@@ -128,18 +128,8 @@ def _kind(x: Any) -> Any:
         )
     if not isinstance(x, Tensor):
         return type(x)
-    if x.requires_grad and torch.is_grad_enabled() and id(x) not in _with_plain_gradients:
-        _with_plain_gradients[id(x)] = x
-        x.register_hook(_plain)
+    expect_plain(x)
     return "plain", x.dtype, x.ndim == 0
-
-
-_with_plain_gradients: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
-"""Plain scalars that have stood beside DTensors and whose gradients are made plain, by their addresses."""
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if type(gradient) is DTensor else gradient
 
 
 def clear_entries() -> None:

@@ -19,7 +19,7 @@ from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
-from torchshard.tensor import foreach, guards, handlers, linearity, list_numbers
+from torchshard.tensor import foreach, gradients, guards, handlers, linearity, list_numbers
 from torchshard.tensor.call import (
     Call,
     Operand,
@@ -44,6 +44,11 @@ from torchshard.tensor.redistribute import redistribute_local
 
 def make_plan(call: Call) -> tuple[Any, Plan | None]:
     """Run a call for the first time: the result, and what to do with further calls of its kind (None: ask again)."""
+    result, plan = _made(call)
+    return result, gradients.expecting(plan, call)
+
+
+def _made(call: Call) -> tuple[Any, Plan | None]:
     handlers.refuse_wrappers(call)
     if (result := list_numbers.by_numbers_of_tensor(call)) is not NotImplemented:
         return result, None

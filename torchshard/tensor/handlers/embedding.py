@@ -22,7 +22,8 @@ def _embedding(
     func: Any, weight: Any, indices: Any, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
     """Rows of a table; padding and frequency matter to the gradient only."""
-    if type(weight) is not DTensor or weight.ndim != 2:  # what is no table is refused there
+    # What is no table is refused there; truth values have no sums.
+    if type(weight) is not DTensor or weight.ndim != 2 or weight.dtype is torch.bool:
         return NotImplemented
     note_of_input(weight, weight._spec)
     weight = in_boxes(weight)
