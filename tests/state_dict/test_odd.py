@@ -165,6 +165,20 @@ def _odd(rank, world):
         assert sd["w"] is sd["inner"]["v"] is whole
         assert getattr(made, "default_factory", list) is list
 
+    # What is as long as there are ranks is made once for all that are alike.
+    with pytest.MonkeyPatch.context() as patch:
+        made, describe = [], specs.metadata_of
+        patch.setattr(specs, "metadata_of", lambda *given: made.append(given) or describe(*given))
+        for alike in ({k: whole + k for k in range(9)}, {k: spread + k for k in range(9)}):
+            parts = state_dict.to_sharded_tensor({**alike, "other": alike[0].to(torch.int64)})
+            assert len(made) == 2
+            assert all(torch.equal(state_dict.to_full(parts[k]), whole + k) for k in range(9))
+            assert (parts["other"].dtype, parts["other"].metadata().tensor_properties.dtype) == (torch.int64,) * 2
+            asking = parts[0].detach().requires_grad_()  # changes nothing of the others
+            assert asking.metadata().tensor_properties.requires_grad
+            assert not parts[1].metadata().tensor_properties.requires_grad
+            made.clear()
+
     # Without elements, without values, not dense.
     for shape in ((0, 3), (5, 0)):
         x = state_dict.to_dtensor(torch.ones(shape), mesh, [Shard(0)])

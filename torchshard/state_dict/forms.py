@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -142,8 +143,13 @@ def take_replicas(form: Form, mesh: BoundMesh) -> None:
 
 
 def _of_parts(form: Form | ShardedTensor, holding: Holding) -> str:
-    parts = "; ".join(f"{box} on {ranks}" for box, ranks in holding.owners.items())
-    return f"{form.dtype} of shape {tuple(form.shape)}, parts {parts}"
+    return f"{form.dtype} of shape {tuple(form.shape)}, parts {_owners(holding)}"
+
+
+@lru_cache(maxsize=64)
+def _owners(holding: Holding) -> str:
+    """As long as there are ranks, and asked for each of the tensors that lie alike."""
+    return "; ".join(f"{box} on {ranks}" for box, ranks in holding.owners.items())
 
 
 def _of_sharded_tensor(x: ShardedTensor, memory: Memory) -> Form:
