@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as upstream
 from torch import Tensor
 
-from torchshard._torch import sharded_tensors
+from torchshard._torch import sharded_tensors, waited
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding
@@ -22,6 +22,7 @@ from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import require_ascending
 from torchshard.tensor.layout import TensorLayout, from_torch
 from torchshard.tensor.mesh import BoundMesh, bind
+from torchshard.tensor.pending import arrived
 from torchshard.tensor.redistribute import redistribute_local
 from torchshard.tensor.sharded import moving, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of
@@ -83,7 +84,7 @@ def form_of(x: Tensor, reduce_partial: bool, memory: Memory) -> Form:
         return _of_upstream(x, reduce_partial, memory)
     if isinstance(x, DTensor):
         return _of_dtensor(x, reduce_partial, memory)
-    if not_dense(x):
+    if not_dense(x := arrived(waited(x))):
         return _other(x)
     shape = tuple(x.shape)
     text = f"{x.dtype} of shape {shape}, whole"
@@ -95,7 +96,8 @@ def _other(x: Tensor) -> Form:
     if x.is_nested:
         raise ShardingError("Nested tensors are not converted.", expected="dense tensors", got=f"{x.ndim} dims, nested")
     shape = tuple(x.shape)
-    text = f"{x.dtype} of shape {shape}, {'quantized' if x.is_quantized else x.layout}"
+    kind = "quantized" if x.is_quantized else type(x).__name__ if x.layout is torch.strided else x.layout
+    text = f"{x.dtype} of shape {shape}, {kind}"
     return Form(shape, contiguous_stride(shape), x.dtype, None, [], x.device, text, x.requires_grad)
 
 
