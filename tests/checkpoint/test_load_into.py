@@ -46,6 +46,12 @@ def load(rank, world, folder):
         sharded = init_from_local_shards([shard], 7, 10)
         checkpoint.load_into(path, {"w": sharded})
         assert torch.equal(shard.tensor, full[2 * rank : 2 * rank + rows])
+    for api in (upstream, torchshard):  # parts that are still on their way
+        coming = api.distribute_tensor(torch.zeros(7, 10), mesh, [S(0), R()])
+        coming = coming.redistribute(placements=[R(), R()], async_op=True)
+        assert type(coming._local_tensor) is not torch.Tensor
+        checkpoint.load_into(path, {"w": coming})
+        assert torch.equal(coming.full_tensor(), full)
     wrong = upstream.DTensor.from_local(torch.zeros(1, 10), mesh, [S(0), R()], shape=(7, 10), stride=(10, 1))
     with pytest.raises(CheckpointError, match="not the box that its layout says"):
         checkpoint.load_into(path, {"w": wrong})
@@ -168,9 +174,11 @@ def refused(path, state):
 
 def test_memory_that_cannot_be_loaded_into(tmp_path):
     torch.save({"first": torch.ones(3), "w": torch.ones(2, 3)}, tmp_path / "a.pt")
+    masked = torch.masked.masked_tensor(torch.zeros(2, 3), torch.eye(2, 3) > 0)
     targets = {
         "no memory": torch.zeros(2, 3, device="meta"),
         "not dense": torch.eye(2, 3).to_sparse(),
+        "not dense.\n  expected: a tensor of shape (2, 3)\n  got:      MaskedTensor": masked,
         "share their memory": torch.zeros(1, 3).expand(2, 3),
     }
     for message, target in targets.items():

@@ -20,6 +20,7 @@ def _address(x):
 
 
 def _odd(rank, world):
+    from torch.distributed._functional_collectives import all_reduce
     from torch.distributed.tensor import DeviceMesh, Partial, Replicate, Shard
 
     from torchshard import DTensor, ShardedTensor, init_device_mesh, state_dict
@@ -165,6 +166,20 @@ def _odd(rank, world):
         assert sd["w"] is sd["inner"]["v"] is whole
         assert getattr(made, "default_factory", list) is list
 
+    # What is as long as there are ranks is made once for all that are alike.
+    with pytest.MonkeyPatch.context() as patch:
+        made, describe = [], specs.metadata_of
+        patch.setattr(specs, "metadata_of", lambda *given: made.append(given) or describe(*given))
+        for alike in ({k: whole + k for k in range(9)}, {k: spread + k for k in range(9)}):
+            parts = state_dict.to_sharded_tensor({**alike, "other": alike[0].to(torch.int64)})
+            assert len(made) == 2
+            assert all(torch.equal(state_dict.to_full(parts[k]), whole + k) for k in range(9))
+            assert (parts["other"].dtype, parts["other"].metadata().tensor_properties.dtype) == (torch.int64,) * 2
+            asking = parts[0].detach().requires_grad_()  # changes nothing of the others
+            assert asking.metadata().tensor_properties.requires_grad
+            assert not parts[1].metadata().tensor_properties.requires_grad
+            made.clear()
+
     # Without elements, without values, not dense.
     for shape in ((0, 3), (5, 0)):
         x = state_dict.to_dtensor(torch.ones(shape), mesh, [Shard(0)])
@@ -175,7 +190,13 @@ def _odd(rank, world):
     sparse = torch.eye(3).to_sparse()
     assert state_dict.to_full({"s": sparse, "w": spread}, cpu_offload=True)["s"] is sparse
     quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
-    for name, x in (("sparse_coo", sparse), ("quantized", quantized)):
+    coming = all_reduce(whole, "max", mesh.get_group())  # a class of its own, until it is here
+    assert type(coming) is not torch.Tensor
+    assert torch.equal(state_dict.to_full(state_dict.to_dtensor({"c": coming}, mesh, [Shard(0)]))["c"], whole)
+    masked = torch.masked.masked_tensor(whole, whole > 3)  # its memory is that of the values without the mask
+    assert state_dict.to_full({"m": masked, "w": spread})["m"] is masked
+    refused(lambda: state_dict.to_dtensor({"m": masked}, mesh, {"m": None}, src_rank=0), "Only dense tensors.*Masked")
+    for name, x in (("sparse_coo", sparse), ("quantized", quantized), ("MaskedTensor", masked)):
         for convert in (lambda sd: state_dict.to_dtensor(sd, mesh, [Shard(0)]), state_dict.to_sharded_tensor):
             refused(lambda x=x, convert=convert: convert({"s": x, "w": spread}), f"Only dense tensors.*{name}.*s")
 

@@ -226,6 +226,9 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[_Part]:
     import torch
     import torch.distributed.tensor
 
+    from torchshard._torch import waited
+    from torchshard.tensor.pending import arrived
+
     if hasattr(tensor, "local_shards"):  # a ShardedTensor of either library
         shards = [(shard.tensor, shard.metadata) for shard in tensor.local_shards()]
         held = [(Box(tuple(m.shard_offsets), tuple(m.shard_sizes)), local) for local, m in shards]
@@ -240,6 +243,7 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[_Part]:
         held = [(Box(tuple(c.offsets), tuple(c.sizes)), tensor.to_local()) for c in chunks]
     else:
         held = [(whole(entry.shape), tensor)]
+    held = [(box, arrived(waited(local))) for box, local in held]
     for box, local in held:
         _check_room(local, box, printable(key))
     return [_Part(entry, box, local.detach()) for box, local in held if box.numel]
@@ -249,15 +253,16 @@ def _check_room(local: "Tensor", box: Box, where: str) -> None:
     """Raise CheckpointError unless each element of the box has memory of its own in the tensor."""
     import torch
 
-    from torchshard.tensor.layout import overlaps
+    from torchshard.tensor.layout import is_made_of_others, overlaps
 
     what = fix = None
     got: object = None
     if local.is_meta:
         what, got = "A tensor of the state dict has no memory to load into.", "one on the meta device"
         fix = "model.to_empty(device=...) first"
-    elif local.layout != torch.strided:
-        what, got = "A tensor of the state dict is not dense.", local.layout
+    elif local.layout != torch.strided or is_made_of_others(local):
+        what = "A tensor of the state dict is not dense."
+        got = type(local).__name__ if local.layout == torch.strided else local.layout
     elif tuple(local.shape) != box.size:
         what, got = "The local part of a tensor is not the box that its layout says it is.", tuple(local.shape)
     elif overlaps(local.shape, local.stride()):

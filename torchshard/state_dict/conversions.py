@@ -205,7 +205,7 @@ def to_sharded_tensor(
     """
     if dim is not None and spec is not None:
         raise ShardingError("A spec says itself which dim is cut.", expected="dim= or spec=", got="both")
-    cuts: dict[Any, Any] = {}  # one spec for all tensors that are cut alike
+    cuts: dict[Any, Target] = {}  # one for all tensors that are cut alike
     kept: dict[Any, Target] = {}  # and for all that keep parts that lie alike
 
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
@@ -217,12 +217,16 @@ def to_sharded_tensor(
             alike = form.holding, form.device, form.group
             return kept.get(alike) or kept.setdefault(alike, _as_it_is(form))
         group = process_group or _group_of(form)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        key = ranks, form.device
-        cut = spec or cuts.get(key) or cuts.setdefault(key, specs.chunks(dim or 0, ranks, form.device))
-        return InParts(cut, ranks, group)
+        there = group, form.device
+        return cuts.get(there) or cuts.setdefault(there, _cut(spec, dim or 0, *there))
 
     return convert(sd, decide, reduce_partial=reduce_partial)
+
+
+def _cut(spec: Any, dim: int, group: dist.ProcessGroup, device: torch.device) -> Target:
+    """As a spec says, or one piece along a dim for each rank of a group."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return InParts(spec or specs.chunks(dim, ranks, device), ranks, group)
 
 
 def _as_it_is(form: Form) -> Target:

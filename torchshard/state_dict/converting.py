@@ -159,7 +159,11 @@ def _without_values(path: str, form: Form, parts: Sequence[tuple[Box, Tensor]]) 
     """What is wrong with a tensor of which this rank has nothing that could be copied."""
     if form.holding is None and not form.parts:
         return ShardingError(
-            "Only dense tensors can be cut or sent.", expected=torch.strided, got=form.text, where=path
+            "Only dense tensors can be cut or sent.",
+            expected="elements that lie in memory at strides",
+            got=form.text,
+            where=path,
+            fix="a dense tensor of its values, or None for its placements, which leaves it as it is",
         )
     if any(part.is_meta for _, part in parts):
         return ShardingError(

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as upstream
 from torch import Tensor
 
-from torchshard._torch import sharded_tensors
+from torchshard._torch import sharded_tensors, waited
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding
@@ -21,6 +22,7 @@ from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import require_ascending
 from torchshard.tensor.layout import TensorLayout, from_torch
 from torchshard.tensor.mesh import BoundMesh, bind
+from torchshard.tensor.pending import arrived
 from torchshard.tensor.redistribute import redistribute_local
 from torchshard.tensor.sharded import moving, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of
@@ -82,7 +84,7 @@ def form_of(x: Tensor, reduce_partial: bool, memory: Memory) -> Form:
         return _of_upstream(x, reduce_partial, memory)
     if isinstance(x, DTensor):
         return _of_dtensor(x, reduce_partial, memory)
-    if not_dense(x):
+    if not_dense(x := arrived(waited(x))):
         return _other(x)
     shape = tuple(x.shape)
     text = f"{x.dtype} of shape {shape}, whole"
@@ -94,7 +96,8 @@ def _other(x: Tensor) -> Form:
     if x.is_nested:
         raise ShardingError("Nested tensors are not converted.", expected="dense tensors", got=f"{x.ndim} dims, nested")
     shape = tuple(x.shape)
-    text = f"{x.dtype} of shape {shape}, {'quantized' if x.is_quantized else x.layout}"
+    kind = "quantized" if x.is_quantized else type(x).__name__ if x.layout is torch.strided else x.layout
+    text = f"{x.dtype} of shape {shape}, {kind}"
     return Form(shape, contiguous_stride(shape), x.dtype, None, [], x.device, text, x.requires_grad)
 
 
@@ -142,8 +145,13 @@ def take_replicas(form: Form, mesh: BoundMesh) -> None:
 
 
 def _of_parts(form: Form | ShardedTensor, holding: Holding) -> str:
-    parts = "; ".join(f"{box} on {ranks}" for box, ranks in holding.owners.items())
-    return f"{form.dtype} of shape {tuple(form.shape)}, parts {parts}"
+    return f"{form.dtype} of shape {tuple(form.shape)}, parts {_owners(holding)}"
+
+
+@lru_cache(maxsize=64)
+def _owners(holding: Holding) -> str:
+    """As long as there are ranks, and asked for each of the tensors that lie alike."""
+    return "; ".join(f"{box} on {ranks}" for box, ranks in holding.owners.items())
 
 
 def _of_sharded_tensor(x: ShardedTensor, memory: Memory) -> Form:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -179,39 +179,45 @@ class InParts(Target):
         spec: how.
         ranks: global ranks of the group, in its order.
         group: the process group.
+        _described: what is made of tensors that are alike, which share it: a description is as long as there are ranks.
     """
 
     spec: Any
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
+    _described: dict[Any, tuple[Any, list[Any]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def text(self) -> str:
         """As of Target."""
         return f"cut as {self.spec}"
 
-    def metadata(self, form: Form) -> Any:
-        """What is made of a tensor."""
-        made = specs.metadata_of(self.spec, form.shape, specs.TensorProperties(form.dtype))
-        return replace(made, tensor_properties=replace(made.tensor_properties, requires_grad=form.requires_grad))
+    def described(self, form: Form) -> tuple[Any, list[Any]]:
+        """The metadata of what is made of a tensor, and those of this rank's parts."""
+        key = form.shape, form.dtype, form.requires_grad
+        if key not in self._described:
+            made = specs.metadata_of(self.spec, form.shape, specs.TensorProperties(form.dtype))
+            made = replace(made, tensor_properties=replace(made.tensor_properties, requires_grad=form.requires_grad))
+            here = this_rank()
+            self._described[key] = made, [s for s in made.shards_metadata if s.placement.rank() == here]
+        return self._described[key]
 
     def holding(self, form: Form, memory: Memory) -> Holding:
         """As of Target."""
         key = id(self.spec), form.shape, self.ranks
         if key not in memory:
-            metadata = self.metadata(form)
+            metadata, _ = self.described(form)
             checking.check_whole(metadata, self.ranks)
             memory[key] = specs.holding_of(metadata, self.ranks)
         return memory[key]
 
     def boxes(self, form: Form) -> list[Box]:
         """As of Target."""
-        metadata, here = self.metadata(form), this_rank()
-        return [specs.box_of(s, form.shape) for s in metadata.shards_metadata if s.placement.rank() == here]
+        return [specs.box_of(shard, form.shape) for shard in self.described(form)[1]]
 
     def device(self, form: Form) -> torch.device:
         """As of Target."""
-        return specs.device_here(self.metadata(form))
+        return specs.device_here(self.described(form)[0])
 
     def room(self, form: Form, box: Box) -> Tensor:
         """As of Target."""
@@ -219,8 +225,7 @@ class InParts(Target):
 
     def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
         """As of Target."""
-        metadata = self.metadata(form)
-        mine = [s for s in metadata.shards_metadata if s.placement.rank() == this_rank()]
+        metadata, mine = self.described(form)
         dense = [by_bytes(Tensor.contiguous, p.to(s.placement.device())) for p, s in zip(parts, mine, strict=True)]
         shards = [specs.Shard(part.requires_grad_(form.requires_grad), s) for part, s in zip(dense, mine, strict=True)]
         return made(shards, metadata, self.spec, self.group)

@@ -14,6 +14,7 @@ from torchshard._torch import group_of_theirs, sharded_tensors
 from torchshard.errors import ShardingError
 from torchshard.keys.containers import like
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.layout import is_made_of_others
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
 
@@ -100,5 +101,5 @@ def _of_theirs(x: Any) -> Any:
 
 
 def not_dense(x: Tensor) -> bool:
-    """Whether the elements do not lie in memory at strides: sparse, quantized and nested tensors."""
-    return x.is_nested or x.is_quantized or x.layout is not torch.strided
+    """Whether the elements do not lie in memory at strides: of sparse, quantized, nested and composite tensors."""
+    return x.is_nested or x.is_quantized or x.layout is not torch.strided or is_made_of_others(x)

@@ -113,6 +113,14 @@ def layout_for(sharding: Sharding, shape: Sequence[int], stride: Sequence[int], 
     return found
 
 
+def is_made_of_others(x: torch.Tensor) -> bool:
+    """Whether what a tensor says of memory is not its own: its class answers operators, with other tensors it has.
+
+    So are quantized weights of torchao, masked tensors, and DTensors.
+    """
+    return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 def require_strided(x: Any, where: str) -> None:
     """Raise ShardingError unless a tensor has its elements in memory, by strides and as numbers.
 

@@ -204,6 +204,6 @@ def place_alike(rank: int, device: torch.device) -> Any:
 
 def device_here(metadata: Any) -> torch.device:
     """Where this rank's parts lie; of one that has none, the current device of the kind on which others have theirs."""
-    places = [s.placement for s in metadata.shards_metadata]
-    mine = [place.device() for place in places if place.rank() == this_rank()]
+    places, here = [s.placement for s in metadata.shards_metadata], this_rank()
+    mine = [place.device() for place in places if place.rank() == here]
     return mine[0] if mine else torch.device(places[0].device().type)
