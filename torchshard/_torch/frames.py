@@ -1,7 +1,7 @@
 """Dynamo: frames that it leaves alone."""
 
 from collections.abc import Callable, Collection, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,7 +27,7 @@ def skip_alone(function: _Function) -> _Function:
     For hooks of modules and methods of DTensors: eager code calls them with nothing to compile in them, nor in what
     they call (the same, 2.11-2.15). Without it, they are graphs of their own.
     """
-    _leave_alone(function.__code__, below=True)
+    _leave_alone(function, below=True)
     return function
 
 
@@ -41,7 +41,7 @@ def skip_methods(*, but_not_below: Collection[str] = ()) -> Callable[[_Class], _
     def skip(kind: _Class) -> _Class:
         for name, value in vars(kind).items():
             for function in _functions_of(value):
-                _leave_alone(function.__code__, name not in but_not_below)
+                _leave_alone(function, name not in but_not_below)
         return kind
 
     return skip
@@ -63,16 +63,16 @@ def untraced(function: _Function) -> _Function:
 
 
 def _never_trace(function: _Function, below: bool) -> _Function:
-    if not _leave_alone(function.__code__, below):
+    if not _leave_alone(function, below):
         return cast(_Function, torch.compiler.disable(function, recursive=below))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
-def _leave_alone(code: CodeType, below: bool) -> bool:
+def _leave_alone(function: Callable[..., Any], below: bool) -> bool:
     frames = find("_C._dynamo.eval_frame")
     if not hasattr(frames, "_FrameExecStrategy"):
         return False
     skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip if below else default))
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip if below else default))
     return True
