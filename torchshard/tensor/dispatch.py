@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchshard._torch import schema
+from torchshard._torch import schema, skip_alone
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.call import Call, operator_name, rule_of
 from torchshard.tensor.codegen import KeyPart, make_entry
@@ -138,6 +138,7 @@ _with_plain_gradients: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary(
 """Plain scalars that have stood beside DTensors and whose gradients are made plain, by their addresses."""
 
 
+@skip_alone
 def _plain(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if type(gradient) is DTensor else gradient
 
