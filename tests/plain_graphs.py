@@ -1,9 +1,14 @@
 """Graphs of compiled functions as a backend is given them, and what may be in one that costs nothing to run."""
 
+import pathlib
+
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
+import torchshard
+
+PACKAGE = pathlib.Path(torchshard.__file__).parent
 KINDS = {"aten", "prims", "inductor", "_c10d_functional"}  # c10d's own operators, and torchshard's, are none
 
 
@@ -34,3 +39,15 @@ def assert_plain(graph):
 def collectives(graph):
     """The collectives of a graph that assert_plain has passed, in order; waiting for them is left out."""
     return [name.split(".")[1] for name in assert_plain(graph) if "c10d" in name and "wait" not in name]
+
+
+def compiled_frames(monkeypatch):
+    """The code objects that Dynamo compiles from now on, as (whether of the package, name)."""
+    found, compile_frame = [], torch._dynamo.convert_frame._compile
+
+    def compiling(code, *args, **keywords):
+        found.append((PACKAGE in pathlib.Path(code.co_filename).parents, code.co_name))
+        return compile_frame(code, *args, **keywords)
+
+    monkeypatch.setattr(torch._dynamo.convert_frame, "_compile", compiling)
+    return found

@@ -17,6 +17,7 @@ from tests.compiler.models import BatchNormed, Parts, Strided, batch, loss_of
 from tests.compiler.traced import traced
 from tests.compiler.trial import Trial
 from tests.older import require
+from tests.plain_graphs import compiled_frames
 from tests.ranks import run_ranks
 from torchshard.compiler import ingraph
 from torchshard.compiler.options import parse
@@ -172,8 +173,8 @@ def test_more_sizes_than_dynamo_compiles_for(trial):
     assert sum("recompile_limit" in text for text in heard.messages) == 1
 
 
-def test_a_whole_step_with_its_optimizer_under_one_compile(trial):
-    made = trial()
+def test_a_whole_step_with_its_optimizer_under_one_compile(trial, monkeypatch):
+    made, compiled = trial(), compiled_frames(monkeypatch)
     optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (made.ddp, made.reference)]
 
     @torch.compile(backend=traced)
@@ -192,6 +193,7 @@ def test_a_whole_step_with_its_optimizer_under_one_compile(trial):
     for p, q in zip(made.ddp.parameters(), made.reference.parameters(), strict=True):
         torch.testing.assert_close(p, q)
     assert (made.ddp.reducer.counters.in_graph, made.ddp.reducer.counters.by_hook) == (18, 6)
+    assert {name for ours, name in compiled if ours} == {"_call_module"}  # no hook
 
 
 def test_double_backward_is_an_error_of_torch(trial):

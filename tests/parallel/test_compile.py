@@ -313,3 +313,4 @@ def test_hooks_where_torch_has_none_of_the_private_names():
     assert module.hooked == (print, True)
     with _torch.without_fast_paths():
         assert _torch.skip_alone(grid) is grid
+        assert _torch.skip_methods()(Module) is Module

@@ -32,6 +32,7 @@ from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
+from torchshard.state_dict import KeyRules, rename, to_full
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -193,6 +194,8 @@ BREAKS = {
     "storage_offset()": lambda x: x.storage_offset(),
     "ask the tensor": lambda x: layout_of(x * 1).shape,
     "copy outside of the region": copy.deepcopy,
+    "convert outside of the region": lambda x: to_full({"x": x}),
+    "full_tensor() and redistribute()": lambda x: KeyRules([rename("a", "b")])({"a": x}),
 }
 
 

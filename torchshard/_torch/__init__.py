@@ -79,17 +79,15 @@ from torchshard._torch.dynamo import (
     let_find_groups,
     note_of_input,
     noted_of_gradient,
-    skip_alone,
-    skip_frame,
     source_name,
     trace_artifact,
     trace_methods,
     tree_of,
     uncompiled,
-    untraced,
 )
 from torchshard._torch.exporting import exported_whole
 from torchshard._torch.finding import without_fast_paths
+from torchshard._torch.frames import skip_alone, skip_frame, skip_methods, untraced
 from torchshard._torch.fsdp import FSDPGradients, FSDPUser, fsdp_extension_base, fsdp_names, mark_flattened
 from torchshard._torch.groups import (
     debug_level,
@@ -309,6 +307,7 @@ __all__ = [
     "sharded_tensors",
     "skip_alone",
     "skip_frame",
+    "skip_methods",
     "source_name",
     "stand_in",
     "storage_uses",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch.finding import find, find_once, has_fast_paths
+from torchshard._torch.frames import skip_alone
 
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
@@ -329,6 +330,7 @@ def is_on_its_way(x: Tensor) -> bool:
     return isinstance(x, AsyncCollectiveTensor)
 
 
+@skip_alone  # a hook of gradients
 def waited(x: Tensor) -> Tensor:
     """The tensor itself; the one that it brings, where it is on its way."""
     return x.wait() if x.__class__ is not Tensor and is_on_its_way(x) else x  # type: ignore[attr-defined]

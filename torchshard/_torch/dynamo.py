@@ -1,4 +1,4 @@
-"""Dynamo: frames left alone, graphs read."""
+"""Dynamo: sources, guards and graphs, read and told."""
 
 import functools
 import re
@@ -13,28 +13,6 @@ from torchshard._torch.finding import find, find_once
 from torchshard._torch.operators import in_backward
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def skip_frame(function: _Function) -> _Function:
-    """Have Dynamo leave this frame alone, and go on with those that it calls.
-
-    What torch.compiler.disable(recursive=False) says, but without a wrapper and without importing torch._dynamo,
-    which takes more than a second (torch._C._dynamo.eval_frame.set_code_exec_strategy, 2.11-2.15).
-    """
-    return _never_trace(function, below=False)
-
-
-def skip_alone(function: _Function) -> _Function:
-    """Have Dynamo trace this function where it is called in a frame that is traced, and leave it alone otherwise.
-
-    For hooks of modules and methods of DTensors: eager code calls them with nothing to compile in them, nor in what
-    they call (the same, 2.11-2.15). Without it, they are graphs of their own.
-    """
-    frames = find("_C._dynamo.eval_frame")
-    if hasattr(frames, "_FrameExecStrategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    return function
 
 
 def after_every_forward(module: torch.nn.Module, hook: Callable[..., None]) -> None:
@@ -52,11 +30,6 @@ def after_every_forward(module: torch.nn.Module, hook: Callable[..., None]) -> N
             table[key] = table.pop(handle.id)
 
 
-def untraced(function: _Function) -> _Function:
-    """Have Dynamo leave this function alone, and all that it calls: torch.compiler.disable without its cost."""
-    return _never_trace(function, below=True)
-
-
 def is_watched() -> bool:
     """Whether operators may be read by others than their kernels: traced, seen by a mode, or compiled.
 
@@ -69,16 +42,6 @@ def is_watched() -> bool:
         return True
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and any(getattr(dynamo, "cached_backends", {None: True}).values())
-
-
-def _never_trace(function: _Function, below: bool) -> _Function:
-    frames = find("_C._dynamo.eval_frame")
-    if not hasattr(frames, "_FrameExecStrategy"):
-        return cast(_Function, torch.compiler.disable(function, recursive=below))
-    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip if below else default))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
 
 
 def current_node() -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from torchshard._torch.frames import skip_alone
 from torchshard._torch.operators import outside_of_traces
 
 
@@ -81,6 +82,7 @@ def fill_unused_results() -> bool:
     def is_zero(x: Any) -> bool:
         return isinstance(x, (FakeTensor, FunctionalTensor)) or (type(x) is torch.Tensor and not x.any())
 
+    @skip_alone  # called in each backward, also behind a graph break
     @functools.wraps(process)
     def processed(x: Any, meta: Any, *more: Any, **also: Any) -> Any:
         kind = getattr(meta, "original_subclass_type", None)

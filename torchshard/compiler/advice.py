@@ -13,6 +13,8 @@ _REPLICATED = (
     " give that `to_local()`, or leave the decorator out"
 )
 _VALUES = "of a DTensor take full_tensor() first: x.full_tensor()[mask.full_tensor()] is traced, forward and backward"
+_CONVERT = "convert outside of the region: in it full_tensor() and redistribute() of a DTensor are traced"
+_CONVERSIONS = ("to_full", "to_dtensor", "to_sharded_tensor", "to_torch", "from_torch", "KeyRules.__call__")
 _SUPPORT = "call torchshard.compiler.support_groups() first"
 
 # What Dynamo says (a part of it) -> what to do instead.
@@ -46,6 +48,7 @@ WAYS_AROUND: Mapping[str, str] = {
     "function of_all": "call from_local() outside of the region",
     "gather() of a ShardedTensor": "call gather() outside of the region",
     "reshard() of a ShardedTensor": "call reshard() outside of the region",
+    **{f"function {name}": _CONVERT for name in _CONVERSIONS},
     "is not an operator of ShardedTensors": (
         "make it a DTensor before the region: torchshard.state_dict.to_dtensor(x, mesh, placements)"
     ),

@@ -61,6 +61,7 @@ class Call:
             lent.fill(filled)
         self._reducer.graph_filled(slots, lent, views)
 
+    @_torch.skip_alone
     def _hand_over(self, results: tuple[Any, ...], _given: object) -> tuple[Any, ...] | None:
         """The node has run: keep from autograd the gradients that are being reduced."""
         if not self._instead:

@@ -108,6 +108,7 @@ class Lending:
         memory = made.untyped_storage()  # kept, so that nothing else comes to lie there; a tensor kept would be copied
         offset = made.data_ptr() - memory.data_ptr()
 
+        @_torch.skip_alone
         def compare(brought: tuple[torch.Tensor, ...]) -> None:
             if brought[0].data_ptr() != memory.data_ptr() + offset:
                 self.shared.add(index)

@@ -27,6 +27,7 @@ def bare_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
+@_torch.skip_methods()
 class States:
     """The part of the wrapper that saves and loads state dicts."""
 

@@ -17,7 +17,7 @@ import torch.distributed.tensor as upstream
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import default_group, sharded_tensors
+from torchshard._torch import default_group, sharded_tensors, untraced
 from torchshard.comm.circle import circle_of, this_rank
 from torchshard.errors import ShardingError
 from torchshard.layout.placements import Shard
@@ -35,6 +35,7 @@ Placed = Sequence[Any] | None
 Placements = Sequence[Any] | Mapping[str, Placed] | Callable[[str, Tensor], Placed]
 
 
+@untraced
 def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, reduce_partial: bool = False) -> Any:
     """Whole tensors, on every rank that holds a part or on the first of them.
 
@@ -73,6 +74,7 @@ def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, red
     return full
 
 
+@untraced
 def to_dtensor(
     sd: Any,
     device_mesh: DeviceMesh,
@@ -175,6 +177,7 @@ def _check_patterns(keys: Sequence[str], patterns: Sequence[str]) -> None:
         )
 
 
+@untraced
 def to_sharded_tensor(
     sd: Any,
     *,
@@ -263,6 +266,7 @@ def _group_of(form: Form) -> dist.ProcessGroup:
     return default_group() if form.holding is None else circle_of(form.holding.ranks, form.device).group
 
 
+@untraced
 def to_torch(sd: Any) -> Any:
     """torch's own DTensors and ShardedTensors in place of ours, around the same memory; everything else is kept.
 
@@ -272,6 +276,7 @@ def to_torch(sd: Any) -> Any:
     return _replaced(sd, (DTensor, ShardedTensor), lambda x: x.to_torch())
 
 
+@untraced
 def from_torch(sd: Any) -> Any:
     """Our DTensors and ShardedTensors in place of torch's, around the same memory; everything else is kept.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import exported_whole, is_traced, skip_alone
+from torchshard._torch import exported_whole, is_traced, skip_methods
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
@@ -45,9 +45,9 @@ from torchshard.tensor.redistribute import (
 )
 
 
+@skip_methods()
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    @skip_alone
     def forward(
         ctx: Any,
         x: DTensor,
@@ -71,7 +71,6 @@ class _Redistribute(torch.autograd.Function):
         return wrap(move(local, source, layout), moved(source, layout))
 
     @staticmethod
-    @skip_alone
     def backward(ctx: Any, grad: DTensor) -> Any:
         # By way of redistribute alone, so that it can be differentiated again, and so that a rank outside of the mesh
         # takes part, too.
@@ -102,16 +101,15 @@ def _kind(dtype: torch.dtype) -> int:
     return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
 
 
+@skip_methods()
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    @skip_alone
     def forward(ctx: Any, x: DTensor, placements: Sequence[TorchPlacement] | None) -> Tensor:
         ctx.layout, ctx.placements = x._spec, placements
         local = x._local_tensor
         return local.view_as(local)  # its own tensor: history must not land on the part itself
 
     @staticmethod
-    @skip_alone
     def backward(ctx: Any, grad: Tensor) -> Any:
         layout: TensorLayout = ctx.layout
         sharding = layout.sharding.without_partial()
@@ -127,9 +125,9 @@ class _ToLocal(torch.autograd.Function):
         return _FromLocal.apply(grad, target, None), None  # type: ignore[no-untyped-call]
 
 
+@skip_methods()
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    @skip_alone
     def forward(
         ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None, of_first: bool = False
     ) -> DTensor:
@@ -138,7 +136,6 @@ class _FromLocal(torch.autograd.Function):
         return wrap(_first_replica(local, layout) if of_first else local, layout)
 
     @staticmethod
-    @skip_alone
     def backward(ctx: Any, grad: DTensor) -> Any:
         sharding: Sharding = ctx.layout.sharding
         target = ctx.grad_sharding or sharding.without_partial()

@@ -20,6 +20,7 @@ from torchshard.tensor.tangents import Tangent
 from torchshard.tensor.turning import TurnsInPlace
 
 
+@_torch.skip_methods(but_not_below=["backward"])  # what runs eagerly behind a graph break is not compiled
 class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
     """A tensor whose pieces live on the ranks of a mesh; made by `from_local`, `distribute_tensor` or a factory.
 
@@ -35,7 +36,6 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
     _filled: int | None  # of views that were an `out=`, see guards.py
 
     @staticmethod
-    @_torch.skip_alone  # what runs eagerly behind a graph break is not compiled
     def __torch_dispatch__(  # type: ignore[override]
         func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -53,7 +53,6 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         return entry(*args, **kwargs)
 
     @staticmethod
-    @_torch.skip_alone
     def from_local(
         local_tensor: Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -88,7 +87,6 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         told = placements, run_check, shape, stride, grad_placements, tie(mesh)
         return autograd.from_local(local_tensor, mesh, *told)
 
-    @_torch.skip_alone
     def to_local(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """This rank's part, sharing memory with the DTensor; differentiable.
 
@@ -99,7 +97,6 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
 
         return autograd.to_local(self, grad_placements)
 
-    @_torch.skip_alone
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -137,7 +134,6 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         target = from_torch(placements, mesh, layout.shape)
         return autograd.redistribute(self, target, forward_dtype, backward_dtype, async_op)
 
-    @_torch.skip_alone
     def full_tensor(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """The whole tensor on every rank of the mesh; differentiable.
 
@@ -170,13 +166,11 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         return interop.to_torch(self)
 
     @property
-    @_torch.skip_alone
     def device_mesh(self) -> DeviceMesh:
         """The mesh that the tensor lives on."""
         return self._spec.mesh.device_mesh  # type: ignore[attr-defined, no-any-return]
 
     @property
-    @_torch.skip_alone
     def placements(self) -> tuple[TorchPlacement, ...]:
         """One placement for each axis (dim of the mesh), as torch's objects.
 
@@ -219,13 +213,17 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         Raises:
             UnsupportedOperatorError: `gradient` is a plain tensor, and implicit_replication() is not on.
         """
-        if gradient is not None and type(gradient) is not DTensor and gradient.ndim:
-            from torchshard.tensor import call, modes
+        given = self._gradient(gradient)
+        Tensor.backward(self, given, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
 
-            if not modes.replicates_plain_tensors():
-                raise call.refuse_plain("backward", "gradient", gradient)
-            gradient = call.replica(gradient, self._spec.mesh)
-        Tensor.backward(self, gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+    def _gradient(self, given: Tensor | None) -> Tensor | None:
+        if given is None or type(given) is DTensor or not given.ndim:
+            return given
+        from torchshard.tensor import call, modes
+
+        if not modes.replicates_plain_tensors():
+            raise call.refuse_plain("backward", "gradient", given)
+        return call.replica(given, self._spec.mesh)
 
     # Values as Python and NumPy have them. Like item() they are those of the whole tensor, so every rank must ask.
 
@@ -272,7 +270,6 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
     def __copy__(self) -> "DTensor":
         return self._like_me(self.detach())
 
-    @_torch.skip_alone
     def __deepcopy__(self, memo: dict[int, Any]) -> "DTensor":
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]

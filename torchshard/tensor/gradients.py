@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from torchshard._torch import skip_alone
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout
 
@@ -69,6 +70,7 @@ def _expect(values: Sequence[Any], ats: Iterable[int]) -> None:
                 _hook(x, functools.partial(_distributed, x._spec))
 
 
+@skip_alone
 def _distributed(layout: TensorLayout, gradient: Tensor) -> Tensor:
     """The gradient of a tensor of this layout; differentiable."""
     if type(gradient) is DTensor:
@@ -84,6 +86,7 @@ def expect_plain(scalar: Tensor) -> None:
         _hook(scalar, _plain)
 
 
+@skip_alone
 def _plain(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if type(gradient) is DTensor else gradient
 

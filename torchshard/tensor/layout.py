@@ -10,7 +10,17 @@ import torch
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import asked, expected, mend_trace, norm_partial, number, renewed, strided_shard, unrecorded
+from torchshard._torch import (
+    asked,
+    expected,
+    mend_trace,
+    norm_partial,
+    number,
+    renewed,
+    skip_alone,
+    strided_shard,
+    unrecorded,
+)
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding, contiguous_stride
 from torchshard.layout.pieces import Symbolic
@@ -90,6 +100,7 @@ class TensorLayout(Layout):
         return self._torch_placements
 
 
+@skip_alone
 def layout_of(x: "DTensor") -> Layout:
     """How a DTensor is laid out, as one object that can be printed and compared.
 

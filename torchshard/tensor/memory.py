@@ -4,9 +4,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from torchshard._torch import skip_methods
 from torchshard.errors import UnsupportedOperatorError
 
 
+@skip_methods()
 class WithoutMemory:
     """The methods of a tensor that are about its memory, for one that is spread over ranks."""
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
-from torchshard._torch import after_every_forward, skip_alone
+from torchshard._torch import after_every_forward, skip_methods
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch, over
@@ -220,6 +220,7 @@ def _ours(x: Tensor) -> DTensor:
     return x if isinstance(x, DTensor) else from_torch(x.detach())
 
 
+@skip_methods()
 class Owner:
     """A module with parameters that are DTensors while it runs, and something else outside.
 
@@ -254,13 +255,11 @@ class Owner:
     # Called in a traced forward, these are traced. Called in front of one, they would be frames of their own to Dynamo,
     # compiled anew for each module.
 
-    @skip_alone
     def lend(self, module: nn.Module, *_: Any) -> None:
         """A forward of the module begins: have DTensors in place."""
         if not self._lent_around():
             self.put(module)
 
-    @skip_alone
     def take_back(self, module: nn.Module, *_: Any) -> None:
         """It is over."""
         if not self._lent_around():
@@ -285,6 +284,7 @@ class Owner:
             del vars(module)[name]
 
 
+@skip_methods()
 class _Around:
     """Hooks of a module around one with an owner, for parameters that are read elsewhere than in that one's forward.
 
@@ -295,11 +295,9 @@ class _Around:
     def __init__(self, owner: Owner, module: nn.Module) -> None:
         self.owner, self.module = owner, module
 
-    @skip_alone
     def lend(self, *_: Any) -> None:
         self.owner.put(self.module, around=True)
 
-    @skip_alone
     def take_back(self, *_: Any) -> None:
         self.owner.put_away(self.module)
 
@@ -336,6 +334,7 @@ def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
             _hook_up(module, _Around(owner, submodule))
 
 
+@skip_methods()
 class _LocalOwner(Owner):
     """Outside of forward, parameters are this rank's parts."""
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_on_its_way, no_torch_function, skip_alone, stand_in
+from torchshard._torch import is_on_its_way, no_torch_function, skip_methods, stand_in
 
 _aten = torch.ops.aten
 
 
+@skip_methods()
 class Pending(Tensor):
     """Stands for a local tensor that a collective will bring.
 
@@ -58,7 +59,6 @@ class Pending(Tensor):
         return self._value
 
     @classmethod
-    @skip_alone
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchshard._torch import is_traced
+from torchshard._torch import is_traced, skip_methods
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.layout import TURNED, TensorLayout, layout_for
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchshard.tensor.dtensor import DTensor
 
 
+@skip_methods()
 class Tangent:
     """What AOTAutograd asks of a DTensor whose gradient, or that as a gradient, is one of a compiled backward."""
 

@@ -12,6 +12,7 @@ from torchshard.tensor.layout import SEVERED, TensorLayout
 _T = TypeVar("_T")
 
 
+@_torch.skip_methods()
 class TurnsInPlace:
     """The methods of a tensor that change its shape in place.
 
@@ -23,32 +24,26 @@ class TurnsInPlace:
 
     __slots__ = ()
 
-    @_torch.skip_alone
     def t_(self) -> Self:
         """t(), in place."""
         return _turned(self, "t_")
 
-    @_torch.skip_alone
     def transpose_(self, dim0: int, dim1: int) -> Self:
         """transpose(), in place."""
         return _turned(self, "transpose_", dim0, dim1)
 
-    @_torch.skip_alone
     def swapaxes_(self, axis0: int, axis1: int) -> Self:
         """transpose(), in place."""
         return _turned(self, "transpose_", axis0, axis1)
 
-    @_torch.skip_alone
     def swapdims_(self, dim0: int, dim1: int) -> Self:
         """transpose(), in place."""
         return _turned(self, "transpose_", dim0, dim1)
 
-    @_torch.skip_alone
     def squeeze_(self, *dim: Any, **named: Any) -> Self:
         """squeeze(), in place."""
         return _turned(self, "squeeze_", *dim, **named)
 
-    @_torch.skip_alone
     def unsqueeze_(self, dim: int) -> Self:
         """unsqueeze(), in place."""
         return _turned(self, "unsqueeze_", dim)

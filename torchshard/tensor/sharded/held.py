@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import waited
+from torchshard._torch import skip_methods, waited
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.sharded import specs
 
 
+@skip_methods()
 class HeldInParts:
     """What a ShardedTensor says of its parts. Operators on these are recorded: their gradients are the tensor's."""
 
@@ -79,6 +80,7 @@ def joined(shards: Sequence[Any], metadata: Any, spec: Any, group: dist.ProcessG
     return _Joined.apply([shard.metadata for shard in shards], metadata, spec, group, *tensors)  # type: ignore[no-untyped-call]
 
 
+@skip_methods()
 class _Parted(torch.autograd.Function):
     """This rank's parts of a ShardedTensor: the same memory."""
 
@@ -94,6 +96,7 @@ class _Parted(torch.autograd.Function):
         return cut_as(ctx.cut, [grad.contiguous() for grad in grads], grads[0])
 
 
+@skip_methods()
 class _Joined(torch.autograd.Function):
     """A ShardedTensor of this rank's parts: the same memory."""
 

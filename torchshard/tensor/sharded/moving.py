@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import is_traced
+from torchshard._torch import is_traced, skip_methods
 from torchshard.comm.circle import refusing
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.boxes import Box, whole
@@ -118,6 +118,7 @@ def to(x: ShardedTensor, *args: Any, **options: Any) -> ShardedTensor:
     return moved if group is x._process_group else _InGroup.apply(moved, group)  # type: ignore[no-untyped-call]
 
 
+@skip_methods()
 class _InGroup(torch.autograd.Function):
     """The same parts, of which another process group can talk."""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from torchshard._torch import is_traced, operator_names, schema, skip_alone
+from torchshard._torch import is_traced, operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.rules import pointwise
 from torchshard.tensor.foreach import handles as on_lists
@@ -30,7 +30,6 @@ _DRAWING = {"uniform_", "normal_", "random_", "exponential_", "geometric_", "cau
 _DRAWING |= {"rand_like", "randn_like", "randint_like"}
 
 
-@skip_alone
 def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the operator gives, part by part.
 

@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchshard._torch import group_of_theirs, no_torch_function, stand_in, their_sharded_tensor
+from torchshard._torch import (
+    group_of_theirs,
+    no_torch_function,
+    skip_alone,
+    skip_methods,
+    stand_in,
+    their_sharded_tensor,
+)
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.sharded import checking, specs
@@ -17,6 +24,7 @@ from torchshard.tensor.sharded.specs import Group, Shard, TensorProperties
 from torchshard.tensor.sharded.tracing import TracedByParts
 
 
+@skip_methods(but_not_below=["backward"])
 class ShardedTensor(HeldInParts, TracedByParts, Tensor):
     """A tensor whose parts are boxes with an owner each; every rank may hold none, one or several.
 
@@ -220,11 +228,14 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
         Raises:
             ShardingError: it is a plain tensor, or cut in another way.
         """
+        self._require_gradient(gradient)
+        Tensor.backward(self, gradient, *args, **options)  # type: ignore[no-untyped-call]
+
+    def _require_gradient(self, gradient: Tensor | None) -> None:
         from torchshard.tensor.sharded import operators
 
         found = [self, gradient] if isinstance(gradient, ShardedTensor) else [self]
         operators.require_alike("backward", found, [gradient])
-        Tensor.backward(self, gradient, *args, **options)  # type: ignore[no-untyped-call]
 
     def sharding_spec(self) -> Any:
         """How the tensor is cut."""
@@ -377,6 +388,7 @@ def _refuse_rrefs(init_rrefs: bool) -> None:
         raise NotImplementedError("init_rrefs=True: parts are reached by gather() and reshard(), not by RPC")
 
 
+@skip_alone
 def restored(*state: Any) -> ShardedTensor:
     """The ShardedTensor of a pickle; see saving.py."""
     from torchshard.tensor.sharded import saving

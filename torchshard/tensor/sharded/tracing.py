@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import expect_gradients_of_written, fill_unused_results, group_named
+from torchshard._torch import expect_gradients_of_written, fill_unused_results, group_named, skip_alone, skip_methods
 from torchshard.errors import ShardingError
 from torchshard.tensor.caching import digest
 from torchshard.tensor.sharded import specs
@@ -75,6 +75,7 @@ class _WherePartsHaveNoGradients:
         return self.method.__get__(x, owner)  # type: ignore[no-any-return]
 
 
+@skip_methods()
 class TracedByParts:
     """What Dynamo and AOTAutograd ask of a ShardedTensor."""
 
@@ -89,6 +90,7 @@ class TracedByParts:
     requires_grad: bool
 
     @_WherePartsHaveNoGradients
+    @skip_alone
     def __tensor_flatten__(self) -> tuple[list[str], Cut]:
         """Names of the attributes that hold this rank's parts, and what else decides about a graph."""
         cut = self.__dict__.get("_cut")
