@@ -163,6 +163,7 @@ def mend_strides_of_results() -> bool:
         return False
     from torch._functorch._aot_autograd import schemas
 
+    @skip_alone  # called behind a graph break, too
     def sizes_and_strides(self: Any, given: Sequence[Any], *, curr_start_idx: int) -> tuple[Any, ...]:
         numbers = iter(given[curr_start_idx:])
         outer = self.outer_size, self.outer_stride
