@@ -126,6 +126,7 @@ _HOOKS = """
     x.requires_grad_(); torch.normal(rows(x, 1), 1.0).sum().backward(); y = x.grad * 1, type(x.grad) is type(x); (x * 3).sum().backward(); y = y, x.grad
     x.requires_grad_(); (g,) = torch.autograd.grad(F.max_pool1d(x, 2).square().sum(), x, create_graph=True); (h,) = torch.autograd.grad(torch.sgn(g).sum(), x); y = g, h, type(h) is type(x)
     m = torch.nn.Linear(3, 2, False); m.weight = torch.nn.Parameter(x[:2] * 1); torch.sgn(m.weight).sum().backward(); m.double(); y = m.weight, m.weight.grad * 1
+    x.requires_grad_(); rows(x * x, 1).sum().backward(torch.tensor(2.0)); (x * 1).sum().backward(torch.tensor(3.0)); y = x.grad, type(x.grad) is type(x)
     t = torch.zeros(()); x.requires_grad_(); t += rows(x * x, 0).sum(); t.add_(x.mean(), alpha=2); t += x.mean(); t.backward(); y = t, x.grad, type(x.grad) is type(x)
     t = torch.zeros(()); x.requires_grad_(); t += x.sum(); (g,) = torch.autograd.grad((t * t * x).sum(), x, create_graph=True); g.square().sum().backward(); y = g, x.grad, type(x.grad) is type(x)
     m = torch.nn.Linear(3, 2, False); m.weight = torch.nn.Parameter(x[:2] * 1); y = []; m.register_forward_pre_hook(lambda m, a: (a[0] * 2,)); m.register_forward_hook(lambda m, a, o: o + 1); m.register_full_backward_hook(lambda m, i, o: y.append(o[0])); m(put(V).requires_grad_()).sum().backward(); y = y, m.weight.grad

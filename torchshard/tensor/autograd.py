@@ -75,7 +75,7 @@ class _Redistribute(torch.autograd.Function):
         # By way of redistribute alone, so that it can be differentiated again, and so that a rank outside of the mesh
         # takes part, too.
         source: TensorLayout = ctx.source
-        grad = _distributed(grad, source.mesh)
+        grad = distributed(grad, source.mesh)
         target, sent_as = source.sharding.without_partial(), ctx.backward_dtype or source.dtype
         back = redistribute(grad, target, sent_as, async_op=ctx.async_op)
         return redistribute(back, target, source.dtype), None, None, None, None
@@ -139,19 +139,19 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> Any:
         sharding: Sharding = ctx.layout.sharding
         target = ctx.grad_sharding or sharding.without_partial()
-        local = redistribute(_distributed(grad, sharding.mesh), target).to_local()
+        local = redistribute(distributed(grad, sharding.mesh), target).to_local()
         return _of_terms(local, sharding), None, None, None
 
 
-def _distributed(grad: Tensor, mesh: Mesh) -> DTensor:
-    """A gradient as a DTensor; plain ones come from functions and hooks of users.
+def distributed(grad: Tensor, mesh: Mesh) -> DTensor:
+    """A gradient as a DTensor; plain ones come from users: from calls of backward(), functions and hooks.
 
     Raises:
-        UnsupportedOperatorError: it is plain, and implicit_replication() is not on.
+        UnsupportedOperatorError: it is plain and no scalar, and implicit_replication() is not on.
     """
     if type(grad) is DTensor:
         return grad
-    if not replicates_plain_tensors():
+    if grad.ndim and not replicates_plain_tensors():
         raise refuse_plain("backward", "gradient", grad)
     return of_replicas(grad, mesh)
 

@@ -208,22 +208,18 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Gradients of the leaves, as of any tensor; `gradient` must be a DTensor.
+        """Gradients of the leaves, as of any tensor; `gradient` must be a DTensor or a scalar.
 
         Raises:
-            UnsupportedOperatorError: `gradient` is a plain tensor, and implicit_replication() is not on.
+            UnsupportedOperatorError: `gradient` is another plain tensor, and implicit_replication() is not on.
         """
         given = self._gradient(gradient)
         Tensor.backward(self, given, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
 
     def _gradient(self, given: Tensor | None) -> Tensor | None:
-        if given is None or type(given) is DTensor or not given.ndim:
-            return given
-        from torchshard.tensor import call, modes
+        from torchshard.tensor import autograd
 
-        if not modes.replicates_plain_tensors():
-            raise call.refuse_plain("backward", "gradient", given)
-        return call.replica(given, self._spec.mesh)
+        return None if given is None else autograd.distributed(given, self._spec.mesh)
 
     # Values as Python and NumPy have them. Like item() they are those of the whole tensor, so every rank must ask.
 
