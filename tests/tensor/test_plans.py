@@ -21,10 +21,11 @@ from torchshard import (
     layout_of,
     register_rule,
 )
+from torchshard._torch import without_fast_paths
 from torchshard.debug import CommDebugMode
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor import dispatch
-from torchshard.tensor.dispatch import forget_plans
+from torchshard.tensor.dispatch import clear_entries, forget_plans
 
 CALLS = {
     "one operator": lambda x, y, low: torch.add(x, y),
@@ -247,3 +248,71 @@ def test_results_are_no_parts_of_what_was_read(mesh):
                 assert result.placements == (Shard(0),)
                 result.zero_()
     assert x.to_local().tolist() == [[1.0] * 3] * 4
+
+
+def test_torch_calls_the_entry_of_an_operator_itself(mesh, monkeypatch):
+    """Whatever the operator is called with, and after a rule was changed, values are those of `__torch_dispatch__`."""
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    seen = []
+    method = DTensor.__torch_dispatch__
+
+    def watched(func, types, args=(), kwargs=None):
+        seen.append((str(func), len(args), *(kwargs or {})))
+        return method(func, types, args, kwargs)
+
+    def calls():
+        seen.clear()
+        found = [x + x, torch.add(x, x, alpha=2), torch.clamp(x, 1), torch.clamp(x, 1, 2), torch.clamp(x, max=2)]
+        return [each.to_local().tolist() for each in found]
+
+    clear_entries()
+    monkeypatch.setattr(DTensor, "__torch_dispatch__", staticmethod(watched))
+    by_method = calls()
+    assert by_method == [[0.0, 2.0], [0.0, 3.0], [1.0, 1.0], [1.0, 1.0], [0.0, 1.0]]
+    assert ("aten.add.Tensor", 2) in seen
+    assert calls() == by_method
+    assert seen == [("aten.add.Tensor", 2, "alpha"), ("aten.clamp.default", 3), ("aten.clamp.default", 3)]
+    clear_entries()
+    assert calls() == by_method
+    assert ("aten.add.Tensor", 2) in seen
+
+
+def test_without_a_registry_of_torch_entries_go_by_the_method(mesh):
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    clear_entries()
+    with without_fast_paths():
+        assert (x + x).to_local().tolist() == [0.0, 2.0]
+    assert torch.ops.aten.add.Tensor.__qualname__ not in directly_called()
+    clear_entries()
+    x + x
+    assert torch.ops.aten.add.Tensor.__qualname__ in directly_called()
+
+
+def directly_called():
+    from torch._library.simple_registry import singleton
+
+    return [name for name, known in singleton._data.items() if known.torch_dispatch_rules.find(DTensor)]
+
+
+def test_operators_of_users_and_functions_that_they_registered_are_left_to_them(mesh):
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    called = []
+    clear_entries()
+    with torch.library._scoped_library("aten", "FRAGMENT") as theirs:
+
+        def function(kind, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            return DTensor.__torch_dispatch__(func, types, args, kwargs)
+
+        torch.library.register_torch_dispatch("aten::erf", DTensor, function, lib=theirs)
+        torch.testing.assert_close(torch.erf(x).to_local(), torch.erf(torch.arange(2.0)))
+        assert called == ["aten.erf.default"]
+    clear_entries()
+    torch.testing.assert_close(torch.erf(x).to_local(), torch.erf(torch.arange(2.0)))
+    with torch.library._scoped_library("tests_of_plans", "DEF") as ours:
+        ours.define("twice(Tensor x) -> Tensor")
+        ours.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        rule = register_rule("tests_of_plans::twice", "... -> ...")
+        assert torch.ops.tests_of_plans.twice(x).to_local().tolist() == [0.0, 2.0]
+        assert not [name for name in directly_called() if "twice" in name]
+        rule.remove()

@@ -119,6 +119,7 @@ from torchshard._torch.isolating import as_if_uncompiled, no_trace_in_dynamo
 from torchshard._torch.operators import (
     below_autograd,
     below_dispatch,
+    called_directly,
     decomposition,
     in_backward,
     in_forward_ad,
@@ -189,6 +190,7 @@ __all__ = [
     "below_dispatch",
     "bring_home",
     "buffer_hook",
+    "called_directly",
     "compile_pieces",
     "compile_with_inductor",
     "compiled_autograd_may_come",

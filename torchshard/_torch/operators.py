@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch.finding import find_once, has_fast_paths
+from torchshard._torch.frames import skip_alone
 
 _SAME_VALUES = {"_unsafe_view": "view"}
 
@@ -28,6 +29,25 @@ def local_callable(func: Any) -> Callable[..., Any]:
             if found is not None:
                 return found  # type: ignore[no-any-return]
     return func  # type: ignore[no-any-return]
+
+
+def called_directly(func: Any, kind: type, function: Callable[..., Any]) -> Callable[[], None]:
+    """Have torch call `function` for an ATen operator on tensors of this class, in place of its `__torch_dispatch__`.
+
+    Before torch calls the method it asks for such a function, always. What torch.library's register_torch_dispatch
+    does, without a library for it to live in (torch._library.simple_registry, 2.11-2.15). Operators of users are left
+    to the method, as users may want to register functions of their own.
+
+    Returns:
+        What takes it back.
+    """
+    registry = find_once("_library.simple_registry.singleton")
+    if registry is None or func.namespace != "aten":
+        return lambda: None
+    functions = registry.find(func.__qualname__).torch_dispatch_rules
+    if functions.find(kind) is not None:
+        return lambda: None
+    return cast(Callable[[], None], functions.register(kind, skip_alone(function)).destroy)
 
 
 def _is_called_otherwise(func: Any) -> bool:

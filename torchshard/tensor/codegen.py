@@ -8,6 +8,8 @@ call and looks up its plan:
         except TypeError: return __uncached((self, other))
         return __plan(self, other) if __plan is not None else __miss((self, other))
 
+torch calls the first entry of an operator itself, as a function of what `__torch_dispatch__` is given (`direct`).
+
 A *plan* moves what has to be moved, calls the operator on local tensors and wraps the result:
 
     def plan(self, other):
@@ -53,18 +55,32 @@ class Argument(NamedTuple):
     how: How
 
 
-def make_entry(names: Sequence[str], parts: Sequence[KeyPart], scope: Mapping[str, Any]) -> Callable[..., Any]:
-    """An entry; `scope` has D, simple, kind, read, get, miss and uncached."""
-    args = ", ".join(names)
+def make_entry(
+    names: Sequence[str], parts: Sequence[KeyPart], scope: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An entry, and the same as a function that torch calls in place of `__torch_dispatch__`.
+
+    Args:
+        names: of the arguments.
+        parts: what each contributes to the key.
+        scope: D, simple, kind, read, get, miss and uncached.
+    """
+    args = "".join([f"{name}, " for name in names])
     key = ", ".join([_KEY[part].format(n=name) for name, part in zip(names, parts, strict=True)])
+    body = f"""\
+    try: __plan = __get(({key},))
+    except TypeError: return __uncached(({args}))
+    return __plan({args}) if __plan is not None else __miss(({key},), ({args}))
+"""
     source = f"""\
 def entry({args}):
-    try: __plan = __get(({key},))
-    except TypeError: return __uncached(({args},))
-    return __plan({args}) if __plan is not None else __miss(({key},), ({args},))
-"""
-    made: Callable[..., Any] = _compiled(source, scope)["entry"]
-    return made
+{body}
+def direct(__class, __func, __types, __args=(), __kwargs=None):
+    if __kwargs or __len(__args) != {len(names)}: return __D.__torch_dispatch__(__func, __types, __args, __kwargs)
+    ({args}) = __args
+{body}"""
+    made = _compiled(source, scope)
+    return made["entry"], made["direct"]
 
 
 @functools.lru_cache(None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import schema
+from torchshard._torch import called_directly, schema
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.call import Call, operator_name, rule_of
 from torchshard.tensor.codegen import KeyPart, make_entry
@@ -22,6 +22,7 @@ MAX_PLANS = 4096  # kept an entry; when full, all are dropped (plans are cheap t
 
 _SIMPLE = frozenset({float, int, bool, complex, type(None)})
 _plan_tables: list[dict[Any, Callable[..., Any]]] = []
+_direct: list[Callable[[], None]] = []  # what takes each function that torch calls directly from it again
 
 
 def forget_plans() -> None:
@@ -38,7 +39,9 @@ def add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[...,
     def call(values: tuple[Any, ...]) -> Call:
         return Call(func, name, names, count, parts, values)
 
-    entry = _entry(names, parts, call)
+    entry, direct = _entry(names, parts, call)
+    if not keywords and not any(isinstance(key, int) for key in ENTRIES.get(id(func), ())):
+        _direct.append(called_directly(func, DTensor, direct))
     if any(keyword.iskeyword(k) for k in keywords):
         plain, entry = entry, lambda *a, **k: plain(*a, *[k[word] for word in keywords])
     ENTRIES.setdefault(id(func), {})[count if not keywords else (count, *keywords)] = entry
@@ -75,7 +78,7 @@ def _key_part(kind: str, by_value: bool) -> KeyPart:
 
 def _entry(
     names: Sequence[str], parts: Sequence[KeyPart], call: Callable[[tuple[Any, ...]], Call]
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     plans: dict[Any, Callable[..., Any]] = {}
     _plan_tables.append(plans)
 
@@ -137,3 +140,5 @@ def clear_entries() -> None:
     forget_plans()
     _plan_tables.clear()
     ENTRIES.clear()
+    while _direct:
+        _direct.pop()()
