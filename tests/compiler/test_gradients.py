@@ -122,3 +122,27 @@ def test_accumulation():
 def test_dynamic_batch_sizes():
     for answers in run_ranks(2, train, "traced", ["plain", "gpt"], (8, 8, 12, 16, 8), timeout=240):
         check(answers, IN_GRAPH)
+
+
+@pytest.mark.parametrize("factors", [None, (1.0, 0.0), (0.5, 0.0), (0.5, 0.25)], ids=str)
+def test_gradients_that_are_copied(factors, monkeypatch):
+    """In one pass where they are large, all others together; to slots of whatever strides."""
+    from types import SimpleNamespace
+
+    from torchshard.compiler import ops
+
+    launched = []
+    call = SimpleNamespace(factors=lambda bucket, slot: factors, launch=lambda bucket, views: launched.append(bucket))
+    monkeypatch.setattr(ops, "current_call", lambda: call if factors else None)
+    torch.manual_seed(0)
+    flat, gradients = torch.randn(40000), [torch.randn(64, 300), torch.randn(30), torch.randn(8, 9), torch.randn(0)]
+    parts = flat.split([19200, 30, 72, 0, 20698])[:4]
+    views = [parts[0].view(300, 64).t(), parts[1], parts[2].view(8, 9), parts[3]]
+    alpha, beta = factors or (1.0, 0.0)
+    expected = [alpha * new + beta * old for new, old in zip(gradients, views, strict=True)]
+    kept = flat[19302:].clone()
+    torch.ops.torchshard.launch_bucket(flat, torch.empty(1), views, gradients, [0, 1, 2, 3], 7)
+    for view, values in zip(views, expected, strict=True):
+        torch.testing.assert_close(view, values, rtol=0, atol=1e-6 if beta else 0)
+    assert torch.equal(flat[19302:], kept)
+    assert launched == ([7] if factors else [])

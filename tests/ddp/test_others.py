@@ -1,8 +1,11 @@
 """Others at the same parameters: hooks of the user's, a second wrapper, names that are ignored; and who holds whom."""
 
+import contextlib
 import copy
 import gc
+import tempfile
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,3 +238,37 @@ def _copied(rank, world):
 def test_a_copy_outlives_what_it_was_made_of():
     first, second = run_ranks(2, _copied, timeout=60)
     assert first == second
+
+
+def _spans(rank, world):
+    """What profilers see: one of torch's, and one that observes by itself, which torch does not call running."""
+    from torchshard import _torch
+    from torchshard.ddp import DistributedDataParallel
+
+    names = {"DistributedDataParallel.forward", "torch.distributed.ddp.reducer::search_unused_parameters"}
+    model = DistributedDataParallel(_module(), find_unused_parameters=True)
+    _step(model, 0, rank)
+    found = []
+    for fast in (True, False):
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with contextlib.nullcontext() if fast else _torch.without_fast_paths(), profiler as seen:
+            _step(model, 1, rank)
+            with contextlib.suppress(RuntimeError):  # a span ends where forward fails
+                model(torch.randn(4, 81))
+            _step(model, 2, rank)
+        of_user = [event.name for event in seen.events() if event.is_user_annotation and event.name in names]
+        found.append((sorted({*of_user}), len(of_user)))
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        observer = torch.profiler.ExecutionTraceObserver().register_callback(file.name)
+        observer.start()
+        _step(model, 3, rank)
+        observer.stop()
+        observer.unregister_callback()
+        text = Path(file.name).read_text()
+        found.append(sorted(name for name in names if name in text))
+    return found
+
+
+def test_a_profiler_sees_spans_of_the_wrapper():
+    names = ["DistributedDataParallel.forward", "torch.distributed.ddp.reducer::search_unused_parameters"]
+    assert run_ranks(2, _spans) == [[(names, 5), (names, 5), names]] * 2

@@ -13,7 +13,11 @@ from collections.abc import Sequence
 
 import torch
 
+from torchshard import _torch
 from torchshard.compiler.call import Call, current_call
+
+_LARGE = 16384
+"""Elements. Gradients from here on are scaled while they are copied; others go together, in two calls for all."""
 
 _SCHEMAS = (
     "open_bucket(int bucket, int numel, ScalarType dtype, Device device, int[] params) -> Tensor",
@@ -85,12 +89,23 @@ def _launch(
     call, start = current_call(), flat.data_ptr()
     end = start + flat.nbytes
     assert all(start <= view.data_ptr() < end or not view.numel() for view in views), "slots lie in their bucket"
+    together: dict[tuple[float, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for slot, gradient in zip(slots, gradients, strict=True):
         alpha, beta = _factors(call, bucket, slot)
-        if beta == 0.0:
+        if gradient.numel() >= _LARGE and beta == 0.0:
             torch.mul(gradient, alpha, out=views[slot])
+            continue
+        places, small = together.setdefault((alpha, beta), ([], []))
+        places.append(views[slot])
+        small.append(gradient)
+    for (alpha, beta), (places, small) in together.items():
+        if beta != 0.0:
+            torch._foreach_mul_(places, beta)
+            torch._foreach_add_(places, small, alpha=alpha)
         else:
-            views[slot].mul_(beta).add_(gradient, alpha=alpha)
+            _torch.copy_all(places, small)
+            if alpha != 1.0:
+                torch._foreach_mul_(places, alpha)
     if call:
         call.launch(bucket, views)
 

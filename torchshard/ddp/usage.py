@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
-from torch.autograd.profiler import record_function
-
+from torchshard import _torch
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
 
@@ -115,7 +114,7 @@ class ChangingUsage(Usage):
         """As for Usage."""
         self.static = self.static and self.absent in (None, absent)
         self.absent = absent
-        with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):  # as torch's, in profiles
+        with _torch.recording("torch.distributed.ddp.reducer::search_unused_parameters"):  # as torch's, in profiles
             self._ask(set(absent).difference(touched), exchange)
         return self.anywhere if absent else self.all  # those that have a gradient here are used
 

@@ -1,9 +1,11 @@
 """DistributedDataParallel: torch's wrapper with another engine."""
 
-import contextlib
 import copy
 import os
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import Token
 from functools import partial
 from typing import Any
 
@@ -191,12 +193,12 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         too: what is done around it happens at run time, once for each call.
         """
         try:
-            inputs, kwargs, running = self._enter(inputs, kwargs)
+            inputs, kwargs, leave = self._enter(inputs, kwargs)
             try:
                 output = self._call_module(*inputs, **kwargs)
                 self._after(output)
             finally:
-                self._leave(running)
+                leave()
         except BaseException:
             self._raise_precision()  # no backward will come
             raise
@@ -205,17 +207,16 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     @_torch.untraced
     def _enter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], contextlib.ExitStack]:
-        """All that is done before the module's call, and what is to be left after it."""
-        with contextlib.ExitStack() as running:
-            running.enter_context(torch.autograd.profiler.record_function("DistributedDataParallel.forward"))
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[], None]]:
+        """All that is done before the module's call, and what is to be called after it."""
+        span = _torch.recording("DistributedDataParallel.forward")
+        span.__enter__()
+        try:
             inputs, kwargs = self._before(inputs, kwargs)
-            running.callback(active.leave, active.enter(self.reducer))
-            return inputs, kwargs, running.pop_all()
-
-    @_torch.untraced
-    def _leave(self, running: contextlib.ExitStack) -> None:
-        running.close()
+        except BaseException:
+            span.__exit__(None, None, None)
+            raise
+        return inputs, kwargs, partial(_leave, span, active.enter(self.reducer))
 
     @_torch.untraced
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -285,3 +286,10 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self.process_group = _torch.default_group()
         torch.nn.Module.__setstate__(self, state)
         self._build_reducer(Exchange(self.process_group, self.device, alone=True), verified=False)
+
+
+@_torch.untraced
+def _leave(span: AbstractContextManager[object], outer: Token[Any]) -> None:
+    """The wrapper's forward is over."""
+    active.leave(outer)
+    span.__exit__(None, None, None)
