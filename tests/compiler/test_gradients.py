@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,11 +126,11 @@ def test_dynamic_batch_sizes():
         check(answers, IN_GRAPH)
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=("fast", "slow"))
 @pytest.mark.parametrize("factors", [None, (1.0, 0.0), (0.5, 0.0), (0.5, 0.25)], ids=str)
-def test_gradients_that_are_copied(factors, monkeypatch):
+def test_gradients_that_are_copied(factors, fast, monkeypatch):
     """In one pass where they are large, all others together; to slots of whatever strides."""
-    from types import SimpleNamespace
-
+    from torchshard import _torch
     from torchshard.compiler import ops
 
     launched = []
@@ -141,7 +143,8 @@ def test_gradients_that_are_copied(factors, monkeypatch):
     alpha, beta = factors or (1.0, 0.0)
     expected = [alpha * new + beta * old for new, old in zip(gradients, views, strict=True)]
     kept = flat[19302:].clone()
-    torch.ops.torchshard.launch_bucket(flat, torch.empty(1), views, gradients, [0, 1, 2, 3], 7)
+    with nullcontext() if fast else _torch.without_fast_paths():
+        torch.ops.torchshard.launch_bucket(flat, torch.empty(1), views, gradients, [0, 1, 2, 3], 7)
     for view, values in zip(views, expected, strict=True):
         torch.testing.assert_close(view, values, rtol=0, atol=1e-6 if beta else 0)
     assert torch.equal(flat[19302:], kept)

@@ -171,6 +171,7 @@ from torchshard._torch.tensors import (
     flatten,
     memory_of,
     storage_uses,
+    take_all,
     unflatten,
     without_autocast,
 )
@@ -316,6 +317,7 @@ __all__ = [
     "stand_in",
     "storage_uses",
     "strided_shard",
+    "take_all",
     "take_missing_gradients",
     "takes_plain_for_replicated",
     "their_sharded_tensor",

@@ -63,6 +63,24 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         target.copy_(source)
 
 
+def take_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], alpha: float, beta: float) -> None:
+    """Make each target alpha times its source plus beta times itself (torch._foreach_mul_ and add_, 2.11-2.15)."""
+    scale, add = find_once("_foreach_mul_"), find_once("_foreach_add_")
+    if not (scale and add):
+        for target, source in zip(targets, sources, strict=True):
+            if beta == 0.0:
+                torch.mul(source, alpha, out=target)
+            else:
+                target.mul_(beta).add_(source, alpha=alpha)
+    elif beta == 0.0:
+        copy_all(targets, sources)
+        if alpha != 1.0:
+            scale(targets, alpha)
+    else:
+        scale(targets, beta)
+        add(targets, sources, alpha=alpha)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """In this context torch.autocast leaves dtypes alone.
 

@@ -99,13 +99,7 @@ def _launch(
         places.append(views[slot])
         small.append(gradient)
     for (alpha, beta), (places, small) in together.items():
-        if beta != 0.0:
-            torch._foreach_mul_(places, beta)
-            torch._foreach_add_(places, small, alpha=alpha)
-        else:
-            _torch.copy_all(places, small)
-            if alpha != 1.0:
-                torch._foreach_mul_(places, alpha)
+        _torch.take_all(places, small, alpha, beta)
     if call:
         call.launch(bucket, views)
 
