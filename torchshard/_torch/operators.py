@@ -44,10 +44,11 @@ def called_directly(func: Any, kind: type, function: Callable[..., Any]) -> Call
     registry = find_once("_library.simple_registry.singleton")
     if registry is None or func.namespace != "aten":
         return lambda: None
-    functions = registry.find(func.__qualname__).torch_dispatch_rules
-    if functions.find(kind) is not None:
+    try:
+        handle = registry.find(func.__qualname__).torch_dispatch_rules.register(kind, skip_alone(function))
+    except RuntimeError:  # there is one
         return lambda: None
-    return cast(Callable[[], None], functions.register(kind, skip_alone(function)).destroy)
+    return cast(Callable[[], None], handle.destroy)
 
 
 def _is_called_otherwise(func: Any) -> bool:
