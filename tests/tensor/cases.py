@@ -334,6 +334,8 @@ VIEWS = [
     case("new_empty", lambda a: a.new_empty(5, 4).fill_(2.0), (5, 4), grad=False),
     case("new of another shape", lambda a: a.new_zeros(3) + a.new_ones(3), (5, 4), grad=False),
     case("slice_backward", _aten("slice_backward.default", [7, 4], 0, 1, 6, 1), (5, 4)),
+    case("slice_backward of all", _aten("slice_backward.default", [5, 4], 0, 0, 2**63 - 1, 1), (5, 4)),
+    case("slice_scatter of all", _aten("slice_scatter.default", dim=0, start=0, end=5), (5, 4), (5, 4)),
     case("select_backward", _aten("select_backward.default", [5, 3, 4], 1, 2), (5, 4)),
 ]  # fmt: skip
 

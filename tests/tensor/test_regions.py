@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
 from tests.older import known, require
+from tests.plain_graphs import collectives, recording
 from torchshard import DTensor, Partial, Replicate, Shard, ShardedTensor, distribute_tensor, init_device_mesh
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
@@ -132,6 +133,25 @@ def test_one_graph_for_all_lengths(name, placement, n):
     compiled = torch.compile(OF_ALL_LENGTHS[name], backend=counting, fullgraph=True, dynamic=True)
     lengths_compared(OF_ALL_LENGTHS[name], compiled, placement, (n, n + 4, n + 8))
     assert counting.frame_count <= (1 if n == 8 else 2)  # parts that come to be even, or cease to, look different
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_slices_of_all_send_nothing(write):
+    """Whether `x[:, None]` is recorded as a slice depends on what is known of the length, which ranks may differ in."""
+
+    def function(x, y):
+        x = x * y
+        if write:
+            x[:, 1] = y[:, 0]
+        return x[:, None] * y[:, None]
+
+    torch._dynamo.reset()
+    graphs, y = [], ROWS.detach()
+    compiled = torch.compile(function, backend=recording(graphs), fullgraph=True, dynamic=True)
+    result = compiled(ROWS.detach().requires_grad_(), y)
+    assert described(result) == described(function(ROWS, y))
+    result.sum().backward()
+    assert [collectives(graph) for graph in graphs] == [[], []]
 
 
 def test_dims_flattened_before_a_split_one_have_a_graph_for_each_length():

@@ -7,6 +7,7 @@ from typing import Any
 from torchshard.layout.layout import Layout
 from torchshard.rules.reducing import broadcast_shape, broadcasting, letters
 from torchshard.rules.rule import Made, Rule, named, options, reduces
+from torchshard.rules.views import is_all
 
 _MASKS = ("bool", "uint8")  # dtypes of indices that are masks: what they select depends on values
 
@@ -162,9 +163,11 @@ def _select_scatter(x: Layout, source: Layout, dim: int, *_: Any) -> str | None:
     return f"{' '.join(names)}, {' '.join([f for f in names if f != 'V'])} -> {' '.join(names)}"
 
 
-def _slice_scatter(x: Layout, source: Layout, dim: int = 0, *_: Any) -> str | None:
+def _slice_scatter(x: Layout, source: Layout, dim: int = 0, *cut: Any, **named_cut: Any) -> str | None:
     if not x.ndim:
         return None
+    if is_all(x.shape[dim % x.ndim], *cut, **named_cut) and x.shape == source.shape:
+        return f"{' '.join(letters(x.ndim))}, {' '.join(letters(x.ndim))} -> {' '.join(letters(x.ndim))}"
     names = " ".join(_at(x, dim, "V"))
     return f"{names}, {' '.join(_at(x, dim, 'W'))} -> {names}"
 

@@ -156,12 +156,18 @@ def _expand(x: Layout, size: Sequence[int], *, implicit: bool = False) -> Made:
     return Made(_line(names, result), sizes, local_size=1)
 
 
+def is_all(length: int, start: int | None = None, end: int | None = None, step: int = 1) -> bool:
+    """Whether a slice takes all of a dim.
+
+    Whether a symbolic length goes beyond an end that was left open is not asked: the answer would bound the symbol.
+    """
+    return not start and step == 1 and (end in (None, sys.maxsize) or end >= length)
+
+
 def _slice(x: Layout, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
     dim %= x.ndim
-    names = letters(x.ndim)
-    # Whether a symbolic length goes beyond an end that was left open is not asked: the answer would bound the symbol.
-    if not start and step == 1 and (end in (None, sys.maxsize) or end >= x.shape[dim]):
-        return _line(names, names)
+    if is_all(x.shape[dim], start, end, step):
+        return _line(letters(x.ndim), letters(x.ndim))
     names = letters(x.ndim, [dim])
     return _line(names, [*names[:dim], "Z", *names[dim + 1 :]])
 
@@ -186,8 +192,10 @@ def _unbind(x: Layout, dim: int = 0) -> str:
     return _line(names, *[[*names[:dim], *names[dim + 1 :]]] * x.shape[dim])
 
 
-def _slice_backward(grad: Layout, size: Sequence[int], dim: int, *_: Any) -> Made:
+def _slice_backward(grad: Layout, size: Sequence[int], dim: int, *cut: int) -> Made:
     dim %= len(size)
+    if is_all(size[dim], *cut):
+        return Made(_line(letters(grad.ndim), letters(grad.ndim)), local_size=1)
     names = letters(grad.ndim, [dim])
     result = [*names[:dim], "Z", *names[dim + 1 :]]
     return Made(_line(names, result), {"Z": size[dim]}, local_size=1)
