@@ -187,6 +187,26 @@ def test_memory_that_cannot_be_loaded_into(tmp_path):
         assert "where:    w" in said
 
 
+def test_memory_that_is_loaded_into_twice_holds_both_values_or_it_is_said(tmp_path):
+    """Tied weights from a checkpoint of weights that were not tied, and a buffer beside views of it."""
+    w, live = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
+    stored = {"w": w, "same": w, "row": w[1], "left": w[:, :2], "right": w[:, 2], "other": w + 1, "wrong": w[:, 1] + 1}
+    torch.save({key: value.clone() for key, value in stored.items()}, tmp_path / "a.pt")
+    for kept in (
+        {"w": live, "same": live},
+        {"row": live[1], "w": live, "right": live[:, 2]},
+        {"left": live[:, :2], "right": live[:, 2]},
+    ):
+        live.zero_()
+        checkpoint.load_into(tmp_path / "a.pt", kept)
+        assert torch.equal(live, w)
+    for refused in ({"w": live, "other": live}, {"w": live, "wrong": live[:, 1]}, {"other": live, "row": live[1]}):
+        first, second = refused
+        with pytest.raises(CheckpointError, match=f"share memory.*(\n.*)*{first}, {second}"):
+            checkpoint.load_into(tmp_path / "a.pt", refused)
+    checkpoint.load_into(tmp_path / "a.pt", {"w": torch.zeros(2, 3), "other": torch.zeros(2, 3)})
+
+
 def test_a_module_is_no_state_dict(tmp_path):
     model = torch.nn.Linear(3, 2)
     torch.save(model.state_dict(), tmp_path / "a.pt")
