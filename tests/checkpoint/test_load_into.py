@@ -6,7 +6,7 @@ import torch
 from tests.checkpoint import sources
 from tests.ranks import run_ranks
 from torchshard import checkpoint
-from torchshard.errors import CheckpointError
+from torchshard.errors import CheckpointError, ShardingError
 
 
 def load(rank, world, folder):
@@ -205,6 +205,19 @@ def test_memory_that_is_loaded_into_twice_holds_both_values_or_it_is_said(tmp_pa
         with pytest.raises(CheckpointError, match=f"share memory.*(\n.*)*{first}, {second}"):
             checkpoint.load_into(tmp_path / "a.pt", refused)
     checkpoint.load_into(tmp_path / "a.pt", {"w": torch.zeros(2, 3), "other": torch.zeros(2, 3)})
+
+
+def test_containers_that_hold_themselves_are_refused(tmp_path):
+    from torchshard import state_dict
+
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    state = {"w": torch.zeros(2), "list": [torch.zeros(1)]}
+    state["list"].append(state)
+    with pytest.raises(CheckpointError, match="hold themselves"):
+        checkpoint.load_into(tmp_path / "a.pt", state)
+    for convert in (state_dict.to_full, state_dict.to_torch, state_dict.to_sharded_tensor):
+        with pytest.raises(ShardingError, match="hold themselves"):
+            convert(state)
 
 
 def test_a_module_is_no_state_dict(tmp_path):

@@ -22,8 +22,8 @@ from torchshard.checkpoint.moving.progress import Progress
 from torchshard.checkpoint.moving.reading import check_sums, read_box_into
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import as_entry, leaves, spread
-from torchshard.errors import CheckpointError, UnsupportedOperatorError
-from torchshard.keys.containers import like, places
+from torchshard.errors import CheckpointError, ShardingError, UnsupportedOperatorError
+from torchshard.keys.containers import check_nesting, like, places
 from torchshard.layout import Box, whole
 
 if TYPE_CHECKING:
@@ -72,6 +72,10 @@ def load_into(
             got=printable(state_dict),
             fix="model.state_dict()",
         )
+    try:
+        check_nesting(state_dict)
+    except ShardingError as error:
+        raise CheckpointError(error.what, expected=error.expected, where="the state dict", fix=error.fix) from None
     with opening.open(path) as checkpoint:
         index = edited(checkpoint.index, Edits(rename=rename))
         wanted = _Places(index, f"{checkpoint.path}")
