@@ -342,12 +342,12 @@ def test_a_bug_in_plan_has_its_traceback(tmp_path, monkeypatch):
         app(["plan", str(tmp_path / "mine.py:mlp"), "--input", "4,256"])
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"]])
+@pytest.mark.parametrize("command", [["inspect", "{}"], ["inspect", "{}", "--json"], ["--version"]])
 def test_an_output_that_is_full(folder, command):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "torchshard", *command, folder],
+            [sys.executable, "-m", "torchshard", *(word.format(folder) for word in command)],
             env=env,
             stdout=full,
             stderr=subprocess.PIPE,
@@ -356,6 +356,27 @@ def test_an_output_that_is_full(folder, command):
     assert (done.returncode, done.stderr) == (
         2, b"torchshard: The output cannot be written: No space left on device.\n",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", ["2> /dev/full", "2>&-", "<&- >&- 2>&-"])
+def test_notes_that_nobody_can_read(folder, tmp_path, stream):
+    """The work is done, and its exit code is told, be stderr full or closed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = f"exec {sys.executable} -m torchshard"
+    convert = f"{command} convert {folder} {tmp_path / 'w.safetensors'} --to safetensors {stream}"  # leaves lr out
+    done = subprocess.run(convert, shell=True, env=env, stdout=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0
+    assert list(safetensors.torch.load_file(tmp_path / "w.safetensors")) == ["model.w"]
+    assert subprocess.run(f"{command} inspect {tmp_path / 'none'} {stream}", shell=True, env=env).returncode == 2
+
+
+def test_a_trace_that_cannot_be_written(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "full.json").symlink_to("/dev/full")
+    done = torchshard("plan", tmp_path / "mine.py:mlp", "--input", "4,256", "--trace", tmp_path / "full.json")
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_output_that_nobody_reads(folder):

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -31,18 +31,32 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line. What the user can mend becomes a message on stderr and exit code 2."""
     gc.set_threshold(100_000)  # ten thousand entries are no garbage: looking for some takes a tenth of the time
+    _replace_closed_streams()
     try:
         app()
     except TorchshardError as error:
-        typer.echo(f"torchshard: {error}", err=True)
+        _note(error)
         sys.exit(2)
+
+
+def _replace_closed_streams() -> None:
+    """Open what was closed before the start, or the next file gets its number, and what is meant for the stream."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  for the life of the process
+
+
+def _note(text: object) -> None:
+    """Tell something on stderr. Where that fails, the work is done all the same."""
+    with suppress(OSError):
+        typer.echo(f"torchshard: {text}", err=True)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
         from torchshard import __version__
 
-        typer.echo(f"torchshard {__version__}")
+        _print(f"torchshard {__version__}")
         raise typer.Exit
 
 
@@ -298,11 +312,12 @@ def plan(
         if not found.buckets:
             raise ValueError(f"no gradient is reduced in a graph, so that there is no step to simulate\n{found}")
         step = simulate_step(found.buckets, network, times)
-    typer.echo(f"{found}\n\n{step}")
-    if trace:
-        trace.write_text(step.chrome_trace())
-    if picture:
-        step.picture(picture, str(step.network))
+    _print(f"{found}\n\n{step}")
+    with _mistakes_on_stderr(OSError):
+        if trace:
+            trace.write_text(step.chrome_trace())
+        if picture:
+            step.picture(picture, str(step.network))
 
 
 @contextmanager
@@ -339,4 +354,4 @@ def _warnings_on_stderr() -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     for warning in caught:
-        typer.echo(f"torchshard: {warning.message}", err=True)
+        _note(warning.message)

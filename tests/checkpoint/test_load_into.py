@@ -6,7 +6,7 @@ import torch
 from tests.checkpoint import sources
 from tests.ranks import run_ranks
 from torchshard import checkpoint
-from torchshard.errors import CheckpointError
+from torchshard.errors import CheckpointError, ShardingError
 
 
 def load(rank, world, folder):
@@ -185,6 +185,39 @@ def test_memory_that_cannot_be_loaded_into(tmp_path):
         said = refused(tmp_path / "a.pt", {"w": target})
         assert message in said
         assert "where:    w" in said
+
+
+def test_memory_that_is_loaded_into_twice_holds_both_values_or_it_is_said(tmp_path):
+    """Tied weights from a checkpoint of weights that were not tied, and a buffer beside views of it."""
+    w, live = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
+    stored = {"w": w, "same": w, "row": w[1], "left": w[:, :2], "right": w[:, 2], "other": w + 1, "wrong": w[:, 1] + 1}
+    torch.save({key: value.clone() for key, value in stored.items()}, tmp_path / "a.pt")
+    for kept in (
+        {"w": live, "same": live},
+        {"row": live[1], "w": live, "right": live[:, 2]},
+        {"left": live[:, :2], "right": live[:, 2]},
+    ):
+        live.zero_()
+        checkpoint.load_into(tmp_path / "a.pt", kept)
+        assert torch.equal(live, w)
+    for refused in ({"w": live, "other": live}, {"w": live, "wrong": live[:, 1]}, {"other": live, "row": live[1]}):
+        first, second = refused
+        with pytest.raises(CheckpointError, match=f"share memory.*(\n.*)*{first}, {second}"):
+            checkpoint.load_into(tmp_path / "a.pt", refused)
+    checkpoint.load_into(tmp_path / "a.pt", {"w": torch.zeros(2, 3), "other": torch.zeros(2, 3)})
+
+
+def test_containers_that_hold_themselves_are_refused(tmp_path):
+    from torchshard import state_dict
+
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    state = {"w": torch.zeros(2), "list": [torch.zeros(1)]}
+    state["list"].append(state)
+    with pytest.raises(CheckpointError, match="hold themselves"):
+        checkpoint.load_into(tmp_path / "a.pt", state)
+    for convert in (state_dict.to_full, state_dict.to_torch, state_dict.to_sharded_tensor):
+        with pytest.raises(ShardingError, match="hold themselves"):
+            convert(state)
 
 
 def test_a_module_is_no_state_dict(tmp_path):

@@ -244,6 +244,15 @@ def module_dict(*keys, **modules):
     return sd
 
 
+def test_containers_that_hold_themselves_are_refused():
+    loop, ring = arrays("a"), [1]
+    loop["b"] = loop
+    ring.append(ring)
+    for held in (loop, {"c": ring, **arrays("d")}):
+        with pytest.raises(ShardingError, match="hold themselves"):
+            KeyRules([rename("a", "z")])(held)
+
+
 def test_the_metadata_of_modules_follow():
     sd = module_dict("a.0.weight", "a.0.bias", "a.2.q.weight", "c.weight", a=1, a__0=2, a__1=3, a__2__q=4, c=5, d=6)
 

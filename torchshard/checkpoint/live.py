@@ -10,8 +10,8 @@ from torchshard.checkpoint.entries import TensorEntry
 from torchshard.checkpoint.pickles import inert
 from torchshard.checkpoint.pickles.inert import Global, Record, Size
 from torchshard.checkpoint.text import printable
-from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
+from torchshard.keys.containers import NESTING
 
 if TYPE_CHECKING:
     import torch

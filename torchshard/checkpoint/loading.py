@@ -8,36 +8,26 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchshard.checkpoint import opening
 from torchshard.checkpoint.arguments import check_types
 from torchshard.checkpoint.editing import Edits, Rename, edited
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, TensorEntry
 from torchshard.checkpoint.live import live
+from torchshard.checkpoint.memory import Part, check_shared, stages
 from torchshard.checkpoint.moving import casting
 from torchshard.checkpoint.moving.comparing import Comparison, whole_pieces
-from torchshard.checkpoint.moving.plan import blocks
 from torchshard.checkpoint.moving.progress import Progress
 from torchshard.checkpoint.moving.reading import check_sums, read_box_into
 from torchshard.checkpoint.text import printable
 from torchshard.checkpoint.trees import as_entry, leaves, spread
-from torchshard.errors import CheckpointError, UnsupportedOperatorError
-from torchshard.keys.containers import like, places
+from torchshard.errors import CheckpointError, ShardingError, UnsupportedOperatorError
+from torchshard.keys.containers import check_nesting, like, places
 from torchshard.layout import Box, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_STAGE = 16 * 2**20  # bytes that pass through memory at a time on their way to a device
-
-
-class _Part(NamedTuple):
-    """A box of a tensor of the checkpoint, and the memory that is to hold it."""
-
-    entry: TensorEntry
-    box: Box
-    local: "Tensor"
 
 
 def load_into(
@@ -68,8 +58,8 @@ def load_into(
     Raises:
         CheckpointError: keys that the checkpoint lacks, other shapes, types that are not cast, tensors on the meta
             device, sparse, expanded or Partial, views that had to be moved, all of them named; nothing is loaded then.
-            Or the files are damaged, or written to meanwhile; some tensors are filled then, unless damage was found by
-            `verify`.
+            Or the files are damaged, or written to meanwhile, or hold different values for what is one memory in the
+            state dict; some tensors are filled then, unless damage was found by `verify`.
 
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
@@ -82,6 +72,10 @@ def load_into(
             got=printable(state_dict),
             fix="model.state_dict()",
         )
+    try:
+        check_nesting(state_dict)
+    except ShardingError as error:
+        raise CheckpointError(error.what, expected=error.expected, where="the state dict", fix=error.fix) from None
     with opening.open(path) as checkpoint:
         index = edited(checkpoint.index, Edits(rename=rename))
         wanted = _Places(index, f"{checkpoint.path}")
@@ -95,17 +89,18 @@ def load_into(
         for part in parts:
             for nbytes in _load(part):
                 advance(nbytes)
+        check_shared(parts, checkpoint.path)
         for files in checkpoint.index.opened:
             files.check_unchanged()
 
 
-def _matched(wanted: "_Places", state_dict: Any, path: Path) -> tuple[list["_Part"], list[tuple[Any, Any, object]]]:
+def _matched(wanted: "_Places", state_dict: Any, path: Path) -> tuple[list[Part], list[tuple[Any, Any, object]]]:
     """What is read into tensors; and what replaces other values, with the container and step of each.
 
     Raises:
         CheckpointError: says all that does not fit.
     """
-    parts: list[_Part] = []
+    parts: list[Part] = []
     objects: list[tuple[Any, Any, object]] = []
     wrong: list[CheckpointError] = []
     for key, container, step in wanted.of(state_dict):
@@ -221,7 +216,7 @@ def _fitting(entry: TensorEntry, tensor: Any, where: str) -> TensorEntry:
     return replace(entry, dtype=dtype, stored=entry.stored_dtype)
 
 
-def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[_Part]:
+def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[Part]:
     """What this rank holds of a tensor."""
     import torch
     import torch.distributed.tensor
@@ -246,7 +241,7 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[_Part]:
     held = [(box, arrived(waited(local))) for box, local in held]
     for box, local in held:
         _check_room(local, box, printable(key))
-    return [_Part(entry, box, local.detach()) for box, local in held if box.numel]
+    return [Part(key, entry, box, local.detach()) for box, local in held if box.numel]
 
 
 def _check_room(local: "Tensor", box: Box, where: str) -> None:
@@ -288,33 +283,25 @@ def _of_torch(tensor: Any) -> "list[tuple[Box, Tensor]]":
     return [(sharding.box(tuple(tensor.shape), mesh.coordinate), tensor.to_local())]
 
 
-def _load(part: _Part) -> Iterator[int]:
+def _load(part: Part) -> Iterator[int]:
     """Read a part into its memory; yields the bytes of each step."""
     import torch
 
-    entry, box, local = part
+    _, entry, box, local = part
     comparison = Comparison(entry, whole_pieces(entry, box))
     if local.device.type == "cpu" and local.is_contiguous() and not local.is_conj() and not local.is_neg():
         if not local.is_inference():
             torch.autograd.graph.increment_version(local)  # as NumPy's writes are not counted
         flat = local.reshape(-1).view(torch.uint8).numpy().data
-        for block, start in _stages(box, entry.itemsize):
+        for block, start in stages(box, entry.itemsize):
             nbytes = block.numel * entry.itemsize
             read_box_into(entry, block, flat[start : start + nbytes], comparison)
             yield nbytes
         return
-    for block, _ in _stages(box, entry.itemsize):
+    for block, _ in stages(box, entry.itemsize):
         nbytes = block.numel * entry.itemsize
         stage = bytearray(nbytes)
         read_box_into(entry, block, memoryview(stage), comparison)
         values = torch.frombuffer(stage, dtype=local.dtype).view(block.size)
         local[block.within(box)].copy_(values)
         yield nbytes
-
-
-def _stages(box: Box, itemsize: int) -> Iterator[tuple[Box, int]]:
-    """The box in runs of some MiB, each with the bytes before it."""
-    at = 0
-    for block in blocks(box, _STAGE // itemsize):
-        yield block, at
-        at += block.numel * itemsize

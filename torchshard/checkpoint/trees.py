@@ -8,8 +8,8 @@ from torchshard.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from torchshard.checkpoint.pickles.inert import Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
+from torchshard.keys.containers import NESTING
 
-NESTING = 100  # how deep containers may be nested; far more than any state dict, far less than Python's stack
 _SPARE = 100_000  # places of lists that may stay empty, as an empty dict among dicts leaves one
 
 _LONG = 4000  # bits of an integer of which Python makes decimals in no time

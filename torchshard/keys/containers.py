@@ -6,6 +6,25 @@ from typing import Any
 
 from torchshard.errors import ShardingError
 
+NESTING = 100  # how deep containers may be nested; far more than any state dict, far less than Python's stack
+
+
+def check_nesting(tree: Any, depth: int = 0) -> None:
+    """Refuse what has no end.
+
+    Raises:
+        ShardingError: containers nested too deep, as are those that hold themselves.
+    """
+    if depth > NESTING:
+        raise ShardingError(
+            "Containers are nested too deep, or hold themselves.",
+            expected=f"at most {NESTING}",
+            fix="leave out what refers back",
+        )
+    for value in tree.values() if isinstance(tree, Mapping) else tree:
+        if isinstance(value, (Mapping, list, tuple)):
+            check_nesting(value, depth + 1)
+
 
 def like(container: Any, values: Any) -> Any:
     """A container of the same class with other values: a mapping of these items, a list or tuple of these values.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torchshard.errors import ShardingError
-from torchshard.keys.containers import like, modules_renamed
+from torchshard.keys.containers import check_nesting, like, modules_renamed
 from torchshard.keys.rules import Fuse, Prefix, Rule, Split, Transpose, Value, Values, listed
 
 
@@ -101,6 +101,7 @@ class KeyRules:
             ShardingError: keys that collide, parts that are missing, a rename that cannot be undone for a key; with
                 `strict`, keys without a rule and rules without a key. All before any value is touched.
         """
+        check_nesting(sd)
         levels: list[Mapping[Any, Any]] = []
         self._changed(sd, lambda level: levels.append(level) or level)  # type: ignore[func-returns-value]
         self._check(levels)

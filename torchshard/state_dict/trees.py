@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchshard._torch import group_of_theirs, sharded_tensors
 from torchshard.errors import ShardingError
-from torchshard.keys.containers import like
+from torchshard.keys.containers import check_nesting, like
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import is_made_of_others
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
@@ -23,6 +23,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
     A path is made of the keys and positions, joined by dots.
     """
+    if not path and isinstance(tree, (Mapping, list, tuple)):
+        check_nesting(tree)
     if isinstance(tree, Mapping):
         items: Any = tree.items()
     elif isinstance(tree, (list, tuple)):
@@ -61,6 +63,8 @@ def with_leaves(tree: Any, change: Callable[[str, Any], Any], path: str = "") ->
     def below(key: Any, value: Any) -> Any:
         return with_leaves(value, change, f"{path}.{key}" if path else str(key))
 
+    if not path and isinstance(tree, (Mapping, list, tuple)):
+        check_nesting(tree)
     if isinstance(tree, Mapping):
         return like(tree, {key: below(key, value) for key, value in tree.items()})
     if isinstance(tree, (list, tuple)):

@@ -10,8 +10,8 @@ from torchshard.checkpoint.dtypes import DTYPES, DType
 from torchshard.checkpoint.entries import ObjectEntry, TensorEntry
 from torchshard.checkpoint.pickles.inert import LAYOUT, Counter, Global, OrderedDict, Record, Size
 from torchshard.checkpoint.text import printable
-from torchshard.checkpoint.trees import NESTING
 from torchshard.errors import CheckpointError
+from torchshard.keys.containers import NESTING
 
 _PUT1, _PUT4, _INT4 = [struct.Struct(code).pack for code in ("<cB", "<cI", "<ci")]  # an opcode and its argument
 
