@@ -154,6 +154,22 @@ def test_slices_of_all_send_nothing(write):
     assert [collectives(graph) for graph in graphs] == [[], []]
 
 
+@pytest.mark.parametrize("shape", [(7, 4), (7, 4, 3, 3)])
+def test_batch_norm_of_any_length(shape):
+    """The gradient asks for no number of channels, which the forward pass has told as a symbol."""
+    torch._dynamo.reset()
+    graphs, x = [], distribute_tensor(torch.randn(shape), MESH, [Shard(0)])
+
+    def function(x):
+        return torch.nn.functional.batch_norm(x, None, None, training=True)
+
+    compiled = torch.compile(function, backend=recording(graphs), fullgraph=True, dynamic=True)
+    result = compiled(x.detach().requires_grad_())
+    assert described(result) == described(function(x))
+    result.sum().backward()
+    assert [collectives(graph) for graph in graphs] == [["all_gather_into_tensor"], ["all_reduce"]]
+
+
 def test_dims_flattened_before_a_split_one_have_a_graph_for_each_length():
     """How many runs there are is a number. A batch of split sequences stays where it lies, as in eager mode."""
     torch._dynamo.reset()

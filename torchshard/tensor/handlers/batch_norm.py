@@ -71,7 +71,7 @@ class _Batch:
 
     def by_channel(self, vector: Tensor) -> Tensor:
         """A vector that broadcasts with the batch."""
-        return vector.view([len(vector) if d == 1 else 1 for d in range(len(self.shape))])
+        return vector.view([vector.shape[0] if d == 1 else 1 for d in range(len(self.shape))])
 
 
 def _forward(
