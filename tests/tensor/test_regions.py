@@ -170,6 +170,16 @@ def test_batch_norm_of_any_length(shape):
     assert [collectives(graph) for graph in graphs] == [["all_gather_into_tensor"], ["all_reduce"]]
 
 
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "logcumsumexp"])
+def test_the_first_rank_takes_part_in_what_runs_along_a_dim(name):
+    """It needs nothing of the others, who would wait for it if its graph left the collective out."""
+    torch._dynamo.reset()
+    graphs, function = [], lambda x: getattr(x, name)(0)
+    compiled = torch.compile(function, backend=recording(graphs), fullgraph=True)
+    assert described(compiled(UNEVEN)) == described(function(UNEVEN))
+    assert [collectives(graph) for graph in graphs] == [["all_gather_into_tensor"]]
+
+
 def test_dims_flattened_before_a_split_one_have_a_graph_for_each_length():
     """How many runs there are is a number. A batch of split sequences stays where it lies, as in eager mode."""
     torch._dynamo.reset()
