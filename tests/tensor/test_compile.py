@@ -152,6 +152,28 @@ def test_backward_repeats_no_collectives_of_forward():
     assert first == [["all_reduce"] * 3, []]
 
 
+def repeated_by_inductor(rank, world):
+    """In the gradient of cumprod the last rank holds no columns of what is gathered, and needs none of the result.
+
+    The zeros that it sends instead were a constant to its graph, which backward then sent once more.
+    """
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    values, given = torch.randn(5, 4), distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)])
+    gradients = []
+    for run in (lambda x: x.cumprod(0), torch.compile(lambda x: x.cumprod(0), fullgraph=True)):
+        x = distribute_tensor(values, mesh, [Shard(0)]).requires_grad_()
+        run(x).backward(given)
+        gradients.append(x.grad.full_tensor())
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_rank_without_elements_gathers_as_often_as_others():
+    run_ranks(3, repeated_by_inductor, timeout=100)
+
+
 def test_torch_is_told_once_to_repeat_no_collectives():
     script = """
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs as before
