@@ -15,6 +15,8 @@ def check_nesting(tree: Any, depth: int = 0) -> None:
     Raises:
         ShardingError: containers nested too deep, as are those that hold themselves.
     """
+    if not isinstance(tree, (Mapping, list, tuple)):
+        return
     if depth > NESTING:
         raise ShardingError(
             "Containers are nested too deep, or hold themselves.",
@@ -22,8 +24,7 @@ def check_nesting(tree: Any, depth: int = 0) -> None:
             fix="leave out what refers back",
         )
     for value in tree.values() if isinstance(tree, Mapping) else tree:
-        if isinstance(value, (Mapping, list, tuple)):
-            check_nesting(value, depth + 1)
+        check_nesting(value, depth + 1)
 
 
 def like(container: Any, values: Any) -> Any:

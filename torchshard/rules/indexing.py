@@ -167,7 +167,8 @@ def _slice_scatter(x: Layout, source: Layout, dim: int = 0, *cut: Any, **named_c
     if not x.ndim:
         return None
     if is_all(x.shape[dim % x.ndim], *cut, **named_cut) and x.shape == source.shape:
-        return f"{' '.join(letters(x.ndim))}, {' '.join(letters(x.ndim))} -> {' '.join(letters(x.ndim))}"
+        names = " ".join(letters(x.ndim))
+        return f"{names}, {names} -> {names}"
     names = " ".join(_at(x, dim, "V"))
     return f"{names}, {' '.join(_at(x, dim, 'W'))} -> {names}"
 

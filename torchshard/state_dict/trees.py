@@ -23,7 +23,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
     A path is made of the keys and positions, joined by dots.
     """
-    if not path and isinstance(tree, (Mapping, list, tuple)):
+    if not path:
         check_nesting(tree)
     if isinstance(tree, Mapping):
         items: Any = tree.items()
@@ -63,7 +63,7 @@ def with_leaves(tree: Any, change: Callable[[str, Any], Any], path: str = "") ->
     def below(key: Any, value: Any) -> Any:
         return with_leaves(value, change, f"{path}.{key}" if path else str(key))
 
-    if not path and isinstance(tree, (Mapping, list, tuple)):
+    if not path:
         check_nesting(tree)
     if isinstance(tree, Mapping):
         return like(tree, {key: below(key, value) for key, value in tree.items()})

@@ -40,7 +40,7 @@ def add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[...,
         return Call(func, name, names, count, parts, values)
 
     entry, direct = _entry(names, parts, call)
-    if not keywords and not any(isinstance(key, int) for key in ENTRIES.get(id(func), ())):
+    if not keywords:  # the first of them stays
         _direct.append(called_directly(func, DTensor, direct))
     if any(keyword.iskeyword(k) for k in keywords):
         plain, entry = entry, lambda *a, **k: plain(*a, *[k[word] for word in keywords])
