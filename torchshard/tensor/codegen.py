@@ -56,31 +56,32 @@ class Argument(NamedTuple):
 
 
 def make_entry(
-    names: Sequence[str], parts: Sequence[KeyPart], scope: Mapping[str, Any]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """An entry, and the same as a function that torch calls in place of `__torch_dispatch__`.
+    names: Sequence[str], parts: Sequence[KeyPart], scope: Mapping[str, Any], direct: bool = False
+) -> Callable[..., Any]:
+    """An entry.
 
     Args:
         names: of the arguments.
         parts: what each contributes to the key.
         scope: D, simple, kind, read, get, miss and uncached.
+        direct: as a function that torch calls in place of `__torch_dispatch__`.
     """
     args = "".join([f"{name}, " for name in names])
     key = ", ".join([_KEY[part].format(n=name) for name, part in zip(names, parts, strict=True)])
-    body = f"""\
+    head = f"def entry({args}):"
+    if direct:
+        head = f"""\
+def entry(__class, __func, __types, __args=(), __kwargs=None):
+    if __kwargs or __len(__args) != {len(names)}: return __D.__torch_dispatch__(__func, __types, __args, __kwargs)
+    ({args}) = __args"""
+    source = f"""\
+{head}
     try: __plan = __get(({key},))
     except TypeError: return __uncached(({args}))
     return __plan({args}) if __plan is not None else __miss(({key},), ({args}))
 """
-    source = f"""\
-def entry({args}):
-{body}
-def direct(__class, __func, __types, __args=(), __kwargs=None):
-    if __kwargs or __len(__args) != {len(names)}: return __D.__torch_dispatch__(__func, __types, __args, __kwargs)
-    ({args}) = __args
-{body}"""
-    made = _compiled(source, scope)
-    return made["entry"], made["direct"]
+    made: Callable[..., Any] = _compiled(source, scope)["entry"]
+    return made
 
 
 @functools.lru_cache(None)

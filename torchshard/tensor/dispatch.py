@@ -39,9 +39,10 @@ def add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[...,
     def call(values: tuple[Any, ...]) -> Call:
         return Call(func, name, names, count, parts, values)
 
-    entry, direct = _entry(names, parts, call)
+    scope = _scope(parts, call)
+    entry = make_entry(names, parts, scope)
     if not keywords:  # the first of them stays
-        _direct.append(called_directly(func, DTensor, direct))
+        _direct.append(called_directly(func, DTensor, make_entry(names, parts, scope, direct=True)))
     if any(keyword.iskeyword(k) for k in keywords):
         plain, entry = entry, lambda *a, **k: plain(*a, *[k[word] for word in keywords])
     ENTRIES.setdefault(id(func), {})[count if not keywords else (count, *keywords)] = entry
@@ -76,9 +77,8 @@ def _key_part(kind: str, by_value: bool) -> KeyPart:
     return "value"
 
 
-def _entry(
-    names: Sequence[str], parts: Sequence[KeyPart], call: Callable[[tuple[Any, ...]], Call]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _scope(parts: Sequence[KeyPart], call: Callable[[tuple[Any, ...]], Call]) -> Mapping[str, Any]:
+    """What an entry finds, and keeps: its plans."""
     plans: dict[Any, Callable[..., Any]] = {}
     _plan_tables.append(plans)
 
@@ -98,11 +98,10 @@ def _entry(
             known[at] = _known(known[at])
         return make_plan(call(tuple(known)))[0]
 
-    scope: Mapping[str, Any] = {
+    return {
         "D": DTensor, "simple": _SIMPLE, "kind": _kind, "read": _read,
         "get": plans.get, "miss": miss, "uncached": uncached,
     }  # fmt: skip
-    return make_entry(names, parts, scope)
 
 
 def _read(x: Any) -> Any:
