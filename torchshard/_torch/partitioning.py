@@ -11,16 +11,27 @@ from torchshard._torch.operators import outside_of_traces
 
 @functools.cache
 def run_collectives_once() -> bool:
-    """Have the partitioner leave collectives out of backward that nothing there needs; whether it had to be told.
+    """Have each collective of a graph run once, in the pass that was traced with it; whether torch had to be told.
 
-    With min-cut partitioning, backward repeats each collective that can be computed from what was saved, as waiting
-    counts as a side effect, though nothing uses the result. What is saved depends on sizes, and pieces of several sizes
-    make graphs with other collectives on other ranks, which wait for ever. default_partition drops them.
-    (torch._functorch.partitioners._extract_graph_with_inputs_outputs, 2.11-2.15)
+    Ranks trace one program, but each knows what it holds: it may read nothing of what comes, or send what is a constant
+    to its graph. What torch makes of this on one rank, and not on others, leaves those waiting for ever:
+
+    - min-cut partitioning repeats in backward each collective that can be computed from what was saved, as waiting
+      counts as a side effect, though nothing uses the result; and puts into forward what backward sends as soon as it
+      is known there. So a collective of backward must be in backward, and one of forward that nothing uses is dropped
+      from there.
+    - default_partition drops collectives whose result nothing reads. So none is taken for such.
+
+    Where collectives are to be recomputed in backward (selective checkpointing), they are as before. Two of equal
+    operands are still one under min-cut partitioning, so no rank may send what is a constant to it.
+    (torch._functorch.partitioners, 2.11-2.15)
     """
     from torch._functorch import partitioners
 
     extract = partitioners._extract_graph_with_inputs_outputs
+    save = getattr(partitioners, "force_save_collectives", None)
+    if not _repeats(extract):
+        return False
 
     @functools.wraps(extract)
     def extracted(*args: Any, **kwargs: Any) -> torch.fx.Graph:
@@ -29,10 +40,20 @@ def run_collectives_once() -> bool:
             _drop_repeated(graph)
         return graph
 
-    if not _repeats(extract):
-        return False
     partitioners._extract_graph_with_inputs_outputs = extracted
+    if save is not None and hasattr(partitioners, "is_not_collective"):
+
+        @functools.wraps(save)
+        def saved(module: torch.fx.GraphModule) -> None:
+            _keep_in_backward(module.graph)
+            save(module)
+
+        setattr(partitioners, save.__name__, saved)
+        partitioners.is_not_collective = lambda node: True
     return True
+
+
+_PASS, _FORWARD, _BACKWARD = "partitioner_tag", "is_forward", "must_be_in_backward"  # what AOTAutograd writes to nodes
 
 
 def _repeats(extract: Any) -> bool:
@@ -52,9 +73,17 @@ def _is_collective(node: torch.fx.Node) -> bool:
     return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
+def _keep_in_backward(graph: torch.fx.Graph) -> None:
+    """Of a joint graph; all of forward is marked as such, but of backward not what an autograd.Function traced."""
+    if any(node.meta.get(_PASS) == _FORWARD for node in graph.nodes):
+        for node in graph.nodes:
+            if _is_collective(node) and node.meta.get(_PASS) in (None, "is_backward"):
+                node.meta[_PASS] = _BACKWARD
+
+
 def _drop_repeated(graph: torch.fx.Graph) -> None:
     for node in reversed(graph.nodes):
-        if _is_collective(node) and not node.users:
+        if _is_collective(node) and not node.users and node.meta.get(_PASS) != _BACKWARD:
             graph.erase_node(node)
     graph.eliminate_dead_code()
 

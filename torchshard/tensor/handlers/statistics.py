@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced
 from torchshard.comm import collectives
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.reducing import Dims, dims_of
@@ -129,12 +128,8 @@ def _running(
         found = func(wide(mine), *dims)
         total = found.narrow(*dims, -1, 1) if mine.shape[dims[0]] else found.sum(dims, True) + nothing
         group = layout.mesh.group(sharding.splits[dims[0]])
-        totals = collectives.all_gather(total[None], 0, [1] * group.size, group)
-        if is_traced(totals):  # the first rank reads them too: what it does not read, its graph would not send
-            before = (torch.arange(group.size, device=totals.device) < group.position).view([-1] + [1] * total.ndim)
-            found = add(found, join(torch.where(before, totals, nothing), 0))
-        elif group.position:
-            found = add(found, join(totals[: group.position], 0))
+        before = collectives.all_gather(total[None], 0, [1] * group.size, group)[: group.position]
+        found = add(found, join(before, 0)) if group.position else found
         return made_of(found.to(result), sharding, x.shape)
 
     return run
