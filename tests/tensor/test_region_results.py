@@ -252,11 +252,7 @@ HIGHER = {
     "map": lambda x: mapped(lambda a: a * 2, x),
     "scan": lambda x: scan(lambda a, b: (a + b, b * 1), x[0] * 0, x),
     "flex_attention": lambda x: flex_attention(*[x.view(1, 1, *x.shape) + k for k in range(3)]),
-    "nested region, twice": lambda x: (nested(x), nested(x * 2)),
-    "nested region, added up": lambda x: nested(x) + nested(x * 2),
-    "nested region, asked": lambda x: (nested(x), nested(x * 2).to_local()),
 }
-nested = torch.compiler.nested_compile_region(lambda x: x.sin() + 1)
 PREDICATE = torch.tensor(True)
 
 

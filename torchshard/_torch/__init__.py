@@ -117,6 +117,7 @@ from torchshard._torch.inductor import (
     trace_backward,
 )
 from torchshard._torch.isolating import as_if_uncompiled, no_trace_in_dynamo
+from torchshard._torch.nested import nest_in_place, print_parts
 from torchshard._torch.operators import (
     below_autograd,
     below_dispatch,
@@ -278,6 +279,7 @@ __all__ = [
     "mend_strides_of_results",
     "mend_trace",
     "modes",
+    "nest_in_place",
     "nesting",
     "no_torch_function",
     "no_trace_in_dynamo",
@@ -294,6 +296,7 @@ __all__ = [
     "portable_constructor",
     "preserve_versions",
     "pretending",
+    "print_parts",
     "profiled",
     "queue_callback",
     "reading_number",

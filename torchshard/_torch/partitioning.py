@@ -167,7 +167,7 @@ def _refuses_zeros(process: Any) -> bool:
 
     with outside_of_traces():  # this is asked while a graph is traced
         with FakeTensorMode():
-            result = _Wrapper(torch.zeros(2))
+            result = Wrapper(torch.zeros(2))
         expected: Any = create_subclass_meta([result], count_symints=False, with_memory_format=True)[0]
         expected.make_runtime_safe()
         try:
@@ -177,14 +177,14 @@ def _refuses_zeros(process: Any) -> bool:
     return False
 
 
-class _Wrapper(torch.Tensor):
+class Wrapper(torch.Tensor):
     """The least that AOTAutograd takes for a wrapper subclass, with zeros for a torch that was told to ask for them."""
 
     part: torch.Tensor
 
     @staticmethod
-    def __new__(cls, part: torch.Tensor) -> "_Wrapper":
-        made: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, part.shape)
+    def __new__(cls, part: torch.Tensor) -> "Wrapper":
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, part.shape)
         made.part = part
         return made
 
@@ -192,13 +192,13 @@ class _Wrapper(torch.Tensor):
         return ["part"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, told: None, size: Any, stride: Any) -> "_Wrapper":
+    def __tensor_unflatten__(inner: Any, told: None, size: Any, stride: Any) -> "Wrapper":
         part: torch.Tensor = inner["part"]
-        return _Wrapper(part)
+        return Wrapper(part)
 
     @staticmethod
-    def __zeros_as_tangent__(whole: torch.Tensor, told: None) -> "_Wrapper":
-        return _Wrapper(whole)
+    def __zeros_as_tangent__(whole: torch.Tensor, told: None) -> "Wrapper":
+        return Wrapper(whole)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

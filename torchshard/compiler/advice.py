@@ -6,12 +6,7 @@ from torchshard.tensor.call import WITHOUT_TANGENTS
 
 _LOCAL = "take x.local_tensor() in the region: parts that require gradients have them by themselves"
 _PLAIN = "run them on `to_local()`, or outside of the region"
-_NESTED = "give functions under torch.compiler.nested_compile_region `to_local()`, or leave that decorator out"
-_REPLICATED = (
-    "make it a DTensor, or put torchshard.implicit_replication() around the calls of the region, not in it;"
-    " if a function under torch.compiler.nested_compile_region has made it,"
-    " give that `to_local()`, or leave the decorator out"
-)
+_REPLICATED = "make it a DTensor, or put torchshard.implicit_replication() around the calls of the region, not in it"
 _VALUES = "of a DTensor take full_tensor() first: x.full_tensor()[mask.full_tensor()] is traced, forward and backward"
 _CONVERT = "convert outside of the region: in it full_tensor() and redistribute() of a DTensor are traced"
 _CONVERSIONS = ("to_full", "to_dtensor", "to_sharded_tensor", "to_torch", "from_torch", "KeyRules.__call__")
@@ -22,12 +17,10 @@ WAYS_AROUND: Mapping[str, str] = {
     "Module-level backwards hooks require compiled autograd": (
         "set torch._dynamo.config.compiled_autograd = True and compile the call of backward() too"
     ),
-    "There was no rule registered for HOP invoke_subgraph": _NESTED,
     "does not support copy.deepcopy()": "copy outside of the region, or take x.detach().clone()",
     "Forward AD makes zeros for operands without a tangent": WITHOUT_TANGENTS,
     "is a plain torch.Tensor among DTensors": _REPLICATED,
     "function _fall_back": "put torchshard.fallback around the calls of the region",
-    "`to_local` is not defined on FakeTensor": _NESTED,
     "There was no rule registered for HOP": _PLAIN,
     "Higher Order Operator: torch.ops.higher_order.flex_attention": _PLAIN,
     "Expected FakeTensor, got <class 'torchshard.": _PLAIN,

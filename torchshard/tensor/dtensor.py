@@ -309,6 +309,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         local = local.detach() if local.requires_grad else local  # torch warns of parts that require gradients
         if local.__class__ is Tensor:  # not while tracing: lengths are numbers
             return wrap(local, told.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
+        _torch.nest_in_place(DTensor)
         layout = told.layout(sized(tuple(outer_size), local.shape, told), tuple(outer_stride), local.dtype)
         return _torch.lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
 
@@ -356,6 +357,21 @@ def dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
 
 # As torch does for its own: the default torch.load makes objects of known classes only, and may come before any use.
 torch.serialization.add_safe_globals([DTensor, restored, *PICKLED])
+
+
+def _printed(x: DTensor) -> Tensor:
+    layout = x._spec
+    if layout.sharding.partial or layout.marks & SEVERED:
+        raise ShardingError(
+            "torch's print shows the part of a DTensor that a rank has; this one's is no part of its values.",
+            expected="Shard or Replicate on every axis, and no view that was moved",
+            got=layout,
+            fix="print x.full_tensor(), or x.redistribute(...)",
+        )
+    return x.to_local()
+
+
+_torch.print_parts(DTensor, _printed)
 
 # Operator (its address) -> number of arguments and keywords -> what runs; filled by dispatch.py.
 ENTRIES: dict[int, dict[Any, Callable[..., Any]]] = {}

@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import expect_gradients_of_written, fill_unused_results, group_named, skip_alone, skip_methods
+from torchshard._torch import (
+    expect_gradients_of_written,
+    fill_unused_results,
+    group_named,
+    nest_in_place,
+    skip_alone,
+    skip_methods,
+)
 from torchshard.errors import ShardingError
 from torchshard.tensor.caching import digest
 from torchshard.tensor.sharded import specs
@@ -115,9 +122,11 @@ class TracedByParts:
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], cut: Cut, size: Any, stride: Any) -> Any:
         """A ShardedTensor around other tensors as this rank's parts."""
-        from torchshard.tensor.sharded.sharded_tensor import made
+        from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, made
 
         example = next(iter(inner.values()))
+        if example.__class__ is not Tensor:  # while tracing
+            nest_in_place(ShardedTensor)
         changed = {"dtype": example.dtype, "requires_grad": False, "pin_memory": False}
         metadata = replace(cut.metadata, tensor_properties=replace(cut.metadata.tensor_properties, **changed))
         shards = [specs.Shard(inner[_part(k)], own) for k, own in enumerate(cut.own)]

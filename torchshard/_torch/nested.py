@@ -1,0 +1,111 @@
+"""Operators beyond ATen's (higher order, as torch calls them) that are told to take wrapper subclasses."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchshard._torch.finding import find
+from torchshard._torch.operators import outside_of_traces
+from torchshard._torch.partitioning import Wrapper
+
+
+@functools.cache
+def nest_in_place(kind: type) -> bool:
+    """Have regions that are nested in a compiled one trace where they are called, with this class among their operands.
+
+    torch has no rule for wrapper subclasses there, and takes what a region gives when it is called again for a plain
+    tensor. Values are the same; the graph of such a region is compiled once for each of its calls, which is said once.
+
+    Returns:
+        Whether torch had to be told, and can be
+        (torch.ops.higher_order.invoke_subgraph, torch._dynamo.variables.invoke_subgraph.is_reuse_eligible, 2.13-2.15;
+        before, FakeTensorMode refuses such operands).
+    """
+    operator = find("ops.higher_order.invoke_subgraph")
+    kernels = getattr(operator, "py_kernels", None)
+    key = torch._C.DispatchKey.Autograd
+    if kernels is None or key not in kernels or not _refuses(operator):
+        return False
+
+    def in_place(function: Callable[..., Any], identifier: Any, *operands: Any) -> Any:
+        _say_in_place(kind)
+        return function(*operands)
+
+    operator.py_impl(kind)(in_place)
+    kernels[key] = _in_place_where(kind, in_place, kernels[key])
+    _call_anew(kind)
+    return True
+
+
+def _in_place_where(kind: type, in_place: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a class, whatever requires gradients: torch makes a backward of its own for a region."""
+
+    @functools.wraps(otherwise)
+    def nested(function: Callable[..., Any], identifier: Any, *operands: Any) -> Any:
+        run = in_place if kind in map(type, operands) else otherwise
+        return run(function, identifier, *operands)
+
+    return nested
+
+
+def _call_anew(kind: type) -> None:
+    """Have Dynamo trace a region for each call where it gives this class."""
+    try:
+        from torch._dynamo.variables import invoke_subgraph as dynamo
+    except ImportError:
+        return
+    if (reusable := getattr(dynamo, "is_reuse_eligible", None)) is None:
+        return
+
+    @functools.wraps(reusable)
+    def plain_and_reusable(tx: Any, made: Any, *about: Any, **also: Any) -> bool:
+        results = getattr(made, "items", None)
+        results = results if isinstance(results, list) else [made]
+        if any(getattr(result, "class_type", None) is kind for result in results):
+            return False
+        return bool(reusable(tx, made, *about, **also))
+
+    setattr(dynamo, reusable.__name__, plain_and_reusable)
+
+
+def print_parts(kind: type, shown: Callable[[Any], torch.Tensor]) -> None:
+    """Have torch's print for graphs show a part of a tensor of this class, behind its rank, as it does of its DTensor.
+
+    (torch.ops.higher_order.print, 2.11-2.15)
+    """
+    printing = find("ops.higher_order.print")
+    if printing is None:
+        return
+
+    def print_here(text: str, *args: Any, **kwargs: Any) -> None:
+        from torch.utils._pytree import tree_map_only
+
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            text = f"[rank {torch.distributed.get_rank()}] {text}"
+        args, kwargs = tree_map_only(kind, shown, (args, kwargs))
+        printing(text, *args, **kwargs)
+
+    printing.py_impl(kind)(print_here)
+
+
+@functools.cache
+def _say_in_place(kind: type) -> None:
+    warnings.warn(
+        f"torchshard: a function under torch.compiler.nested_compile_region that takes a {kind.__name__} is compiled "
+        "anew for each of its calls, as torch has no rule for such tensors there (said once).",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _refuses(operator: Any) -> bool:
+    """Whether torch has no rule for wrapper subclasses."""
+    with outside_of_traces():  # this is asked while a graph is traced
+        try:
+            operator(lambda x: (x,), "torchshard", Wrapper(torch.zeros(2)))
+        except NotImplementedError:
+            return True
+    return False
