@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as mapped
-from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -251,7 +250,6 @@ HIGHER = {
     "while_loop": lambda x: while_loop(lambda k, a: k < 3, lambda k, a: (k + 1, a * 2), (torch.tensor(0), x)),
     "map": lambda x: mapped(lambda a: a * 2, x),
     "scan": lambda x: scan(lambda a, b: (a + b, b * 1), x[0] * 0, x),
-    "flex_attention": lambda x: flex_attention(*[x.view(1, 1, *x.shape) + k for k in range(3)]),
 }
 PREDICATE = torch.tensor(True)
 

@@ -117,7 +117,7 @@ from torchshard._torch.inductor import (
     trace_backward,
 )
 from torchshard._torch.isolating import as_if_uncompiled, no_trace_in_dynamo
-from torchshard._torch.nested import nest_in_place, print_parts
+from torchshard._torch.nested import attend_with, nest_in_place, print_parts
 from torchshard._torch.operators import (
     below_autograd,
     below_dispatch,
@@ -187,6 +187,7 @@ __all__ = [
     "aliasing",
     "as_if_uncompiled",
     "asked",
+    "attend_with",
     "backend_by_name",
     "base_of",
     "below_autograd",

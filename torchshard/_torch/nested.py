@@ -25,30 +25,53 @@ def nest_in_place(kind: type) -> bool:
         before, FakeTensorMode refuses such operands).
     """
     operator = find("ops.higher_order.invoke_subgraph")
-    kernels = getattr(operator, "py_kernels", None)
-    key = torch._C.DispatchKey.Autograd
-    if kernels is None or key not in kernels or not _refuses(operator):
+    if not _has_kernels(operator) or not _refuses(operator):
         return False
 
     def in_place(function: Callable[..., Any], identifier: Any, *operands: Any) -> Any:
         _say_in_place(kind)
         return function(*operands)
 
-    operator.py_impl(kind)(in_place)
-    kernels[key] = _in_place_where(kind, in_place, kernels[key])
+    _add_kernel(operator, kind, in_place)
     _call_anew(kind)
     return True
 
 
-def _in_place_where(kind: type, in_place: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a class, whatever requires gradients: torch makes a backward of its own for a region."""
+@functools.cache
+def attend_with(kind: type, attention: Callable[..., Any]) -> bool:
+    """Have this class among the operands of torch.nn.attention.flex_attention, which knows no wrapper subclasses.
+
+    Args:
+        kind: the class.
+        attention: takes torch's operator, for plain tensors, and what that takes.
+
+    Returns:
+        Whether torch can be told (torch.ops.higher_order.flex_attention, 2.11-2.15).
+    """
+    operator = find("ops.higher_order.flex_attention")
+    if not _has_kernels(operator):
+        return False
+    _add_kernel(operator, kind, functools.partial(attention, operator))
+    return True
+
+
+def _has_kernels(operator: Any) -> bool:
+    return torch._C.DispatchKey.Autograd in getattr(operator, "py_kernels", ())
+
+
+def _add_kernel(operator: Any, kind: type, kernel: Callable[..., Any]) -> None:
+    """One that runs where a class is among the operands, also where they require gradients: in place of torch's there,
+    which would make a backward of its own.
+    """
+    key = torch._C.DispatchKey.Autograd
+    otherwise = operator.py_kernels[key]
 
     @functools.wraps(otherwise)
-    def nested(function: Callable[..., Any], identifier: Any, *operands: Any) -> Any:
-        run = in_place if kind in map(type, operands) else otherwise
-        return run(function, identifier, *operands)
+    def chosen(*operands: Any, **also: Any) -> Any:
+        return (kernel if kind in map(type, operands) else otherwise)(*operands, **also)
 
-    return nested
+    operator.py_impl(kind)(kernel)
+    operator.py_kernels[key] = chosen
 
 
 def _call_anew(kind: type) -> None:

@@ -22,7 +22,6 @@ WAYS_AROUND: Mapping[str, str] = {
     "is a plain torch.Tensor among DTensors": _REPLICATED,
     "function _fall_back": "put torchshard.fallback around the calls of the region",
     "There was no rule registered for HOP": _PLAIN,
-    "Higher Order Operator: torch.ops.higher_order.flex_attention": _PLAIN,
     "Expected FakeTensor, got <class 'torchshard.": _PLAIN,
     "get_tensor_storages does not support traceable wrapper subclasses": _PLAIN,
     "expected both a and b to be FakeTensor": _PLAIN,

@@ -104,7 +104,7 @@ def _kind(dtype: torch.dtype) -> int:
 @skip_methods()
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, placements: Sequence[TorchPlacement] | None) -> Tensor:
+    def forward(ctx: Any, x: DTensor, placements: Sequence[TorchPlacement] | Sharding | None) -> Tensor:
         ctx.layout, ctx.placements = x._spec, placements
         local = x._local_tensor
         return local.view_as(local)  # its own tensor: history must not land on the part itself
@@ -112,9 +112,11 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         layout: TensorLayout = ctx.layout
-        sharding = layout.sharding.without_partial()
-        if ctx.placements is not None:
-            sharding = from_torch(ctx.placements, layout.mesh, layout.shape)
+        sharding = ctx.placements
+        if sharding is None:
+            sharding = layout.sharding.without_partial()
+        elif not isinstance(sharding, Sharding):
+            sharding = from_torch(sharding, layout.mesh, layout.shape)
         # In the order of the tensor's own strides: those of a short piece's gradient may not be those on other ranks.
         traced = is_traced(grad)
         like = grad.stride() if traced and grad.ndim == layout.ndim else layout.stride
@@ -217,8 +219,8 @@ def as_traced(gradient: DTensor, expected: Sharding, expected_type: type[Tensor]
     return redistribute(gradient, expected)
 
 
-def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:
-    """See DTensor.to_local."""
+def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | Sharding | None) -> Tensor:
+    """See DTensor.to_local; a gradient may also be said to come in a sharding."""
     refresh(x)
     if not torch.is_grad_enabled():
         return x._local_tensor
@@ -226,7 +228,7 @@ def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Te
 
 
 @exported_whole
-def _part(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> Tensor:
+def _part(x: DTensor, grad_placements: Sequence[TorchPlacement] | Sharding | None) -> Tensor:
     return _ToLocal.apply(x, grad_placements)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -309,7 +310,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         local = local.detach() if local.requires_grad else local  # torch warns of parts that require gradients
         if local.__class__ is Tensor:  # not while tracing: lengths are numbers
             return wrap(local, told.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
-        _torch.nest_in_place(DTensor)
+        _take_functions()
         layout = told.layout(sized(tuple(outer_size), local.shape, told), tuple(outer_stride), local.dtype)
         return _torch.lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]
 
@@ -357,6 +358,15 @@ def dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
 
 # As torch does for its own: the default torch.load makes objects of known classes only, and may come before any use.
 torch.serialization.add_safe_globals([DTensor, restored, *PICKLED])
+
+
+@cache
+def _take_functions() -> None:
+    """Before a trace meets an operator that calls functions."""
+    from torchshard.tensor.flex import flex_attention
+
+    _torch.nest_in_place(DTensor)
+    _torch.attend_with(DTensor, flex_attention)
 
 
 def _printed(x: DTensor) -> Tensor:
