@@ -82,10 +82,10 @@ def _keep_in_backward(graph: torch.fx.Graph) -> None:
 
 
 def _drop_repeated(graph: torch.fx.Graph) -> None:
-    for node in reversed(graph.nodes):
-        if _is_collective(node) and not node.users and node.meta.get(_PASS) != _BACKWARD:
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
+    """With what makes operands of them alone, which may be collectives again."""
+    graph.eliminate_dead_code(
+        lambda node: node.meta.get(_PASS) == _BACKWARD if _is_collective(node) else node.is_impure()
+    )
 
 
 @functools.cache
