@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
 
 from tests.every_rank import sent_by_ranks
 from tests.older import require
@@ -22,6 +23,7 @@ ALONG = {  # of x alone, along its split dim
     "cat": lambda x: torch.cat([x, x.sin()]),
     "cumprod": lambda x: x.cumprod(0),
     "cumsum": lambda x: x.cumsum(0),
+    "cumsum in a checkpoint": lambda x: checkpoint(lambda x: x.cumsum(0).sin() * x, x, use_reentrant=False),
     "diff": lambda x: x.diff(dim=0),
     "flip": lambda x: x.flip(0),
     "layer_norm": lambda x: F.layer_norm(x.mT, x.shape[:1]),

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from torchshard._torch.frames import skip_alone
 from torchshard._torch.operators import outside_of_traces
@@ -22,8 +23,9 @@ def run_collectives_once() -> bool:
       from there.
     - default_partition drops collectives whose result nothing reads. So none is taken for such.
 
-    Where collectives are to be recomputed in backward (selective checkpointing), they are as before. Two of equal
-    operands are still one under min-cut partitioning, so no rank may send what is a constant to it.
+    What a checkpoint computes once more is computed in backward, with its collectives as far as gradients read them:
+    min-cut partitioning would do what does without them in forward where that is small, as on a rank without elements.
+    Two collectives of equal operands are still one to it, so no rank may send what is a constant to it.
     (torch._functorch.partitioners, 2.11-2.15)
     """
     from torch._functorch import partitioners
@@ -54,6 +56,7 @@ def run_collectives_once() -> bool:
 
 
 _PASS, _FORWARD, _BACKWARD = "partitioner_tag", "is_forward", "must_be_in_backward"  # what AOTAutograd writes to nodes
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _repeats(extract: Any) -> bool:
@@ -77,15 +80,22 @@ def _keep_in_backward(graph: torch.fx.Graph) -> None:
     """Of a joint graph; all of forward is marked as such, but of backward not what an autograd.Function traced."""
     if any(node.meta.get(_PASS) == _FORWARD for node in graph.nodes):
         for node in graph.nodes:
-            if _is_collective(node) and node.meta.get(_PASS) in (None, "is_backward"):
+            if node.meta.get(_PASS) in (None, "is_backward") and (_is_collective(node) or _reads_recomputed(node)):
                 node.meta[_PASS] = _BACKWARD
 
 
+def _reads_recomputed(node: torch.fx.Node) -> bool:
+    """Whether a checkpoint says that what this tensor is made of is computed once more, in backward."""
+    if node.op != "call_function" or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    return any(operand.meta.get("recompute") in _RECOMPUTED for operand in node.all_input_nodes)
+
+
 def _drop_repeated(graph: torch.fx.Graph) -> None:
-    for node in reversed(graph.nodes):
-        if _is_collective(node) and not node.users and node.meta.get(_PASS) != _BACKWARD:
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
+    """With what makes operands of them alone, which may be collectives again."""
+    graph.eliminate_dead_code(
+        lambda node: node.meta.get(_PASS) == _BACKWARD if _is_collective(node) else node.is_impure()
+    )
 
 
 @functools.cache

@@ -35,12 +35,20 @@ def _unrecorded(function: Callable[[int, *_Ts], _T]) -> Callable[[int, *_Ts], _T
     """The function, no part of a trace when lengths are symbolic."""
 
     def called(n: int, *args: *_Ts) -> _T:
-        if type(n) is int:
-            return function(n, *args)
-        return Symbolic.unrecorded(function, n, *args)  # type: ignore[no-any-return]
+        known = Symbolic.number(n)
+        if type(known) is int:
+            return function(known, *args)
+        return _numbers(Symbolic.unrecorded(function, n, *args))  # type: ignore[no-any-return]
 
     called.__doc__ = function.__doc__
     return called
+
+
+def _numbers(found: Any) -> Any:
+    """With lengths that can only be one number as that number: a trace cannot record what is computed of them."""
+    if isinstance(found, (tuple, list)):
+        return type(found)(map(_numbers, found))
+    return Symbolic.number(found)
 
 
 def _piece(n: int, parts: int, k: int) -> Interval:

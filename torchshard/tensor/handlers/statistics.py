@@ -129,8 +129,8 @@ def _running(
         total = found.narrow(*dims, -1, 1) if mine.shape[dims[0]] else found.sum(dims, True) + nothing
         group = layout.mesh.group(sharding.splits[dims[0]])
         before = collectives.all_gather(total[None], 0, [1] * group.size, group)[: group.position]
-        found = add(found, join(before, 0)) if group.position else found
-        return made_of(found.to(result), sharding, x.shape)
+        # Of the first rank as well, before which there is nothing: graphs of all ranks read what came.
+        return made_of(add(found, join(before, 0)).to(result), sharding, x.shape)
 
     return run
 
