@@ -348,12 +348,14 @@ class Reducer(Launching, ReducerCompatibility):
             self._enter(Mode.SYNC)
         return self.lending.lend(slots, dtype) if self.mode is Mode.SYNC else None
 
-    def graph_filled(self, slots: tuple[int, ...], bucket: GraphBucket | None, views: Sequence[torch.Tensor]) -> None:
-        """The gradients of these parameters are there; in the bucket that was lent, or else on their way to hooks."""
+    def graph_filled(
+        self, slots: tuple[int, ...], bucket: GraphBucket | None, results: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        """The gradients are there; in the bucket that was lent, or else, as `results` tells, on their way to hooks."""
         if self.arrived is not None and self.mode is Mode.SYNC and self.lending.learns(slots):
             self.arrived.append(slots)
             if bucket is None and len(self._forwards) <= 1:
-                self.lending.check(slots, views)
+                self.lending.check(slots, results())
         if bucket is not None and not bucket.pending:
             self.complete(bucket)
 
