@@ -35,6 +35,9 @@ class RankFailed(AssertionError):
 told_up_to: int | None = None
 """Bytes that ranks to come tell one another rather than read; None for what is set in the package."""
 
+written_from: int | None = None
+"""Elements from which graphs of ranks to come write gradients to their slots; None for what is set in the package."""
+
 
 def _rank_main(
     pipe: Connection,
@@ -43,6 +46,7 @@ def _rank_main(
     backend: str,
     store: str,
     told: int | None,
+    written: int | None,
     environment: dict[str, str],
     body: Callable[..., Any],
     args: tuple[Any, ...],
@@ -63,6 +67,10 @@ def _rank_main(
             from torchshard.comm import summing
 
             summing.SMALL = told
+        if written is not None:
+            from torchshard.compiler import rewrite
+
+            rewrite.SMALL = written
         result = body(rank, world, *args)
         if backend and dist.is_initialized():
             dist.barrier()
@@ -117,7 +125,7 @@ def run_ranks(
         pipes, processes, store = [], [], os.path.join(folder, "store")
         for rank in range(world):
             ours, theirs = _context.Pipe(duplex=False)
-            given = theirs, rank, world, backend, store, told_up_to, {**os.environ}, body, args
+            given = theirs, rank, world, backend, store, told_up_to, written_from, {**os.environ}, body, args
             process = _context.Process(target=_rank_main, args=given, daemon=True)
             process.start()
             theirs.close()

@@ -262,3 +262,17 @@ def _ends_of(sums):
 
 def test_nothing_is_left_of_a_group_that_is_destroyed():
     assert run_ranks(2, _ends, timeout=60) == [[1, 2]] * 2
+
+
+def _complex_by_messages(rank, world):
+    from torchshard.comm import summing
+
+    terms = _terms((3, 5), torch.complex64, world)
+    x = terms[rank].clone()
+    assert dist.group.WORLD not in summing._known
+    summing.all_reduce(x, dist.group.WORLD).wait()
+    return _is_sum(x, terms)
+
+
+def test_complex_numbers_by_messages():
+    assert run_ranks(2, _complex_by_messages) == [True, True]

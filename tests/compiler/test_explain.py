@@ -58,15 +58,15 @@ graph
   torchshard.product_into args = (%permute_17, %relu_2, True, 0, 0, %slot)
   aten.mm args = (%tangents_1, %permute_4)
   torchshard.product_into args = (%permute_18, %relu_1, True, 0, 2, %slot_2)
-  torchshard.launch_bucket args = (%flat, %token, [%slot, %slot_1, %slot_2], [%view], [1], 0)
+  torchshard.launch_bucket args = (%flat, %token, [%slot, %slot_1, %slot_2], [%view], [1], 0, 0)
   aten.mm args = (%where, %permute_8)
   torchshard.open_bucket args = (1, 2112, torch.float32, cpu, [6, 3, 4, 0])
   torchshard.product_into args = (%permute_19, %relu, True, 1, 1, %slot_4)
   aten.mm args = (%where_1, %permute_12)
   torchshard.product_into args = (%permute_20, %primals_3, True, 1, 3, %slot_6)
-  torchshard.launch_bucket args = (%flat_1, %token, [%slot_3, %slot_4, %slot_5, %slot_6], [%view_1, %view_2], [0, 2], 1)
+  torchshard.launch_bucket args = (%flat_1, %token, [%slot_3, %slot_4, %slot_5, %slot_6], [%view_1, %view_2], [0, 2], 0, 1)
   torchshard.open_bucket args = (2, 32, torch.float32, cpu, [1])
-  torchshard.launch_bucket args = (%flat_2, %token, [%slot_7], [%view_3], [0], 2)""",
+  torchshard.launch_bucket args = (%flat_2, %token, [%slot_7], [%view_3], [0], 0, 2)""",
     )
 
 
@@ -101,7 +101,7 @@ graph
   torchshard.product_into args = (%permute_25, %view_37, True, 0, 2, %slot_2)
   torchshard.product_into args = (%permute_29, %view_41, True, 0, 3, %view_default_7)
   torchshard.rows_into args = (%where_self, %where_self_1, False, 0, 4, %slot_4)
-  torchshard.launch_bucket args = (%flat, %token, [%slot, %slot_1, %slot_2, %slot_3, %slot_4], [], [], 0)""",
+  torchshard.launch_bucket args = (%flat, %token, [%slot, %slot_1, %slot_2, %slot_3, %slot_4], [], [], 0, 0)""",
     )
 
 

@@ -121,6 +121,21 @@ def test_accumulation():
             check(answer, IN_GRAPH)
 
 
+@pytest.mark.copied
+def test_small_gradients_are_copied():
+    """As they are outside of tests: none is written to its slot by the operator that makes it."""
+    names = ["mlp", "normed", "tied gpt", "checkpoint", "both", "shared", "strided", "picked"]
+    for answers in run_ranks(2, train, "traced", names):
+        check(answers, IN_GRAPH)
+
+
+@pytest.mark.copied
+def test_accumulation_of_copied_gradients():
+    for answers in run_ranks(2, _accumulate):
+        for answer in answers:
+            check(answer, IN_GRAPH)
+
+
 def test_dynamic_batch_sizes():
     for answers in run_ranks(2, train, "traced", ["plain", "gpt"], (8, 8, 12, 16, 8), timeout=240):
         check(answers, IN_GRAPH)
@@ -134,7 +149,11 @@ def test_gradients_that_are_copied(factors, fast, monkeypatch):
     from torchshard.compiler import ops
 
     launched = []
-    call = SimpleNamespace(factors=lambda bucket, slot: factors, launch=lambda bucket, views: launched.append(bucket))
+    call = SimpleNamespace(
+        factors=lambda bucket, slot: factors,
+        common_factors=lambda bucket: factors if factors and factors[1] == 0.0 else None,
+        launch=lambda bucket, views, results: launched.append(bucket),
+    )
     monkeypatch.setattr(ops, "current_call", lambda: call if factors else None)
     torch.manual_seed(0)
     flat, gradients = torch.randn(40000), [torch.randn(64, 300), torch.randn(30), torch.randn(8, 9), torch.randn(0)]
@@ -144,7 +163,7 @@ def test_gradients_that_are_copied(factors, fast, monkeypatch):
     expected = [alpha * new + beta * old for new, old in zip(gradients, views, strict=True)]
     kept = flat[19302:].clone()
     with nullcontext() if fast else _torch.without_fast_paths():
-        torch.ops.torchshard.launch_bucket(flat, torch.empty(1), views, gradients, [0, 1, 2, 3], 7)
+        torch.ops.torchshard.launch_bucket(flat, torch.empty(1), views, gradients, [0, 1, 2, 3], 0, 7)
     for view, values in zip(views, expected, strict=True):
         torch.testing.assert_close(view, values, rtol=0, atol=1e-6 if beta else 0)
     assert torch.equal(flat[19302:], kept)

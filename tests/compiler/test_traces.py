@@ -11,7 +11,8 @@ from tests.compiler.models import batch, make
 from tests.compiler.traced import traced
 from torchshard import _torch
 from torchshard.buckets import names_text, size_text
-from torchshard.ddp import DistributedDataParallel
+from torchshard.comm import summing
+from torchshard.ddp import DistributedDataParallel, exchange
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def fake_ranks(world):
 def _collectives(name, world, monkeypatch, cap):
     """The third step: each collective's bucket, and whether it was issued by a graph, by a hook or at the end."""
     sent = []
-    send = dist.all_reduce
+    send = summing.all_reduce
 
     def all_reduce(tensor, *args, **kwargs):
         node = _torch.current_node()
@@ -41,7 +42,7 @@ def _collectives(name, world, monkeypatch, cap):
             ddp.zero_grad()
             with monkeypatch.context() as patch:
                 sent.clear()
-                patch.setattr(dist, "all_reduce", all_reduce)
+                patch.setattr(exchange, "all_reduce", all_reduce)
                 compiled(batch(name, 2)[0]).sum().backward()
         plan, flags = ddp.reducer.plan, sent[len(ddp.reducer.plan) :]
     lines = [f"{where}: {names_text(b.params)}" for b, (where, _) in zip(plan, sent, strict=False)]

@@ -111,6 +111,23 @@ def test_buffers_come_from_a_rank_that_has_inputs():
     assert found[0][:2] == (1, 8)
 
 
+def _afterwards(rank, world):
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(nn.Linear(8, 1, bias=False))
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            model(torch.ones(1, 8)).sum().backward()
+    model.zero_grad()
+    with model.join(enable=False):
+        model(torch.full((1, 8), 1.0 + rank)).sum().backward()
+    return model.module.weight.grad.unique().tolist()
+
+
+def test_all_ranks_count_again_afterwards():
+    assert run_ranks(2, _afterwards) == [[1.5], [1.5]]
+
+
 def _buffer_hooks(rank, world):
     from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 

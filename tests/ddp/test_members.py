@@ -203,3 +203,28 @@ def _replaced(rank, world):
 
 def test_parameters_that_are_replaced_or_come_in_addition_are_noticed():
     run_ranks(2, _replaced)
+
+
+def test_tables_of_parameters_that_take_the_place_of_others(fake_group):
+    """What stands in them counts, then and later."""
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(mlp(8, 3))
+    first = model.module[0]
+    first._parameters = dict(first._parameters)
+    _step(model, 0)
+    assert model.reducer.members.look() == []
+    first._parameters["weight"] = nn.Parameter(torch.randn(8, 8))
+    with pytest.raises(RuntimeError, match="not averaged over the ranks"):
+        _step(model, 0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tables_that_are_no_dictionaries():
+    from torchshard.ddp.members import Places
+
+    module = torch.jit.script(mlp(8, 3))
+    places = Places(module)
+    assert places.are_kept()
+    getattr(module, "0").weight = nn.Parameter(torch.randn(8, 8))
+    assert not places.are_kept()

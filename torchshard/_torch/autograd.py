@@ -133,14 +133,18 @@ def in_compiled_autograd() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return True
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return any(getattr(module, name, False) for name in ("compiled_autograd_enabled", "in_compiled_autograd_region"))
+    if module is None:
+        return False
+    return getattr(module, "compiled_autograd_enabled", False) or getattr(module, "in_compiled_autograd_region", False)
 
 
 def compiled_autograd_may_come() -> bool:
     """Whether compiled autograd is on, or will be in what torch.compile has compiled (as above, 2.11-2.15)."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    enabled = bool(getattr(module, "compiled_autograd_enabled", False))
-    return enabled or (module is not None and bool(getattr(torch._dynamo.config, "compiled_autograd", False)))
+    if module is None:
+        return False
+    enabled = getattr(module, "compiled_autograd_enabled", False)
+    return bool(enabled or getattr(torch._dynamo.config, "compiled_autograd", False))
 
 
 def take_missing_gradients() -> bool:
@@ -226,10 +230,8 @@ def in_distributed_autograd() -> bool:
     There are such contexts only where an RPC agent runs, which costs less to ask
     (torch.distributed.rpc._is_current_rpc_agent_set, 2.11-2.15; without it the context alone is asked for).
     """
-    if not torch.distributed.rpc.is_available():
-        return False
-    is_running = find("distributed.rpc._is_current_rpc_agent_set")
-    if is_running is not None and not is_running():
+    is_running = find_once("distributed.rpc._is_current_rpc_agent_set")
+    if not (is_running() if is_running is not None else torch.distributed.rpc.is_available()):
         return False
     try:
         cast(Any, torch.distributed.autograd)._current_context()

@@ -12,6 +12,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchshard._torch.finding import has_fast_paths
 
+_c10d: Any = cast(Any, dist).distributed_c10d
+
 
 def default_group() -> dist.ProcessGroup:
     """The default process group, or torch's own ValueError saying that there is none (2.11-2.15)."""
@@ -62,9 +64,7 @@ def device_carried(group: dist.ProcessGroup, device: torch.device) -> torch.devi
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
     """Whether destroy_process_group has been called for this group or for all (distributed_c10d._world, 2.11-2.15)."""
-    from torch.distributed.distributed_c10d import _world
-
-    return group not in _world.pg_group_ranks
+    return group not in _c10d._world.pg_group_ranks
 
 
 def debug_level() -> str:

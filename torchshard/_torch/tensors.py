@@ -1,7 +1,7 @@
 """Memory and flat views of tensors."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -56,9 +56,11 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     Without it one by one; so too where it refuses targets whose values are conjugated or negated when they are read.
     """
     if found := find_once("_foreach_copy_"):
-        with suppress(RuntimeError):
+        try:
             found(targets, sources)
             return
+        except RuntimeError:
+            pass
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 

@@ -45,6 +45,9 @@ _ADDED = 32 * 1024
 
 _WORD = struct.Struct("6q")
 
+_ASYNC = dist.AllreduceOptions()
+_ASYNC.asyncOp = True
+
 _known: "weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None]" = weakref.WeakKeyDictionary()
 """A fact about each group, asked for by all its ranks in the same order."""
 
@@ -77,14 +80,16 @@ def all_reduce_of(group: dist.ProcessGroup, owner: int = 0) -> Callable[[Tensor]
         owner: whose sums these are, of several users of the group. Ranks that sum for different owners say so where
             sums are made here; the transport of the group does not ask.
     """
+    return partial(all_reduce, group=group, owner=owner)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup, owner: int = 0) -> Any:
+    """Start to sum a tensor in place over the ranks of a group; the work. Arguments as above."""
     neighbours = _known.get(group)
-
-    def all_reduce(x: Tensor) -> Any:
-        if neighbours is not None and neighbours.can_sum(x):
-            return neighbours.all_reduce(x, owner)
-        return dist.all_reduce(x, group=group, async_op=True)
-
-    return all_reduce
+    if neighbours is not None and neighbours.can_sum(x):
+        return neighbours.all_reduce(x, owner)
+    # What dist.all_reduce does with a plain tensor, at a fourth of the time in Python.
+    return group.allreduce([torch.view_as_real(x) if x.is_complex() else x], _ASYNC)
 
 
 class Neighbours:

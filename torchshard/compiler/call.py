@@ -1,6 +1,6 @@
 """One forward through a compiled graph, seen from its backward: who owns the gradients that the graph makes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,33 +33,37 @@ class Call:
 
     def open(self, bucket: int, params: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for the gradients of these graph inputs, of this dtype; None if it need not be the reducer's."""
-        if any(i not in self._numbers for i in params):
+        if not self._numbers.keys() >= {*params}:
             return None
-        slots = tuple(self._numbers[i] for i in params)
+        slots = tuple(map(self._numbers.__getitem__, params))
         lent = self._reducer.lend(slots, dtype)
         self._open[bucket] = params, slots, lent
         return lent.lend(slots, dtype) if lent else None
+
+    def common_factors(self, bucket: int) -> tuple[float, float] | None:
+        """What `factors` says of all slots of a bucket, if that is the same."""
+        _, slots, lent = self._open.get(bucket, ((), (), None))
+        return lent.common_factors(slots) if lent else (1.0, 0.0)
 
     def factors(self, bucket: int, slot: int) -> tuple[float, float]:
         """Alpha and beta: how a gradient is written to its slot."""
         _, slots, lent = self._open.get(bucket, ((), (), None))
         return lent.factors(slots[slot]) if lent else (1.0, 0.0)
 
-    def launch(self, bucket: int, views: Sequence[torch.Tensor]) -> None:
-        """All gradients of this bucket are in their slots."""
+    def launch(self, bucket: int, views: Sequence[torch.Tensor], results: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """All gradients of this bucket are in their slots; `results` tells what the graph returns for each."""
         if bucket not in self._open:
             return
         params, slots, lent = self._open.pop(bucket)
         if lent:
-            filled = {}
-            for param, number, view in zip(params, slots, views, strict=True):
-                if number in lent.members:
-                    filled[number] = view
-                    self._instead[self._positions[param]] = None
-                else:  # another bucket's parameter; the slot itself is about to be reduced
-                    self._instead[self._positions[param]] = view.clone()
+            filled, at = dict(zip(slots, views, strict=True)), [*map(self._positions.__getitem__, params)]
+            self._instead.update(dict.fromkeys(at))
+            if not lent.members.keys() >= filled.keys():
+                for position, number in zip(at, slots, strict=True):
+                    if number not in lent.members:  # another bucket's; the slot itself is about to be reduced
+                        self._instead[position] = filled.pop(number).clone()
             lent.fill(filled)
-        self._reducer.graph_filled(slots, lent, views)
+        self._reducer.graph_filled(slots, lent, results)
 
     @_torch.skip_alone
     def _hand_over(self, results: tuple[Any, ...], _given: object) -> tuple[Any, ...] | None:
@@ -67,7 +71,7 @@ class Call:
         if not self._instead:
             return None
         instead, self._instead = self._instead, {}
-        return tuple(instead.get(position, result) for position, result in enumerate(results))
+        return tuple(map(instead.get, range(len(results)), results))
 
 
 def is_attached(node: Any) -> bool:

@@ -1,8 +1,10 @@
 """In-graph mode: one graph, whose backward fills the wrapper's buckets and launches them while it runs."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ class InGraph:
     def __init__(self, compiled: Callable[..., Any], params: Sequence[int]) -> None:
         self._compiled, self._params = compiled, params
         self._positions: Mapping[int, int] | None = None
+        self._last: tuple[Callable[[], object], list[int], Mapping[int, int]] = _nobody, [], {}
         self._note = Note(
             'backend "torchshard": the backward of a compiled graph was not found from its outputs; the gradients that '
             "it makes are reduced by hooks after it has run"
@@ -79,8 +82,18 @@ class InGraph:
             if any(isinstance(x, torch.Tensor) and x.requires_grad for x in outputs):
                 self._note.say()
             return
-        found = ((i, reducer.numbers.get(id(args[i]))) for i in self._positions)
-        Call(reducer, {i: number for i, number in found if number is not None}, self._positions).attach(node)
+        Call(reducer, self._numbers(reducer, [*map(args.__getitem__, self._positions)]), self._positions).attach(node)
+
+    def _numbers(self, reducer: Reducer, params: Sequence[Any]) -> Mapping[int, int]:
+        """The reducer's number of the parameter at each position, where it has one; mostly the same as last time."""
+        assert self._positions is not None, "found before"
+        last, known, numbers = self._last
+        ids = [*map(id, params)]
+        if last() is not reducer or known != ids:
+            found = ((i, reducer.numbers.get(own)) for i, own in zip(self._positions, ids, strict=True))
+            numbers = {i: number for i, number in found if number is not None}
+            self._last = weakref.ref(reducer), ids, numbers
+        return numbers
 
     def _is_own(self, args: Sequence[Any], node: Any) -> bool:
         """Whether gradients of these inputs come from a node; finds out where. Other graphs' nodes lie below."""
@@ -90,9 +103,14 @@ class InGraph:
         if self._positions is None:
             inputs = {id(args[i]): i for i in self._params}
             self._positions = {inputs[id(v)]: at for at, v in enumerate(leaves) if id(v) in inputs} or None
-        return self._positions is not None and all(
-            at < len(leaves) and leaves[at] is args[i] for i, at in self._positions.items()
-        )
+        if self._positions is None or max(self._positions.values()) >= len(leaves):
+            return False
+        at = self._positions
+        return all(map(is_, map(leaves.__getitem__, at.values()), map(args.__getitem__, at)))
+
+
+def _nobody() -> None:
+    return None
 
 
 class Note:

@@ -10,6 +10,8 @@ wrapper at work, the bucket is plain memory and the gradients in it are the loca
 """
 
 from collections.abc import Sequence
+from functools import partial
+from operator import methodcaller
 
 import torch
 
@@ -19,12 +21,14 @@ from torchshard.compiler.call import Call, current_call
 _LARGE = 16384
 """Elements. Gradients from here on are scaled while they are copied; others go together, in two calls for all."""
 
+_address = methodcaller("data_ptr")
+
 _SCHEMAS = (
     "open_bucket(int bucket, int numel, ScalarType dtype, Device device, int[] params) -> Tensor",
     "product_into(Tensor a, Tensor b, bool first, int bucket, int slot, Tensor(a!) out) -> ()",
     "rows_into(Tensor index, Tensor rows, bool first, int bucket, int slot, Tensor(a!) out) -> ()",
-    "launch_bucket(Tensor(a!) flat, Tensor(b!) order, Tensor[] views, Tensor[] gradients, int[] slots, int bucket)"
-    " -> ()",
+    "launch_bucket(Tensor(a!) flat, Tensor(b!) order, Tensor[] views, Tensor[] gradients, int[] slots, int own, "
+    "int bucket) -> ()",  # own: so many of the gradients, from the first, are results of the graph; else their slots
 )
 _library = torch.library.Library("torchshard", "FRAGMENT")
 for _schema in _SCHEMAS:
@@ -84,11 +88,36 @@ def _launch(
     views: list[torch.Tensor],
     gradients: list[torch.Tensor],
     slots: list[int],
+    own: int,
     bucket: int,
 ) -> None:
     call, start = current_call(), flat.data_ptr()
     end = start + flat.nbytes
-    assert all(start <= view.data_ptr() < end or not view.numel() for view in views), "slots lie in their bucket"
+    addresses = [*map(_address, views)]
+    inside = start <= min(addresses, default=start) and max(addresses, default=start) < end
+    if not inside:
+        assert all(start <= view.data_ptr() < end or not view.numel() for view in views), "slots lie in their bucket"
+    common = call.common_factors(bucket) if call else (1.0, 0.0)
+    if common is not None and len(gradients) == len(views) and max(map(torch.Tensor.numel, gradients)) < _LARGE:
+        _torch.copy_all([*map(views.__getitem__, slots)], gradients)
+        if common != (1.0, 0.0):
+            flat.mul_(common[0])
+    else:
+        _copy_in(call, views, gradients, slots, bucket)
+    if call:
+        call.launch(bucket, views, partial(_results, views, gradients[:own], slots))
+
+
+def _results(views: list[torch.Tensor], own: list[torch.Tensor], slots: list[int]) -> list[torch.Tensor]:
+    """What the graph returns as the gradient in each slot."""
+    returned = dict(zip(slots, own, strict=False))
+    return [returned.get(slot, view) for slot, view in enumerate(views)]
+
+
+def _copy_in(
+    call: Call | None, views: list[torch.Tensor], gradients: list[torch.Tensor], slots: list[int], bucket: int
+) -> None:
+    """Those that were not written to their slots, each as it has to be."""
     together: dict[tuple[float, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for slot, gradient in zip(slots, gradients, strict=True):
         alpha, beta = _factors(call, bucket, slot)
@@ -100,8 +129,6 @@ def _launch(
         small.append(gradient)
     for (alpha, beta), (places, small) in together.items():
         _torch.take_all(places, small, alpha, beta)
-    if call:
-        call.launch(bucket, views)
 
 
 def _nothing(*args: object) -> None:

@@ -18,6 +18,9 @@ from torchshard.ddp.flat import gradient_strides
 
 _aten = torch.ops.aten
 
+SMALL = 4096
+"""Elements. Gradients below this are copied to their slots: to write one there takes an operator in Python, 5 us."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphParameter:
@@ -82,7 +85,7 @@ class BucketPass:
         self._parameters, self._policy = parameters, policy
         shapes = tuple((i, p.shape, p.strides) for i, p in parameters.items())
         source = source_hash(__file__, ops.__file__, writing.__file__)
-        self.key: object = (source, shapes, policy.cap, policy.first, policy.caps)
+        self.key: object = (source, shapes, policy.cap, policy.first, policy.caps, SMALL)
         self.inserted: tuple[InsertedBucket, ...] = ()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -104,7 +107,8 @@ class BucketPass:
         for position, node, i in _torch.gradient_outputs(graph):
             p, value = self._parameters.get(i), node.meta["val"]
             if p is not None and tuple(value.shape) == p.shape and value.layout is torch.strided:
-                how = written(node, p.strides, order) if results.count(node) == 1 else None
+                is_written = math.prod(p.shape) >= SMALL and results.count(node) == 1
+                how = written(node, p.strides, order) if is_written else None
                 ready = order[how.terms[-1].after if how else node]
                 made[i] = _Made(i, p, node, position, how, ready)
         return made
@@ -130,11 +134,21 @@ class _Made:
     ready: int
 
     @property
+    def is_small(self) -> bool:
+        """Whether it is not worth an operator of its own."""
+        return self.numel < SMALL
+
+    @property
+    def numel(self) -> int:
+        """Elements; a number also where the graph knows the gradient's sizes by symbols."""
+        return math.prod(self.parameter.shape)
+
+    @property
     def planned(self) -> Gradient:
         """The same in the planner's words."""
         value = self.node.meta["val"]
         kind = (str(value.dtype).removeprefix("torch."), str(value.device))
-        return Gradient(self.index, self.parameter.name, value.numel() * value.element_size(), kind)
+        return Gradient(self.index, self.parameter.name, self.numel * value.element_size(), kind)
 
 
 class _Insertion:
@@ -154,9 +168,12 @@ class _Insertion:
         """Open the bucket before its first gradient, launch it after its last."""
         graph, made = self._graph, [self._made[g.index] for g in bucket.gradients]
         value = made[0].node.meta["val"]
-        starts, numel = slices(g.node.meta["val"].numel() for g in made)
+        starts, numel = slices(g.numel for g in made)
         steps = [term.after for g in made if g.how for term in g.how.terms]
-        copied = [slot for slot, g in enumerate(made) if g.how is None]
+        copied = sorted(
+            (slot for slot, g in enumerate(made) if g.how is None), key=lambda slot: not made[slot].is_small
+        )
+        small = sum(made[slot].is_small for slot in copied)
         steps += [made[slot].node for slot in copied]
         with graph.inserting_before(self._after_inputs(min(steps, key=self._order.__getitem__))):
             flat = graph.call_function(ops.OPEN, (number, numel, value.dtype, value.device, [g.index for g in made]))
@@ -164,10 +181,11 @@ class _Insertion:
         for slot, g in enumerate(made):
             if g.how:
                 self._write(g.how, number, slot, views[slot])
-            self._results[g.position] = flat, g.parameter, starts[slot]
+            if g.how or not g.is_small:
+                self._results[g.position] = flat, g.parameter, starts[slot]
         with graph.inserting_before(self._next[max(steps, key=self._order.__getitem__)]):
             gradients = [made[slot].node for slot in copied]
-            graph.call_function(ops.LAUNCH, (flat, self._token, views, gradients, copied, number))
+            graph.call_function(ops.LAUNCH, (flat, self._token, views, gradients, copied, small, number))
         direct = tuple(g for g, m in zip(bucket.gradients, made, strict=True) if m.how)
         return InsertedBucket(bucket, direct, made[-1].node.name)
 
@@ -182,7 +200,7 @@ class _Insertion:
         self._unneeded += how.unneeded
 
     def done(self) -> None:
-        """Return the slots instead of the gradients.
+        """Return the slots instead of the gradients, but for small ones that are copied: a view for each takes longer.
 
         By views of their own: inductor copies results that it does not return in the strides that they have, and what
         is written must not be a copy. Slots have the strides of parameters, which gradients need not have had.

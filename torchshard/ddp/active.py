@@ -35,7 +35,7 @@ def enter(reducer: "Reducer") -> "Token[Reducer | None]":
 def leave(outer: "Token[Reducer | None]") -> None:
     """It is over; give what `enter` has returned."""
     _running.reset(outer)
-    show_running()
+    show(_running.get())
 
 
 def reducer() -> "Reducer | None":
@@ -50,7 +50,7 @@ def reducer_to_compile_for() -> "Reducer | None":
 
 def show_running() -> None:
     """Have guards see the wrapper whose forward is running; to be called when a backward is over, or has failed."""
-    show(reducer())
+    show(_running.get())
 
 
 def show(reducer: "Reducer | None") -> None:

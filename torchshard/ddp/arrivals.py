@@ -85,11 +85,13 @@ def _arriving(reducer: "Reducer", bucket: FlatBucket, quiet: int) -> Callable[[i
         bucket: of the parameters.
         quiet: how many others of the bucket only append themselves to `heard`, which is three times cheaper.
     """
-    pending, take, arrived = bucket.pending, bucket.take, reducer.arrived
+    pending, take, arrived, given = bucket.pending, bucket.take, reducer.arrived, bucket.given
     large = () if reducer.holds else bucket.large
 
     @_torch.skip_frame
     def gradient_arrived(index: int, param: torch.Tensor) -> None:
+        if index in given and param.grad is None:
+            return
         if reducer.mode is not Mode.SYNC and not reducer.outside(index):
             return
         if index not in pending:

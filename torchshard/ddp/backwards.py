@@ -80,32 +80,33 @@ class Ending:
     Args:
         act: a bound method, held weakly; called at the end; it calls `come`.
         at_failure: called instead when a backward has failed, or `act` has.
+
+    Attributes:
+        is_awaited: whether a backward runs whose end was asked for.
     """
 
     def __init__(self, act: Callable[[], None], at_failure: Iterable[Callable[[], None]]) -> None:
-        self._act, self._at_failure = weakref.WeakMethod(act), at_failure
-        self._awaited: Callable[[], object] = _nothing
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a backward runs whose end was asked for."""
-        return self._awaited() is not None
+        self._act, self._at_failure, self.is_awaited = weakref.WeakMethod(act), at_failure, False
+        self._awaited: weakref.ref[Callable[[], None]] | None = None
 
     def ask(self) -> None:
         """To be called in a backward."""
         if not self.is_awaited:
             call = functools.partial(_call, self._act)  # the engine drops it if the backward fails
-            acts = self._at_failure
-            self._awaited = weakref.ref(call, lambda _: [act() for act in acts])
+            acts, ending = self._at_failure, weakref.ref(self)
+
+            def failed(_call: object) -> None:
+                if (own := ending()) is not None:
+                    own.is_awaited = False
+                for act in acts:
+                    act()
+
+            self._awaited, self.is_awaited = weakref.ref(call, failed), True
             _torch.queue_callback(call)
 
     def come(self) -> None:
         """The backward is over."""
-        self._awaited = _nothing
-
-
-def _nothing() -> None:
-    pass
+        self._awaited, self.is_awaited = None, False
 
 
 def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.packed import packed_all_reduce_of
-from torchshard.comm.summing import all_reduce_of
+from torchshard.comm.summing import all_reduce
 from torchshard.comm.waiting import holds_up, wait_for
 from torchshard.comm.workers import pause_at_exit
 
@@ -51,7 +51,7 @@ class Exchange:
 
     def all_reduce(self, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
         """Start to sum a tensor in place, over another group if one is given; the work."""
-        return all_reduce_of(group or self.group, self.agreement.number)(x)
+        return all_reduce(x, group or self.group, self.agreement.number)
 
     def packed_all_reduce(self, x: torch.Tensor) -> Any:
         """The same with numbers packed on their way."""

@@ -10,7 +10,7 @@ import torch
 
 from torchshard import _torch
 
-_is_sparse = attrgetter("is_sparse")
+_grad, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
 
 SMALL = 4096
 """Elements. Contiguous gradients below this are copied in together when the bucket closes, others when they arrive."""
@@ -34,6 +34,7 @@ class FlatBucket:
     """
 
     _is_dense = True  # the members lie side by side, without holes
+    given: Collection[int] = ()  # members whose gradients a graph has given: autograd brings nothing for them
 
     def __init__(
         self,
@@ -70,10 +71,12 @@ class FlatBucket:
         self._small_numel = sum(p.numel() for p in apart.values())
         self._flat: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
-        self._small_views: Sequence[torch.Tensor] = ()  # of the bucket alone, unless they stay
+        self._small_segment: torch.Tensor | None = None  # where the small ones lie, of the bucket alone;
+        self._small_views: Sequence[torch.Tensor] = ()  # the place of each, too, unless these stay
         self._views: dict[int, torch.Tensor] = {}  # all; during a backward, and between them only if they stay
         self._opened = self._closed = False
-        self._kept: dict[int, torch.Tensor] = {}  # gradients that the result is copied back to
+        self._kept: dict[int, torch.Tensor] = {}  # gradients that the result is copied back to,
+        self._kept_small: Sequence[torch.Tensor] = ()  # and those of all small members, if they came together
         self._absent: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}  # unused: .grad, its old value
 
     # ---------------------------------------------------------------------------------------------- in
@@ -83,7 +86,7 @@ class FlatBucket:
         if not self._views_stay:
             self._existing = [i for i in self.large if self.members[i].grad is not None]
         elif [view.data_ptr() for view in self._places().values()] != self._addresses:
-            self._views, self._small_views = {}, ()  # a module that was converted has moved its gradients elsewhere
+            self._forget_views()  # a module that was converted has moved its gradients elsewhere
             self._places()
         if self._views_stay:
             for i in self.watched:
@@ -121,8 +124,13 @@ class FlatBucket:
 
     def settle(self) -> None:
         """Take those that were heard of off the pending ones; KeyError with the number of one that came twice."""
-        while self.heard:
-            self.pending.remove(self._number[id(self.heard.popleft())])
+        came = [*map(self._number.__getitem__, map(id, self.heard))]
+        self.heard.clear()
+        if len({*came}) == len(came) and self.pending.issuperset(came):
+            self.pending.difference_update(came)
+        else:
+            for i in came:
+                self.pending.remove(i)
 
     def forget_since(self, before: Collection[torch.Tensor]) -> list[int]:
         """Have heard only of what was heard of before; the quiet members that were heard of since then."""
@@ -141,8 +149,8 @@ class FlatBucket:
         if self._closed:
             return
         self._closed = True
-        missing = self.pending | self._never
-        if missing or (self._views_stay and self.watched):
+        if self.pending or self._never or (self._views_stay and self.watched):
+            missing = self.pending | self._never
             with torch.no_grad():
                 for i in sorted(missing):
                     self._take_absent(i)
@@ -153,8 +161,9 @@ class FlatBucket:
             self._take_small()
 
     def _take_small(self) -> None:
-        grads = [p.grad for p in self._small.values()]
-        segment, views = self._open()[: self._small_numel], self._places_of_small()
+        grads, views = [*map(_grad, self._small.values())], self._places_of_small()
+        segment = self._small_segment
+        assert segment is not None, "made with its views"
         if self._views_stay and all(map(is_, grads, views)):
             segment.mul_(self.scale)  # all were accumulated in place
         elif torch.is_grad_enabled() or any(map(is_, grads, repeat(None))):
@@ -163,14 +172,14 @@ class FlatBucket:
         else:
             given = cast(list[torch.Tensor], grads)
             _refuse_sparse(*given)
-            self._gather(given, segment)
+            self._gather(given, segment, views)
             if self._views_stay:
                 for p, view in zip(self._small.values(), views, strict=True):
                     p.grad = view
             else:
-                self._kept.update(zip(self._small, given, strict=True))
+                self._kept_small = given
 
-    def _gather(self, grads: list[torch.Tensor], segment: torch.Tensor) -> None:
+    def _gather(self, grads: list[torch.Tensor], segment: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
         """Lay small gradients side by side, scaled."""
         if self._are_flat:  # three times faster
             try:
@@ -181,7 +190,11 @@ class FlatBucket:
                 if not any(begin <= grad.data_ptr() < begin + segment.nbytes for grad in grads):
                     raise
                 # Some lie there already, as other tensors than the bucket's views: these are copied first.
-        torch.mul(_torch.flatten(grads), self.scale, out=segment)
+        if self._views_stay:
+            torch.mul(_torch.flatten(grads), self.scale, out=segment)
+        else:  # where nobody's gradient can lie
+            _torch.copy_all(places, grads)
+            segment.mul_(self.scale)
 
     def _take_absent(self, index: int) -> None:
         """A parameter unused in this backward adds what it has accumulated before, or nothing."""
@@ -251,19 +264,24 @@ class FlatBucket:
 
     def finish(self, used: Collection[int]) -> None:
         """The sum is there. Give it to whom it does not belong yet; `used`: parameters that some rank has used."""
-        with torch.no_grad():
-            if self._kept:
-                places = self._places()
-                _torch.copy_all([*self._kept.values()], [places[i] for i in self._kept])
-            for i, (grad, before) in self._absent.items():
-                place = self._places()[i]
-                if i not in used:
-                    if before is not None:
-                        place.copy_(before)
-                elif grad is None or self._views_stay:
-                    self.members[i].grad = place if self._becomes_gradient(i) else place.clone()
-                elif before is None:
-                    grad.copy_(place)
+        if torch.is_grad_enabled():  # backward(create_graph=True); to say no_grad costs as much as what follows
+            with torch.no_grad():
+                self.finish(used)
+            return
+        if self._kept_small:
+            _torch.copy_all(self._kept_small, self._places_of_small())
+        if self._kept:
+            places = self._places()
+            _torch.copy_all([*self._kept.values()], [places[i] for i in self._kept])
+        for i, (grad, before) in self._absent.items():
+            place = self._places()[i]
+            if i not in used:
+                if before is not None:
+                    place.copy_(before)
+            elif grad is None or self._views_stay:
+                self.members[i].grad = place if self._becomes_gradient(i) else place.clone()
+            elif before is None:
+                grad.copy_(place)
 
     def reset(self) -> None:
         """Get ready for the next backward."""
@@ -271,6 +289,7 @@ class FlatBucket:
         self.heard.clear()
         self._kept.clear()
         self._absent.clear()
+        self._kept_small = ()
         self.work, self._opened, self._closed = None, False, False
         if not self._views_stay:
             self._views, self._existing = {}, ()  # views count as users of the memory
@@ -297,7 +316,8 @@ class FlatBucket:
         flat = self._open()
         if not self._small_views and self._small:
             with _torch.aliasing():
-                self._small_views = _torch.unflatten(flat[: self._small_numel], [*self._small.values()])
+                self._small_segment = flat[: self._small_numel]
+                self._small_views = _torch.unflatten(self._small_segment, [*self._small.values()])
         return self._small_views
 
     def _split(self, flat: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
@@ -319,9 +339,12 @@ class FlatBucket:
         if self._flat is None or self._flat.dtype is not self._dtype_like(like) or self._held_by_others():
             self._flat = self._allocate(like)
             self._storage = self._flat.untyped_storage()
-            self._views, self._small_views = {}, ()
+            self._forget_views()
         self._opened = True
         return self._flat
+
+    def _forget_views(self) -> None:
+        self._views, self._small_segment, self._small_views = {}, None, ()
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(self._numel, dtype=self._dtype_like(like), device=like.device)
@@ -335,7 +358,8 @@ class FlatBucket:
         if self._views_stay or self._storage is None or self._flat is None:
             return False
         # Besides the flat tensor, the storage object and views that are the bucket's own:
-        strangers = _torch.storage_uses(self._storage) - 2 - len(self._small_views)
+        own = 2 + (self._small_segment is not None) + len(self._small_views)
+        strangers = _torch.storage_uses(self._storage) - own
         if strangers <= 0:
             return False
         start, size = self._flat.data_ptr(), self._flat.element_size()

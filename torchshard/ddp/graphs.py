@@ -6,14 +6,22 @@ backward is over. So what autograd still brings for such a parameter came from e
 is reduced by itself: averaging is linear.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
 
 from torchshard import _torch
 from torchshard.buckets import slices
 from torchshard.ddp.flat import FlatBucket
+
+_grad = attrgetter("grad")
+
+
+def _any_grad(params: Iterable[torch.Tensor]) -> bool:
+    return not all(map(is_, map(_grad, params), repeat(None)))
 
 
 class GraphBucket(FlatBucket):
@@ -58,7 +66,7 @@ class GraphBucket(FlatBucket):
         self._accumulated: set[int] = set()  # gradients that lie in their slots already
         self._before: dict[int, torch.Tensor] = {}  # gradients that were there and take part
         self._filled: dict[int, torch.Tensor] = {}
-        self._quiet: set[int] = set()  # filled in the backward that runs: autograd brings nothing for them
+        self.given: set[int] = set()
 
     def ready_for_graph(self, slots: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether nothing of a segment has come, and autograd would give it to each `.grad` and nobody else.
@@ -77,14 +85,19 @@ class GraphBucket(FlatBucket):
 
     def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The flat memory of a segment, for a graph to write; beforehand, see what lies there. Args as above."""
-        flat = self._open()
-        start, size = flat.data_ptr(), flat.element_size()
-        for i, p in self.segments[slots].items():
-            grad = p.grad
-            if grad is not None and grad.data_ptr() == start + size * self._offsets[i]:
-                self._accumulated.add(i)
+        flat, members = self._open(), self.segments[slots]
+        if _any_grad(members.values()):
+            start, size = flat.data_ptr(), flat.element_size()
+            for i, p in members.items():
+                grad = p.grad
+                if grad is not None and grad.data_ptr() == start + size * self._offsets[i]:
+                    self._accumulated.add(i)
         begin, end = self._ends[slots]
         return flat.detach()[begin:end]
+
+    def common_factors(self, slots: tuple[int, ...]) -> tuple[float, float] | None:
+        """What `factors` says of all parameters of a segment, if that is the same."""
+        return (self.scale, 0.0) if not self._accumulated and len(self.segments[slots]) == len(slots) else None
 
     def factors(self, index: int) -> tuple[float, float]:
         """How a gradient is written: alpha times the new one plus beta times what lies in its slot."""
@@ -94,36 +107,38 @@ class GraphBucket(FlatBucket):
 
     def fill(self, views: Mapping[int, torch.Tensor]) -> None:
         """The graph has written gradients of members; these are its views of the slots."""
-        for i, view in views.items():
-            p = self.members[i]
-            grad = p.grad
-            if grad is not None:
-                if i not in self._accumulated:
-                    view.add_(grad, alpha=self.scale)
-                self._before[i] = grad
-                p.grad = None
+        if _any_grad(map(self.members.__getitem__, views)):
+            for i, view in views.items():
+                p = self.members[i]
+                grad = p.grad
+                if grad is not None:
+                    if i not in self._accumulated:
+                        view.add_(grad, alpha=self.scale)
+                    self._before[i] = grad
+                    p.grad = None
         if self._views and any(self._views[i].stride() != view.stride() for i, view in views.items()):
             self._views = {}  # the parameters are stored otherwise than before
         self._filled.update(views)
-        self._quiet.update(views)
+        self.given.update(views)
         self.graph_filled += len(views)
         self.pending.difference_update(views)
 
     def is_filled(self, index: int) -> bool:
         """Whether a graph has given this parameter's gradient in the backward that runs."""
-        return index in self._quiet
+        return index in self.given
 
     def install(self) -> None:
         """A backward is over, though maybe not the last one for this bucket: give out what graphs have written."""
+        places = self._places() if self._views_stay else self._filled
         for i, view in self._filled.items():
-            p, before = self.members[i], self._before.get(i)
+            p, before = self.members[i], self._before.get(i) if self._before else None
             if before is None or (self._views_stay and i not in self._accumulated):
-                p.grad = self._places()[i] if self._views_stay else view
+                p.grad = places[i]
             else:
                 if i not in self._accumulated:
                     before.copy_(view)
                 p.grad = before
-        self._quiet.clear()
+        self.given.clear()
 
     def shown(self) -> tuple[torch.Tensor, Callable[[], Sequence[torch.Tensor]]]:
         """As for any bucket."""
@@ -143,18 +158,21 @@ class GraphBucket(FlatBucket):
 
     def finish(self, used: Collection[int]) -> None:
         """As for any bucket."""
-        with torch.no_grad():
-            self.install()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.finish(used)
+            return
+        self.install()
         super().finish(used)
 
     def reset(self) -> None:
         """Get ready for the next backward."""
         super().reset()
-        for i in self._quiet & self._before.keys():  # the backward failed after they were put aside
+        for i in self.given & self._before.keys():  # the backward failed after they were put aside
             self.members[i].grad = self._before[i]
         self._filled, self.graph_filled = {}, 0
         self._accumulated.clear()
-        self._quiet.clear()
+        self.given.clear()
         self._before.clear()
 
     def _fits(self, dtype: torch.dtype) -> bool:

@@ -45,6 +45,8 @@ class Joining(Buffers, Joinable):
     logger: Any
     require_backward_grad_sync: bool
     _divide_by_initial_world_size = True
+    _was_joining = False  # in the last forward
+    _whose_buffers = 0  # the rank that gives buffers to all
 
     def join(
         self,
@@ -86,9 +88,10 @@ class Joining(Buffers, Joinable):
 
     def _begin_round(self) -> None:
         """To be called at each forward: under `join`, tell the others that this rank has inputs."""
-        self._whose_buffers = 0
         if not _torch.is_joining(self):
-            self.reducer.rescale(self.process_group.size(), uneven=False)
+            if self._was_joining:
+                self._was_joining, self._whose_buffers = False, 0
+                self.reducer.rescale(self.process_group.size(), uneven=False)
             return
         for setting in ("skip_all_reduce_unused_params", "_delay_all_reduce_params", "_sparse_metadata"):
             if getattr(self, setting):
@@ -104,6 +107,7 @@ class Joining(Buffers, Joinable):
             mine |= _GRADIENTS
         found = self._tell(mine)
         divisor = self.process_group.size() if self._divide_by_initial_world_size else len(found.active)
+        self._was_joining = True
         self.reducer.rescale(divisor, uneven=True)
         self._whose_buffers = max(found.active)
 

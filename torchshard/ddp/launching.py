@@ -44,7 +44,8 @@ class Launching:
             full.close()
         for number, bucket in enumerate(self.buckets):
             if bucket.work is None:
-                self._settle(bucket)
+                if bucket is not full:
+                    self._settle(bucket)
                 if bucket.pending:
                     return
                 if number == 0:
@@ -59,7 +60,8 @@ class Launching:
 
     def _settle(self, bucket: FlatBucket) -> None:
         try:
-            bucket.settle()
+            if bucket.heard:
+                bucket.settle()
         except KeyError as error:
             self._complain(error.args[0])
 

@@ -138,6 +138,8 @@ class Lending:
 
     def reduce_late(self) -> None:
         """Reduce contributions that came after their parameters' buckets had left, and add them to `.grad`."""
+        if not (self.late or self.shadowed):
+            return
         late = self._late_anywhere()
         if not late:
             return

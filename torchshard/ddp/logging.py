@@ -117,8 +117,12 @@ class Logger:
         try:
             yield
         except Exception as error:
-            self.set_error_and_log(f"{type(error)}: {error}")
+            self.note(error)
             raise
+
+    def note(self, error: Exception) -> None:
+        """This was raised."""
+        self.set_error_and_log(f"{type(error)}: {error}")
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         """All of it, in the two maps that dist.Logger gives."""

@@ -1,9 +1,11 @@
 """Which parameters are averaged: those that are to be trained when a forward begins, of those that were wrapped."""
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 
@@ -13,9 +15,9 @@ from torchshard.ddp.composite import require_plain
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
-_values = methodcaller("values")
 _requires_grad = attrgetter("requires_grad")
 _END = object()  # the same as nothing that stands in a module
+_LAST = (_END,)
 
 
 def names_of(module: torch.nn.Module, ids: Collection[int]) -> set[str]:
@@ -32,16 +34,26 @@ class Places:
     """
 
     def __init__(self, module: torch.nn.Module, kind: str = "_parameters") -> None:
-        self._modules, self._tables = [*module.modules()], attrgetter(kind, "_modules")
-        self._held = [*self._now()]
+        self._modules, self._look = [*module.modules()], attrgetter(kind, "_modules")
+        self._tables = [*chain.from_iterable(map(self._look, self._modules))]  # two of each module
+        # Those of dictionaries show what is there now. Of others, as scripted modules have, they are asked for anew.
+        self._values = [t.values() if type(t) in (dict, OrderedDict) else _Values(t) for t in self._tables]
+        self._held = [*chain.from_iterable(self._values), _END]
 
     def are_kept(self) -> bool:
         """Whether all of them and all modules are where they were, and nothing besides."""
-        return all(map(is_, self._now(), self._held))
+        tables, values = chain.from_iterable(map(self._look, self._modules)), chain.from_iterable(self._values)
+        return all(map(is_, tables, self._tables)) and all(map(is_, chain(values, _LAST), self._held))
 
-    def _now(self) -> Iterator[object]:
-        tables = chain.from_iterable(map(self._tables, self._modules))
-        return chain(chain.from_iterable(map(_values, tables)), (_END,))
+
+class _Values:
+    """What is in a table now, each time it is gone through."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._table.values())
 
 
 class Members:

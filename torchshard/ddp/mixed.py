@@ -185,9 +185,9 @@ class MixedGraphBucket(MixedBucket, GraphBucket):
 
     def install(self) -> None:
         """A backward is over: gradients that were there are back; `finish` gives them, or new ones, the result."""
-        for i in self._quiet:
+        for i in self.given:
             self.members[i].grad = self._before.get(i)
-        self._quiet.clear()
+        self.given.clear()
 
     def _fits(self, dtype: torch.dtype) -> bool:
         return True

@@ -45,7 +45,10 @@ class ForwardPass:
 
 
 def watch(
-    output: Any, forward: ForwardPass, begin: Callable[[ForwardPass], None], traced: Traced | None = None
+    output: Any,
+    forward: ForwardPass,
+    begin: "weakref.WeakMethod[Any]",
+    traced: Traced | None = None,
 ) -> bool:
     """Have `begin(forward)` called when a backward reaches an output.
 
@@ -54,21 +57,21 @@ def watch(
     Args:
         output: what the module returned; tensors are looked for in tuples, lists, mappings and dataclasses.
         forward: kept alive by the graph from now on.
-        begin: a bound method; held weakly, as the graph may outlive its owner.
+        begin: a bound method, weakly, as the graph may outlive its owner.
         traced: is told instead, under compiled autograd.
     """
-    reached = functools.partial(_reached, weakref.WeakMethod(begin), forward)
+    reached = functools.partial(_reached, begin, forward)
     hook = traced.prehook(forward.sync, reached) if traced else reached
     nodes, certain = {}, True
-    for leaf in _leaves(output):
+    for leaf in (output,) if isinstance(output, torch.Tensor) else _leaves(output):
         if isinstance(leaf, torch.Tensor):
-            for tensor in (
-                leaf,
-                _torch.base_of(leaf),
-            ):  # writing to a view gives it another node, behind that of its base
-                if tensor is not None and tensor.grad_fn is not None:
-                    nodes[id(tensor.grad_fn)] = tensor.grad_fn
-            certain = certain and not (leaf.requires_grad and leaf.grad_fn is None)
+            base = _torch.base_of(leaf)  # writing to a view gives it another node, behind that of its base
+            if (node := leaf.grad_fn) is not None:
+                nodes[id(node)] = node
+            elif leaf.requires_grad:
+                certain = False
+            if base is not None and (node := base.grad_fn) is not None:
+                nodes[id(node)] = node
         else:
             certain = certain and isinstance(leaf, _PLAIN)
     for node in nodes.values():

@@ -89,8 +89,9 @@ class Reducer(Launching, ReducerCompatibility):
         self.leaves = Leaves(self.params)
         self.at_failure: list[Callable[[], None]] = [active.show_running]  # to be called when one has failed
         self.ending = Ending(self._end, self.at_failure)
-        self._forwards: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # to be reduced, not yet run backward
-        self._reached: weakref.WeakSet[ForwardPass] = weakref.WeakSet()  # by backward, since the last reduction
+        self._forwards: set[weakref.ref[ForwardPass]] = set()  # to be reduced, not yet run backward
+        self._reached: set[weakref.ref[ForwardPass]] = set()  # by backward, since the last reduction
+        self._begins = weakref.WeakMethod(self._begin)
         self._armed = self._listening = False  # armed by a forward to be reduced, until the next reduction
         self._again = False  # the last forward ran inside of a backward
         self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
@@ -113,12 +114,14 @@ class Reducer(Launching, ReducerCompatibility):
         if self.is_unfinished:
             raise RuntimeError(messages.UNFINALIZED)
         self.hooks.move_last(self)
+        has_begun = False
         for bucket in self.buckets:
             if not (self._armed or self._forwards):
                 bucket.heard.clear()  # by a backward that was none of ours
             elif sync and self._armed:
                 self._settle(bucket)  # by one that reached quiet parameters only
-        if sync and not left_out and any(b.has_begun() for b in self.buckets):
+            has_begun = has_begun or bucket.has_begun()
+        if sync and has_begun and not left_out:
             left_out = self._missing()
         if left_out:
             raise RuntimeError(messages.unfinished_text(self.group.rank(), left_out, self.names, self.usage.is_static))
@@ -128,9 +131,9 @@ class Reducer(Launching, ReducerCompatibility):
     def after_forward(self, output: object, sync: bool) -> ForwardPass:
         """To be called after it, with what it returned; sync: whether its gradients are to be reduced."""
         forward = ForwardPass(sync)
-        certain = watch(output, forward, self._begin, self.traced)
+        certain = watch(output, forward, self._begins, self.traced)
         if sync:
-            self._forwards.add(forward)
+            self._forwards.add(weakref.ref(forward, self._forwards.discard))
             self._armed = True
             if not certain:
                 self._listen()
@@ -155,7 +158,7 @@ class Reducer(Launching, ReducerCompatibility):
             self.ending.ask()
         elif self.mode is not Mode.SYNC:
             return
-        self._reached.add(forward)
+        self._reached.add(weakref.ref(forward))
 
     @property
     def in_backward(self) -> bool:
@@ -333,9 +336,7 @@ class Reducer(Launching, ReducerCompatibility):
 
     @in_turn
     def lend(self, slots: tuple[int, ...], dtype: torch.dtype) -> GraphBucket | None:
-        """The bucket a segment of which a compiled graph may fill now; None if these gradients go through hooks.
-
-        The graph writes into `bucket.lend(slots, dtype)`, calls `bucket.fill` and then `graph_filled`.
+        """The bucket a segment of which a graph may fill, by its `lend` and `fill`; None if hooks bring the gradients.
 
         Args:
             slots: numbers of the parameters, in the graph's order.
@@ -347,12 +348,14 @@ class Reducer(Launching, ReducerCompatibility):
             self._enter(Mode.SYNC)
         return self.lending.lend(slots, dtype) if self.mode is Mode.SYNC else None
 
-    def graph_filled(self, slots: tuple[int, ...], bucket: GraphBucket | None, views: Sequence[torch.Tensor]) -> None:
-        """The gradients of these parameters are there; in the bucket that was lent, or else on their way to hooks."""
+    def graph_filled(
+        self, slots: tuple[int, ...], bucket: GraphBucket | None, results: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        """The gradients are there; in the bucket that was lent, or else, as `results` tells, on their way to hooks."""
         if self.arrived is not None and self.mode is Mode.SYNC and self.lending.learns(slots):
             self.arrived.append(slots)
             if bucket is None and len(self._forwards) <= 1:
-                self.lending.check(slots, views)
+                self.lending.check(slots, results())
         if bucket is not None and not bucket.pending:
             self.complete(bucket)
 

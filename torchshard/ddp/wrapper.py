@@ -3,7 +3,6 @@
 import copy
 import os
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import Token
 from functools import partial
@@ -193,12 +192,12 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         too: what is done around it happens at run time, once for each call.
         """
         try:
-            inputs, kwargs, leave = self._enter(inputs, kwargs)
+            inputs, kwargs, span, outer = self._enter(inputs, kwargs)
             try:
                 output = self._call_module(*inputs, **kwargs)
                 self._after(output)
             finally:
-                leave()
+                _leave(span, outer)
         except BaseException:
             self._raise_precision()  # no backward will come
             raise
@@ -207,8 +206,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     @_torch.untraced
     def _enter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[], None]]:
-        """All that is done before the module's call, and what is to be called after it."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any], AbstractContextManager[object], Token[Any]]:
+        """All that is done before the module's call; with its inputs, what `_leave` needs."""
         span = _torch.recording("DistributedDataParallel.forward")
         span.__enter__()
         try:
@@ -216,14 +215,16 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         except BaseException:
             span.__exit__(None, None, None)
             raise
-        return inputs, kwargs, partial(_leave, span, active.enter(self.reducer))
+        return inputs, kwargs, span, active.enter(self.reducer)
 
     @_torch.untraced
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.reducer.exchange.agreement.raise_failure()
         if torch.is_grad_enabled():
             self._look_at_members()
-            self._look_for_optimizers()
+            if not self._looked_for_optimizers:
+                self._setup_in_backward_optimizers()
+                self._looked_for_optimizers = True
             self._begin_step()
         self._begin_round()
         if self._check_sync_bufs_pre_fwd():
@@ -242,8 +243,10 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self._end_forward()
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers(self._whose_buffers)
-        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.is_grad_enabled():
+        builds = torch.is_grad_enabled()
+        if self.require_forward_param_sync is not (builds and self.require_backward_grad_sync):
+            self.require_forward_param_sync = not self.require_forward_param_sync  # to set it takes a microsecond
+        if builds:
             forward = self.reducer.after_forward(output, self.require_backward_grad_sync)
             if self._precision:
                 self._precision.keep_for(forward)
@@ -260,11 +263,6 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
         """Whether buckets are laid out as a backward was seen; asked by torch's hooks that step optimizers."""
         return self.reducer.has_learned
-
-    def _look_for_optimizers(self) -> None:
-        if not self._looked_for_optimizers:
-            self._setup_in_backward_optimizers()
-            self._looked_for_optimizers = True
 
     # ---------------------------------------------------------------------------------------------- pickle, copy
 
