@@ -62,6 +62,11 @@ def known_in_backward(x, rank):
     return Alone.apply(x, rank, kept, lambda gradient, rank: sum_of_known(gradient, rank).exp() * gradient).sin()
 
 
+def known_alike(x, rank):
+    """What the first rank sends is twice the same, where others send this and that."""
+    return Alone.apply(x.sin(), rank, sum_of_known, kept).exp() * Alone.apply(x.cos(), rank, sum_of_known, kept)
+
+
 def chain(x, rank):
     """What the first rank sends second does not depend on what came first."""
     came = sum_of(x, rank)
@@ -81,7 +86,7 @@ def checkpointed_part(x, rank):
     return checkpoint(lambda x: (x[:rank] + sum_of(x, rank).sum()).sin().square(), x, use_reentrant=False)
 
 
-PROGRAMS = [unread, unread_in_backward, known, known_in_backward, chained, checkpointed, checkpointed_part]
+PROGRAMS = [unread, unread_in_backward, known, known_in_backward, known_alike, chained, checkpointed, checkpointed_part]
 PARTITIONS = {"default": default_partition, "min-cut": min_cut_rematerialization_partition}
 
 
@@ -98,7 +103,7 @@ def test_every_rank_sends_alike(program, partition):
 
 def compare(rank, world):
     _torch.run_collectives_once()
-    for program in (unread, unread_in_backward, known_in_backward):
+    for program in (unread, unread_in_backward, known_in_backward, known_alike):
         found = []
         for run in (program, torch.compile(program, fullgraph=True)):
             x = (torch.arange(6.0).view(3, 2) / 10 + rank).requires_grad_()

@@ -22,13 +22,15 @@ def run_collectives_once() -> bool:
       is known there. So a collective of backward must be in backward, and one of forward that nothing uses is dropped
       from there.
     - default_partition drops collectives whose result nothing reads. So none is taken for such.
+    - min-cut partitioning takes two collectives of equal operands for one, and operands of nothing, or of lengths that
+      one rank's trace knows and another's does not, are equal on some ranks. So collectives are to it what random
+      operators are, each one of its own.
 
     What a checkpoint computes once more is computed in backward, with its collectives as far as gradients read them:
     min-cut partitioning would do what does without them in forward where that is small, as on a rank without elements.
-    Two collectives of equal operands are still one to it, so no rank may send what is a constant to it.
-    (torch._functorch.partitioners, 2.11-2.15)
+    (torch._functorch.partitioners, torch._functorch.compile_utils.rand_ops, 2.11-2.15)
     """
-    from torch._functorch import partitioners
+    from torch._functorch import compile_utils, partitioners
 
     extract = partitioners._extract_graph_with_inputs_outputs
     save = getattr(partitioners, "force_save_collectives", None)
@@ -52,7 +54,16 @@ def run_collectives_once() -> bool:
 
         setattr(partitioners, save.__name__, saved)
         partitioners.is_not_collective = lambda node: True
+    if isinstance(apart := getattr(compile_utils, "rand_ops", None), list):
+        compile_utils.rand_ops = _WithCollectives(apart)
     return True
+
+
+class _WithCollectives(list[Any]):
+    """Operators of which no two calls are one: those of torch, and all collectives, whenever they are first called."""
+
+    def __contains__(self, packet: object) -> bool:
+        return str(packet).startswith("_c10d_functional.") or super().__contains__(packet)
 
 
 _PASS, _FORWARD, _BACKWARD = "partitioner_tag", "is_forward", "must_be_in_backward"  # what AOTAutograd writes to nodes
