@@ -12,6 +12,10 @@ from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
 WORLD, F = 3, torch.nn.functional
 
 
+def again(function):
+    return lambda x: checkpoint(lambda x: function(x).sin() * x, x, use_reentrant=False)
+
+
 def written(x, rows):
     x = x * 1
     x[rows] = 0
@@ -23,7 +27,10 @@ ALONG = {  # of x alone, along its split dim
     "cat": lambda x: torch.cat([x, x.sin()]),
     "cumprod": lambda x: x.cumprod(0),
     "cumsum": lambda x: x.cumsum(0),
-    "cumsum in a checkpoint": lambda x: checkpoint(lambda x: x.cumsum(0).sin() * x, x, use_reentrant=False),
+    "in a checkpoint, batch_norm": again(lambda x: F.batch_norm(x, None, None, training=True)),
+    "in a checkpoint, cumprod": again(lambda x: x.cumprod(0)),
+    "in a checkpoint, cumsum": again(lambda x: x.cumsum(0)),
+    "in a checkpoint, softmax": again(lambda x: x.softmax(0)),
     "diff": lambda x: x.diff(dim=0),
     "flip": lambda x: x.flip(0),
     "layer_norm": lambda x: F.layer_norm(x.mT, x.shape[:1]),

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced, without_autocast
+from torchshard._torch import without_autocast
 from torchshard.comm.group import Group
 
 CARRIED = {torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8}
@@ -58,9 +58,6 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
         return x
     shape = list(x.shape)
     shape[dim] = missing
-    if missing == length and is_traced(x):
-        # Zeros of nothing would be a constant to a graph, which backward may make, and send, once more.
-        return x.sum(dim, keepdim=True, dtype=x.dtype).expand(shape)
     return joined(torch.cat, [x, x.new_zeros(shape)], dim)
 
 

@@ -106,7 +106,7 @@ def _statistics(batch: _Batch, values: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of each channel, from those of all parts."""
     count = values.numel() // max(values.shape[1], 1)
     if not count:
-        mean = variance = values.sum(batch.dims)  # zeros, but no constant, which a graph's backward would send again
+        mean, variance = values.new_zeros(2, values.shape[1])
     elif is_traced(values):
         variance, mean = torch.var_mean(values, batch.dims, correction=0)
     else:  # in a third of the time

@@ -56,12 +56,15 @@ class _Rows:
         if x.shape[self.dim]:
             most = x.amax(self.dim, keepdim=True).nan_to_num(torch.inf, torch.inf, -torch.inf)
         else:
-            most = x.sum(self.dim, keepdim=True) - torch.inf  # of x, as a constant would be sent again in backward
+            most = x.new_full(self._one_a_row(x), -torch.inf)
         return collectives.all_reduce_largest(most, self.group)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of each row."""
         return collectives.all_reduce(x.sum(self.dim, keepdim=True), "sum", self.group)
+
+    def _one_a_row(self, x: Tensor) -> list[int]:
+        return [1 if d == self.dim else n for d, n in enumerate(x.shape)]
 
     def wrapped(self, local: Tensor, shape: torch.Size, dtype: torch.dtype) -> DTensor:
         """A DTensor of these pieces."""

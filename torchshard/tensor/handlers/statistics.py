@@ -126,7 +126,7 @@ def _running(
         if layout.box is None:  # outside of the mesh there is nothing but layouts
             return made_of(mine.to(result), sharding, x.shape)
         found = func(wide(mine), *dims)
-        total = found.narrow(*dims, -1, 1) if mine.shape[dims[0]] else found.sum(dims, True) + nothing
+        total = found.narrow(*dims, -1, 1) if mine.shape[dims[0]] else torch.full_like(found.sum(dims, True), nothing)
         group = layout.mesh.group(sharding.splits[dims[0]])
         before = collectives.all_gather(total[None], 0, [1] * group.size, group)[: group.position]
         # Of the first rank as well, before which there is nothing: graphs of all ranks read what came.
