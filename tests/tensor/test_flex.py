@@ -114,8 +114,11 @@ def refused(rank, world):
     q = distribute_tensor(torch.randn(Q), mesh, [Shard(1)])
     elsewhere = distribute_tensor(torch.randn(Q), other, [Replicate(), Shard(1)])
     said = []
+    many, few = [distribute_tensor(torch.randn(n, 4, 8, 8), mesh, [Shard(0)]) for n in (2 * world, world)]
+    mask = create_block_mask(causal, 2 * world, None, 8, 8, device="cpu")
     for arguments, options in (
         ((q, torch.randn(Q), q), {}), ((q, q, elsewhere), {}), ((q, q, q), {"score_mod": by_ids}),
+        ((many, few, few), {"block_mask": mask}), ((many, many, few), {}),
     ):  # fmt: skip
         try:
             flex_attention(*arguments, **options)
@@ -125,10 +128,12 @@ def refused(rank, world):
 
 
 def test_refusals():
-    for plain, meshes, read in run_ranks(2, refused, timeout=100):
+    for plain, meshes, read, samples, values in run_ranks(2, refused, timeout=100):
         assert "flex_attention: the argument 'key' is a plain torch.Tensor among DTensors" in plain
         assert "flex_attention takes DTensors of one mesh" in meshes
         assert "implicit_replication()" in read
+        assert "Bq and Bkv must broadcast" in samples
+        assert "must match" in values or "shape" in values
 
 
 def infer(rank, world):

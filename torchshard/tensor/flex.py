@@ -121,15 +121,20 @@ def _kept(query: DTensor, key: DTensor, value: DTensor) -> Sharding:
         for dim in (_BATCH, _HEADS):
             axes = tuple([a for a in sharding.splits.get(dim, ()) if placements[a] is R])
             tried = (*order.get(dim, ()), *axes)
-            if axes and dim not in sharding.runs and _divides(query, key, dim, [mesh.shape[a] for a in tried]):
+            if axes and dim not in sharding.runs and _divides(query, key, value, dim, [mesh.shape[a] for a in tried]):
                 order[dim] = tried
                 for axis in axes:
                     placements[axis] = Shard(dim)
     return mesh.sharding(tuple(placements), order)
 
 
-def _divides(query: DTensor, key: DTensor, dim: int, counts: Sequence[int]) -> bool:
-    """Whether each rank gets some of this dim, and with its query heads the key heads that they read."""
+def _divides(query: DTensor, key: DTensor, value: DTensor, dim: int, counts: Sequence[int]) -> bool:
+    """Whether each rank gets some of this dim, and with its query heads the key heads that they read.
+
+    What does not fit stays whole: the operator refuses it, and might take the part of a rank.
+    """
+    if value.shape[dim] != key.shape[dim] or (dim == _BATCH and key.shape[dim] not in (1, query.shape[dim])):
+        return False
     if dim == _HEADS and query.shape[dim] != key.shape[dim]:
         return bool(key.shape[dim] % math.prod(counts) == 0)
     return bool(nested_pieces(query.shape[dim], counts)[-1][1] > 0)
