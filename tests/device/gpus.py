@@ -330,21 +330,10 @@ def compiled(rank: int, world: int) -> None:
     """A compiled region of split layers, and a wrapper compiled with its gradients reduced in the graph."""
     from torchshard.compiler.backend import torchshard
     from torchshard.ddp import DistributedDataParallel
-    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+    _as_plain(world, 3)
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-    module = parallelize_module(copy.deepcopy(plain), _mesh(world), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    region = torch.compile(module, fullgraph=True)
-    for _ in range(3):
-        x = torch.randn(6, 16)
-        torch.distributed.broadcast(x, 0)
-        for each in (plain, region):
-            each(x).square().mean().backward()
-        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(_whole(p.grad), q.grad, rtol=1e-4, atol=1e-5)
-        for each in (plain, module):
-            each.zero_grad()
+    plain = _block()
     reference = copy.deepcopy(plain)
     model = torch.compile(DistributedDataParallel(plain), backend=torchshard)
     for _ in range(4):
@@ -355,6 +344,100 @@ def compiled(rank: int, world: int) -> None:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
         for each in (plain, reference):
             each.zero_grad()
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+
+def _as_plain(world: int, steps: int, **options: Any) -> None:
+    """A block of split layers, compiled, has in each step the gradients of the plain one; lengths change."""
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    plain = _block()
+    module = parallelize_module(copy.deepcopy(plain), _mesh(world), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    region = torch.compile(module, fullgraph=True, **options)
+    for step in range(steps):
+        x = torch.randn((6, 6, 7, 3)[step % 4] if options.get("dynamic") else 6, 16)
+        torch.distributed.broadcast(x, 0)
+        torch.compiler.cudagraph_mark_step_begin()
+        losses = [each(x).square().mean() for each in (plain, region)]
+        _close(losses[1], losses[0].detach(), "loss")
+        for loss in losses:
+            loss.backward()
+        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+            _close(p.grad, q.grad, "gradient")
+        for each in (plain, module):
+            each.zero_grad()
+
+
+def replayed(rank: int, world: int) -> None:
+    """A compiled region in CUDA graphs (reduce-overhead), its collectives with it."""
+    _as_plain(world, 6, mode="reduce-overhead")
+    torch._dynamo.reset()  # graphs hold the group, which would not end
+
+
+def lengths(rank: int, world: int) -> None:
+    """A compiled region of dynamic lengths; split batches of which ranks get more, fewer and no rows."""
+    from torchshard import Replicate, Shard, distribute_tensor
+
+    _as_plain(world, 8, dynamic=True)
+    mesh = _mesh(world)
+
+    def loss(x: Any, w: Any) -> Any:
+        return torch.cat([(x @ w).relu()[1:].sin(), x[:1] @ w]).softmax(0).square().mean()
+
+    region = torch.compile(loss, fullgraph=True)
+    for rows in (7, 8, 5, 1):
+        values = [torch.randn(rows, 8), torch.randn(8, 8)]
+        for x in values:
+            torch.distributed.broadcast(x, 0)
+        plain = [x.clone().requires_grad_() for x in values]
+        spread = [
+            distribute_tensor(x, mesh, [place]).requires_grad_()
+            for x, place in zip(values, (Shard(0), Replicate()), strict=True)
+        ]
+        expected, got = loss(*plain), region(*spread)
+        _close(got, expected, f"{rows} rows")
+        expected.backward()
+        got.backward()
+        for x, y in zip(spread, plain, strict=True):
+            _close(x.grad, y.grad, f"{rows} rows, gradient")
+
+
+def flex(rank: int, world: int) -> None:
+    """flex_attention by inductor's kernels: split heads and batches stay split, functions know their places."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    from torchshard import Shard
+
+    def by_place(score: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return score + (b * 4 + h) * (m - n) * 0.01
+
+    def causal(b: Any, h: Any, m: Any, n: Any) -> Any:
+        return m >= n
+
+    def of_some(b: Any, h: Any, m: Any, n: Any) -> Any:
+        return (m >= n) | ((h == 1) & (b == 0))
+
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for rule, of_each in ((causal, None), (of_some, 4)):
+            torch._dynamo.reset()
+            blocks = create_block_mask(rule, of_each, of_each, 256, 256)
+
+            @torch.compile(fullgraph=True)
+            def attend(q: Any, k: Any, v: Any, mask: Any = blocks) -> Any:
+                few = [x[:, :2] for x in (k, v)]
+                shared = flex_attention(q, *few, score_mod=by_place, enable_gqa=True)
+                return flex_attention(q, k, v, score_mod=by_place, block_mask=mask) + shared
+
+            operands = [torch.randn(4, 4, 256, 64, dtype=dtype) for _ in range(3)]
+            for place in (Shard(0), Shard(1), Shard(2)):
+                out = _same(world, f"flex {dtype} {place}", attend, operands, *[place] * 3)
+                if place.dim < 2:
+                    assert out.placements == (place,), out.placements
 
 
 GPU_BODIES: list[tuple[int, str, tuple[Any, ...]]] = [
@@ -370,5 +453,8 @@ GPU_BODIES: list[tuple[int, str, tuple[Any, ...]]] = [
         "moved",
         "captured",
         "compiled",
+        "replayed",
+        "lengths",
+        "flex",
     )
 ]

@@ -212,6 +212,19 @@ def test_views_of_any_length_come_in(placement, view):
         assert described(compiled(x)) == described(x * 2)
 
 
+def test_parts_of_tensors_of_known_sizes_have_known_sizes():
+    """Dynamo takes the sizes of a part that has changed for any numbers; that of the tensor has not."""
+    torch._dynamo.reset()
+    whole, graphs = torch.randn(8, 12), []
+    compiled = torch.compile(lambda x: x.to_local().exp(), backend=recording(graphs), fullgraph=True)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        x = distribute_tensor(whole, MESH, [placement])
+        assert torch.equal(compiled(x), x.to_local().exp())
+    inputs = [node.meta["val"] for graph in graphs for node in graph.find_nodes(op="placeholder")]
+    assert [list(x.shape) for x in inputs] == [[8, 12], [2, 12], [8, 3]]
+    assert all(type(n) is int for x in inputs for n in x.shape)
+
+
 def test_another_length_for_which_another_way_is_cheaper_has_a_graph_of_its_own():
     torch._dynamo.reset()
     weight = distribute_tensor(torch.randn(4, 64), MESH, [Shard(1)])

@@ -79,7 +79,7 @@ def flex_attention(
     def mask(b: Any, h: Any, *rest: Any) -> Any:
         return block_mask[-1](b + sample, h + head, *rest)
 
-    whole = tuple(query.shape[:2])
+    whole = tuple(query.shape[:3])
     blocks = [_own(x, whole, (sample, samples), (head, heads)) for x in block_mask[:-1]]
     results = operator(
         *locals_,
@@ -172,6 +172,6 @@ def _own(x: Any, whole: Sequence[int], *own: tuple[int, int]) -> Any:
 
 def _result(x: Tensor, kept: Sharding, own: tuple[int, int], whole: Sequence[int]) -> DTensor:
     is_split = tuple(x.shape[:2]) == own  # statistics that were not asked for have no elements
-    shape = (*whole, *x.shape[2:]) if is_split else tuple(x.shape)
+    shape = (*whole, *x.shape[3:]) if is_split else tuple(x.shape)
     sharding = kept if is_split else kept.mesh.replicated()
     return over(x, layout_for(sharding, shape, dense_stride(shape, x.stride()), x.dtype))

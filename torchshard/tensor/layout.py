@@ -191,10 +191,17 @@ def sized(shape: tuple[int, ...], part: Sequence[int], told: Told) -> tuple[int,
     """A global shape in a trace, where a length of which every rank has the same fixed number is one too.
 
     torch's symbols are for lengths from 2 on: that of one row for each rank would become a number while it is traced.
+    And where a length is a number, that of the part is one: Dynamo makes symbols of both where each has changed, so of
+    the part alone where a tensor of the same size is split otherwise.
     """
     sharding = told.sharding if isinstance(told, TurnedSharding) else told
+    if len(part) != len(shape):
+        return shape
+    for n, held in zip(shape, part, strict=True):
+        if type(n) is int and type(held) is not int:
+            int(held)
     for dim, axes in sharding.splits.items():
-        n, held = shape[dim], part[dim] if len(part) == len(shape) else None
+        n, held = shape[dim], part[dim]
         if type(n) is int or type(held) is not int:
             continue
         if expected(n) == held * math.prod([sharding.mesh.shape[a] for a in axes]):
