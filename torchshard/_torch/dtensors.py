@@ -68,6 +68,44 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(x) or x.is_meta
 
 
+def notes_of_trace() -> dict[Any, Any] | None:
+    """Where to keep what is known of the tensors of the graph that is recorded now, as long as that lasts.
+
+    (torch.fx.experimental.proxy_tensor.get_proxy_mode, 2.11-2.15.) None where no graph is, or none that could tell.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    tracer = getattr(get_proxy_mode(), "tracer", None)
+    return None if tracer is None else vars(tracer).setdefault("_torchshard_notes", {})
+
+
+def traced_value(x: Tensor) -> Tensor | None:
+    """What a tensor is in the graph that is recorded now, until it is written to; None where the graph has writes.
+
+    (torch._sync, torch._from_functional_tensor, 2.11-2.15.)
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if not isinstance(x, FunctionalTensor):
+        return None
+    torch._sync(x)  # type: ignore[attr-defined, no-untyped-call]
+    return torch._from_functional_tensor(x.elem)
+
+
+def standing_for(value: Tensor) -> Tensor:
+    """A tensor with this value in the graph, to which writing changes no other (2.11-2.15)."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FunctionalTensor.to_functional(value)
+
+
+def recomputed_region() -> tuple[Any, Any]:
+    """Which checkpointed region of a graph is recorded now, and what it keeps (torch.fx.traceback, 2.11-2.15)."""
+    from torch.fx import traceback
+
+    return traceback.current_meta.get("ac_graph_id"), traceback.current_meta.get("recompute")
+
+
 def is_referred_to(x: Tensor) -> bool:
     """Whether more than a name of Python's holds a tensor, as views of it do (Tensor._use_count, 2.11-2.15)."""
     return bool(x._use_count() > 1)  # type: ignore[attr-defined]

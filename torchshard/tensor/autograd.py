@@ -36,6 +36,7 @@ from torchshard.tensor.layout import (
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.modes import replicates_plain_tensors
 from torchshard.tensor.pending import pending
+from torchshard.tensor.once import brought
 from torchshard.tensor.redistribute import (
     in_memory_order,
     moved,
@@ -67,6 +68,8 @@ class _Redistribute(torch.autograd.Function):
                 source.marks, source.assumed
             )
         layout = source if target is source.sharding else source.to(target)
+        if local is x._local_tensor and not async_op:
+            return wrap(brought(x, source, layout), moved(source, layout))
         move = redistribute_later if async_op else redistribute_local
         return wrap(move(local, source, layout), moved(source, layout))
 

@@ -13,7 +13,7 @@ torch calls the first entry of an operator itself, as a function of what `__torc
 A *plan* moves what has to be moved, calls the operator on local tensors and wraps the result:
 
     def plan(self, other):
-        return __new(__D, __fn(self._local_tensor, __move_other(other._local_tensor)), __out0, False)
+        return __new(__D, __fn(self._local_tensor, __move_other(other)), __out0, False)
 
 What is no argument begins with two underscores: an operator of a user's may have arguments of any name, D or fn.
 """
@@ -26,7 +26,7 @@ How = Literal["local", "move", "locals", "moves", "constant", "given"]
 
 _ARGUMENT: Mapping[How, str] = {
     "local": "{n}._local_tensor",
-    "move": "__move_{n}({n}._local_tensor)",
+    "move": "__move_{n}({n})",
     "locals": "[__t._local_tensor if __t.__class__ is __D else __t for __t in {n}]",
     "moves": "__move_{n}({n})",
     "constant": "__constant_{n}",

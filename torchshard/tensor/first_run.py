@@ -18,6 +18,7 @@ from torchshard.tensor.call import Call, Operand, lasting, run_on_meta
 from torchshard.tensor.codegen import Argument, How, plan_maker
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
+from torchshard.tensor.once import brought
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local, redistribute_together
 from torchshard.tensor.refusing import reading_first, refusing
 
@@ -145,7 +146,7 @@ class FirstRun:
         if not self.moves[0]:
             return None
         source, target = self.operands[0].layout.plain, self.targets[0]
-        return mover(self.operands[0].layout, target), mover(target, source)
+        return local_mover(self.operands[0].layout, target), local_mover(target, source)
 
     def _base_given(self, arguments: tuple[Argument, ...], bound: dict[str, Any]) -> tuple[Argument, ...]:
         """The arguments of a plan that is handed the moved first operand."""
@@ -294,11 +295,18 @@ def _lies_as_told(source: TensorLayout, target: TensorLayout) -> bool:
     return all(n <= 1 or a == b for n, a, b in zip(target.local_shape, whole, part, strict=True))
 
 
-def mover(source: TensorLayout, target: TensorLayout, reading: bool = False) -> Callable[[Tensor], Tensor]:
-    """A function of a local tensor that brings it to another layout; to be read only, if `reading` says so."""
+def mover(source: TensorLayout, target: TensorLayout, reading: bool = False) -> Callable[[DTensor], Tensor]:
+    """A function of a DTensor that gives its part in another layout; to be read only, if `reading` says so."""
+    if source.marks & TURNED:
+        return lambda x: in_memory_order(brought(x, source, target), source)
+    return lambda x: brought(x, source, target, reading)
+
+
+def local_mover(source: TensorLayout, target: TensorLayout) -> Callable[[Tensor], Tensor]:
+    """A function of a local tensor that brings it to another layout."""
     if source.marks & TURNED:
         return lambda x: in_memory_order(redistribute_local(x, source, target), source)
-    return lambda x: redistribute_local(x, source, target, reading)
+    return lambda x: redistribute_local(x, source, target)
 
 
 def list_mover(pairs: dict[int, tuple[TensorLayout, TensorLayout]]) -> Callable[[Sequence[Any]], list[Any]]:

@@ -10,7 +10,7 @@ from torchshard._torch import below_dispatch, is_view, operator_names
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor import guards
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.first_run import mover
+from torchshard.tensor.first_run import local_mover
 from torchshard.tensor.layout import SEVERED, TensorLayout, dense_stride, layout_for
 from torchshard.tensor.turning import cannot_turn
 
@@ -70,7 +70,7 @@ def _as_strided(
             fix="use indexing, unfold or expand; or as_strided on x.to_local() or x.full_tensor()",
         )
     whole = layout.to(layout.mesh.replicated())
-    local, window = guards.opened(x, (mover(layout, whole), mover(whole, layout)))
+    local, window = guards.opened(x, (local_mover(layout, whole), local_mover(whole, layout)))
     seen = func(local, size, stride, start + local.storage_offset())
     out = layout_for(whole.sharding, tuple(seen.shape), tuple(seen.stride()), seen.dtype)
     return wrap(seen, out) if func is aten.as_strided_copy.default else guards.sever(wrap(seen, out), window)
