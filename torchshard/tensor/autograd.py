@@ -35,8 +35,8 @@ from torchshard.tensor.layout import (
 )
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.modes import replicates_plain_tensors
-from torchshard.tensor.pending import pending
 from torchshard.tensor.once import brought
+from torchshard.tensor.pending import pending
 from torchshard.tensor.redistribute import (
     in_memory_order,
     moved,
