@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from tests.compiler.models import batch, loss_of
 from tests.compiler.trial import Trial, run_in_turn
@@ -37,6 +38,25 @@ def _gradients_from_outside_of_the_graph(answers):
         assert late[3][1:] == (4, 2, 0)  # after a new layout, those two are the hooks'
         assert twice[1:] == (0, 6, 0)  # two forwards outstanding: no bucket leaves before both are back
         assert after[1:] == (4, 2, 0)
+
+
+def _repeated(model, module, rank, size):
+    """Backwards within the backward bring gradients of b twice, when the graph's is there."""
+    x = torch.ones(2, 64, requires_grad=True)
+    loss = sum(checkpoint(module.b, x * k, use_reentrant=True).square().mean() for k in (1, 2))
+    return _plain(model, module, rank, size) + loss
+
+
+def _run_repeated(rank, world):
+    trial = Trial(rank, world)
+    return [trial.step(_plain) for _ in range(3)], trial.step(_repeated)
+
+
+def _gradients_that_come_twice(answers):
+    for plain, repeated in answers:
+        assert plain[2][1:] == (6, 0, 0)
+        assert repeated[0] < 1e-5
+        assert repeated[1:] == (6, 0, 2)
 
 
 def _run_hooks(rank, world):
@@ -194,6 +214,7 @@ TRIALS = {
     _run_settings_of_dynamo: _under_any_setting_of_dynamo,
     _run_without_private_ways: _hooks_reduce_where_nodes_cannot_be_told,
     _run_other_sources: _gradients_from_outside_of_the_graph,
+    _run_repeated: _gradients_that_come_twice,
     _run_hooks: _a_hook_of_the_user_sees_its_gradient,
     _run_partial: _partial_backwards,
     _run_one_rank_differs: _ranks_that_compile_at_different_times,

@@ -131,7 +131,8 @@ class Lending:
             return False
         param = self._reducer.params[index]
         if param.grad is not None:  # something came beside what the graph gave
-            self.late[index], param.grad = param.grad, None
+            came, param.grad = param.grad, None
+            self.late[index] = self.late[index] + came if index in self.late else came
             self._wish = self._wish or index not in self.shared
             self.shared.add(index)
         return True
