@@ -21,6 +21,9 @@ def run_collectives_once() -> bool:
       counts as a side effect, though nothing uses the result; and puts into forward what backward sends as soon as it
       is known there. So a collective of backward must be in backward, and one of forward that nothing uses is dropped
       from there.
+    - in the order of torch's autograd engine, backward begins where something reads a gradient: what it computes before
+      for nothing is dropped, and all else is moved to where it is read. So its first collective begins it, or an earlier
+      node.
     - default_partition drops collectives whose result nothing reads. So none is taken for such.
     - min-cut partitioning takes two collectives of equal operands for one, and operands of nothing, or of lengths that
       one rank's trace knows and another's does not, are equal on some ranks. So collectives are to it what random
@@ -54,6 +57,8 @@ def run_collectives_once() -> bool:
 
         setattr(partitioners, save.__name__, saved)
         partitioners.is_not_collective = lambda node: True
+    if (reorder := getattr(partitioners, "reordering_to_mimic_autograd_engine", None)) is not None:
+        setattr(partitioners, reorder.__name__, functools.wraps(reorder)(lambda module: _reordered(module, reorder)))
     if isinstance(apart := getattr(compile_utils, "rand_ops", None), list):
         compile_utils.rand_ops = _WithCollectives(apart)
     return True
@@ -107,6 +112,27 @@ def _drop_repeated(graph: torch.fx.Graph) -> None:
     graph.eliminate_dead_code(
         lambda node: node.meta.get(_PASS) == _BACKWARD if _is_collective(node) else node.is_impure()
     )
+
+
+def _reordered(module: torch.fx.GraphModule, reorder: Any) -> Any:
+    """Of a backward graph, of which torch keeps from the first node on that reads a gradient all as it is."""
+    graph = module.graph
+    gradients = (node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name)
+    collectives = (node for node in graph.nodes if _is_collective(node) and node.meta.get(_PASS) == _BACKWARD)
+    gradient, first = next(gradients, None), next(collectives, None)
+    if gradient is None or first is None:
+        return reorder(module)
+    with graph.inserting_before(first):
+        graph.call_function(_begin, (gradient,))
+    made = reorder(module)
+    for node in made.graph.find_nodes(op="call_function", target=_begin):
+        made.graph.erase_node(node)
+    made.recompile()
+    return made
+
+
+def _begin(gradient: Any) -> None:
+    """Where a backward graph begins, for a pass that looks for the first node that reads a gradient."""
 
 
 @functools.cache
