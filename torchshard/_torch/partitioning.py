@@ -22,8 +22,8 @@ def run_collectives_once() -> bool:
       is known there. So a collective of backward must be in backward, and one of forward that nothing uses is dropped
       from there.
     - in the order of torch's autograd engine, backward begins where something reads a gradient: what it computes before
-      for nothing is dropped, and all else is moved to where it is read. So its first collective begins it, or an earlier
-      node.
+      for nothing is dropped, and all else is moved to where it is read. So its first collective begins it, if nothing
+      does before.
     - default_partition drops collectives whose result nothing reads. So none is taken for such.
     - min-cut partitioning takes two collectives of equal operands for one, and operands of nothing, or of lengths that
       one rank's trace knows and another's does not, are equal on some ranks. So collectives are to it what random
