@@ -83,6 +83,28 @@ def squares_of_terms(x):
     return y.square().sum() + written(y, 0).square().sum()
 
 
+def two_checkpoints(x):
+    """Of what came, the rank without rows reads nothing; so what came first was moved behind what came second."""
+    x = checkpoint(lambda x: x.sin().square(), x, use_reentrant=False)
+    return checkpoint(lambda x: x[0].exp() * x, x, use_reentrant=False).square().sum()
+
+
+def terms_of_rows(x):
+    """All ranks but the first send zeros, and need not gather the rows to know them."""
+
+    def of_rows(x):
+        whole = x.sin().redistribute(placements=[Replicate()]).exp()
+        return whole.redistribute(placements=[Partial()]).square()
+
+    return checkpoint(of_rows, x, use_reentrant=False).square().sum()
+
+
+def softmax_behind(x):
+    """Inductor's softmax is of forward, as what it stands for, and not of what reads the checkpoint in backward."""
+    y = checkpoint(lambda x: x.redistribute(placements=[Replicate()]).exp(), x, use_reentrant=False)
+    return y.square().mean() + y.softmax(0).square().mean()
+
+
 CODED = ["cat", "cumsum", "in a checkpoint, softmax", "rows", "two softmaxes", "write"]
 
 
@@ -96,9 +118,12 @@ def test_in_the_order_of_the_code(name):
         assert others == [first] * (WORLD - 1)
 
 
-def test_what_backward_knows_before_a_gradient():
+@pytest.mark.parametrize(
+    ("function", "rows"), [(squares_of_terms, 5), (two_checkpoints, 4), (terms_of_rows, 5), (softmax_behind, 5)]
+)
+def test_what_is_zero_or_empty_on_some_ranks(function, rows):
     require("meshes in graphs")
-    first, *others = sent_by_code(WORLD, row_program(squares_of_terms, 5))
+    first, *others = sent_by_code(WORLD, row_program(function, rows))
     assert (len(first), any(first[1])) == (2, True)
     assert others == [first] * (WORLD - 1)
 
