@@ -5,9 +5,9 @@ import torch
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
-from tests.every_rank import sent_by_ranks
+from tests.every_rank import sent_by_code, sent_by_ranks
 from tests.older import require
-from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 WORLD, F = 3, torch.nn.functional
 
@@ -57,18 +57,124 @@ ALONG = {  # of x alone, along its split dim
 }
 
 
+def row_program(function, rows, gradients=True):
+    def program(rank):
+        mesh = init_device_mesh("cpu", (WORLD,))
+        x = distribute_tensor(torch.randn(rows, 4), mesh, [Shard(0)], src_data_rank=None)
+        return function, (x.requires_grad_(gradients),)
+
+    return program
+
+
 @pytest.mark.parametrize(("rows", "partition"), [(2, min_cut_rematerialization_partition), (5, default_partition)])
 def test_along_a_split_dim(rows, partition):
     require("meshes in graphs")
     differing = {}
     for name, function in ALONG.items():
-
-        def program(rank, function=function):
-            mesh = init_device_mesh("cpu", (WORLD,))
-            x = distribute_tensor(torch.randn(rows, 4), mesh, [Shard(0)], src_data_rank=None)
-            return function, (x.requires_grad_(),)
-
-        first, *others = sent_by_ranks(WORLD, program, partition)
+        first, *others = sent_by_ranks(WORLD, row_program(function, rows), partition)
         if len(first) != 2 or others != [first] * (WORLD - 1):
             differing[name] = first, *others
     assert not differing
+
+
+def squares_of_terms(x):
+    """What backward sends, it knows before there is a gradient; where nothing is held, it reads nothing of it."""
+    y = x.mean(0)
+    return y.square().sum() + written(y, 0).square().sum()
+
+
+def two_checkpoints(x):
+    """Of what came, the rank without rows reads nothing; so what came first was moved behind what came second."""
+    x = checkpoint(lambda x: x.sin().square(), x, use_reentrant=False)
+    return checkpoint(lambda x: x[0].exp() * x, x, use_reentrant=False).square().sum()
+
+
+def terms_of_rows(x):
+    """All ranks but the first send zeros, and need not gather the rows to know them."""
+
+    def of_rows(x):
+        whole = x.sin().redistribute(placements=[Replicate()]).exp()
+        return whole.redistribute(placements=[Partial()]).square()
+
+    return checkpoint(of_rows, x, use_reentrant=False).square().sum()
+
+
+def softmax_behind(x):
+    """Inductor's softmax is of forward, as what it stands for, and not of what reads the checkpoint in backward."""
+    y = checkpoint(lambda x: x.redistribute(placements=[Replicate()]).exp(), x, use_reentrant=False)
+    return y.square().mean() + y.softmax(0).square().mean()
+
+
+CODED = ["cat", "cumsum", "in a checkpoint, softmax", "rows", "two softmaxes", "write"]
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_in_the_order_of_the_code(name):
+    require("meshes in graphs")
+    for gradients in (True, False):
+        first, *others = sent_by_code(WORLD, row_program(ALONG[name], 2, gradients))
+        assert len(first) == 1 + gradients
+        assert any(first)
+        assert others == [first] * (WORLD - 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "rows"), [(squares_of_terms, 5), (two_checkpoints, 4), (terms_of_rows, 5), (softmax_behind, 5)]
+)
+def test_what_is_zero_or_empty_on_some_ranks(function, rows):
+    require("meshes in graphs")
+    first, *others = sent_by_code(WORLD, row_program(function, rows))
+    assert (len(first), any(first[1])) == (2, True)
+    assert others == [first] * (WORLD - 1)
+
+
+@pytest.mark.parametrize("name", ["cat", "layer_norm"])
+def test_backward_code_knows_lengths_of_parts(name):
+    """On ranks with two rows these are symbols; on the one with a single row they are numbers."""
+    require("meshes in graphs")
+    first, *others = sent_by_code(WORLD, row_program(ALONG[name], 5), dynamic=True)
+    assert (len(first), any(first)) == (2, True)
+    assert others == [first] * (WORLD - 1)
+
+
+def square(x):
+    return x.unflatten(0, (1, -1))
+
+
+def product(x):
+    return x.flatten(0, 1).amax(1)
+
+
+@pytest.mark.parametrize(("function", "shape"), [(square, (1, 2, 2)), (product, (2, 5, 2))])
+def test_powers_and_products_of_lengths(function, shape):
+    require("meshes in graphs")
+
+    def program(rank):
+        x = distribute_tensor(torch.randn(shape), init_device_mesh("cpu", (WORLD,)), [Shard(0)], src_data_rank=None)
+        return function, (x.requires_grad_(),)
+
+    first, *others = sent_by_ranks(WORLD, program, default_partition, dynamic=True)
+    assert len(first) == 2
+    assert others == [first] * (WORLD - 1)
+
+
+def settled_later(x, y):
+    """What torch asks of lengths when it traces, and not before, settles that of the result on ranks with elements."""
+    z = x * 2
+    z.sin()
+    y.topk(1, 0)
+    return z
+
+
+def test_a_result_of_a_length_that_its_trace_settles():
+    require("meshes in graphs")
+
+    def program(rank):
+        mesh = init_device_mesh("cpu", (2, 3))
+        x = distribute_tensor(torch.randn(1, 3), mesh, [Shard(0), Partial()], src_data_rank=None).detach()
+        y = distribute_tensor(torch.randn(1, 3), mesh, [Shard(0), Shard(0)], src_data_rank=None)
+        return settled_later, (x.requires_grad_(), y)
+
+    found = sent_by_ranks(6, program, min_cut_rematerialization_partition, dynamic=True)
+    assert [len(graphs) for graphs in found] == [2] * 6
+    assert len({len(graph) for graphs in found for graph in graphs[:1]}) == 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchshard._torch.finding import find, find_once, has_fast_paths
 from torchshard._torch.frames import skip_alone
+from torchshard._torch.lengths import bind_lengths_of_parts, record_lengths, return_lengths_as_looked_at
 
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
@@ -187,6 +188,9 @@ def mend_trace(n: Any) -> None:
     evaluate = getattr(shapes, "evaluate_guards_expression", None)
     if evaluate is not None and not isinstance(evaluate, _OfKnownInputs):
         shapes.evaluate_guards_expression = _OfKnownInputs(evaluate)
+    record_lengths()
+    bind_lengths_of_parts()
+    return_lengths_as_looked_at()
     mend_strides_of_results()
 
 
