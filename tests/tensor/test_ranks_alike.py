@@ -10,6 +10,7 @@ from tests.older import require
 from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 WORLD, F = 3, torch.nn.functional
+ALL_REDUCE = ("all_reduce_", (0, 1, 2), torch.float32, [4])
 
 
 def again(function):
@@ -105,6 +106,35 @@ def softmax_behind(x):
     return y.square().mean() + y.softmax(0).square().mean()
 
 
+def columns_in_a_checkpoint(x):
+    """The gradient of layer_norm reads nothing where nothing is held, so nothing was received for it once more."""
+    y = checkpoint(lambda x: F.layer_norm(x.mT, x.shape[:1]).square(), x, use_reentrant=False)
+    return y[:-1].exp().square().sum() + y.sum()
+
+
+def read_outside(x):
+    """What reads a checkpoint's result runs backward first: it had that made once more, before others on some ranks."""
+    y = checkpoint(lambda x: x[0].exp() * x, x, use_reentrant=False)
+    z = y[:-1].exp()
+
+    def whole_and_back(x):
+        whole = x.sin().redistribute(placements=[Replicate()]).exp()
+        return whole.redistribute(placements=[Shard(0)]).square()
+
+    return y.square().mean() + (checkpoint(whole_and_back, z, use_reentrant=False) - z).square().mean()
+
+
+def received_and_read_outside(x):
+    """What was received is read by the gradient of the checkpoint and, but for one rank, by what is behind it."""
+
+    def received(x):
+        whole = x.sin().redistribute(placements=[Replicate()])
+        return whole.exp() * whole, whole
+
+    y, whole = checkpoint(received, x, use_reentrant=False)
+    return y.square().sum() + (whole.redistribute(placements=[Shard(0)]).exp() * x).square().sum()
+
+
 CODED = ["cat", "cumsum", "in a checkpoint, softmax", "rows", "two softmaxes", "write"]
 
 
@@ -119,13 +149,32 @@ def test_in_the_order_of_the_code(name):
 
 
 @pytest.mark.parametrize(
-    ("function", "rows"), [(squares_of_terms, 5), (two_checkpoints, 4), (terms_of_rows, 5), (softmax_behind, 5)]
+    ("function", "rows"),
+    [
+        (squares_of_terms, 5),
+        (two_checkpoints, 4),
+        (terms_of_rows, 5),
+        (softmax_behind, 5),
+        (columns_in_a_checkpoint, 1),
+        (read_outside, 3),
+        (received_and_read_outside, 2),
+    ],
 )
 def test_what_is_zero_or_empty_on_some_ranks(function, rows):
     require("meshes in graphs")
     first, *others = sent_by_code(WORLD, row_program(function, rows))
     assert (len(first), any(first[1])) == (2, True)
     assert others == [first] * (WORLD - 1)
+
+
+def test_a_checkpoint_does_not_send_again_what_no_gradient_reads():
+    require("meshes in graphs")
+
+    def program(x):
+        y = checkpoint(lambda x: x.sin().sum(0).redistribute(placements=[Replicate()]), x, use_reentrant=False)
+        return y.square().sum()
+
+    assert sent_by_code(WORLD, row_program(program, 2)) == [[[ALL_REDUCE], []]] * WORLD
 
 
 @pytest.mark.parametrize("name", ["cat", "layer_norm"])

@@ -4,10 +4,19 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
 
 from torchshard._torch.frames import skip_alone
 from torchshard._torch.operators import outside_of_traces
+from torchshard._torch.recomputing import (
+    FORWARD,
+    LATER,
+    PASS,
+    RECOMPUTED,
+    is_collective,
+    mark_read,
+    read_alike,
+    save_received,
+)
 
 
 @functools.cache
@@ -29,14 +38,15 @@ def run_collectives_once() -> bool:
       one rank's trace knows and another's does not, are equal on some ranks. So collectives are to it what random
       operators are, each one of its own.
 
-    What a checkpoint computes once more is computed in backward, with its collectives up to the last that gradients
-    read: min-cut partitioning would do what does without them in forward where that is small, as on a rank without
-    elements, and where inductor finds zeros or nothing to read them, drop them or move them behind others.
+    What a checkpoint computes once more is computed in backward, with its collectives up to the last that its gradients
+    read, in one place: min-cut partitioning would do what does without them in forward where that is small, as on a
+    rank without elements, where inductor finds zeros or nothing to read them, drop them or move them behind others, and
+    bring them before others where something else reads what was made of them; that is saved.
     (torch._functorch.partitioners, torch._functorch.compile_utils.rand_ops,
     torch._functorch._aot_autograd.graph_compile.aot_dispatch_autograd_graph, 2.11-2.15)
     """
     from torch._functorch import compile_utils, partitioners
-    from torch._functorch._aot_autograd import graph_compile
+    from torch._functorch._aot_autograd import graph_capture_wrappers, graph_compile
 
     extract = partitioners._extract_graph_with_inputs_outputs
     save = getattr(partitioners, "force_save_collectives", None)
@@ -62,6 +72,8 @@ def run_collectives_once() -> bool:
         partitioners.is_not_collective = lambda node: True
     if (capture := getattr(graph_compile, "aot_dispatch_autograd_graph", None)) is not None:
         setattr(graph_compile, capture.__name__, _captured(capture))
+    if (begin := getattr(graph_capture_wrappers, "setup_stacktrace_preservation_hooks", None)) is not None:
+        setattr(graph_capture_wrappers, begin.__name__, _marked(begin))
     if (reorder := getattr(partitioners, "reordering_to_mimic_autograd_engine", None)) is not None:
         setattr(partitioners, reorder.__name__, functools.wraps(reorder)(lambda module: _reordered(module, reorder)))
     if isinstance(apart := getattr(compile_utils, "rand_ops", None), list):
@@ -76,9 +88,7 @@ class _WithCollectives(list[Any]):
         return str(packet).startswith("_c10d_functional.") or super().__contains__(packet)
 
 
-_PASS, _FORWARD, _LATER = "partitioner_tag", "is_forward", "is_backward"  # what AOTAutograd writes to nodes
-_BACKWARD, _CHECKPOINT, _NEVER = "must_be_in_backward", "ac_graph_id", 1 << 62
-_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_BACKWARD = "must_be_in_backward"
 
 
 def _repeats(extract: Any) -> bool:
@@ -91,67 +101,21 @@ def _repeats(extract: Any) -> bool:
     )
     product = graph.call_function(torch.ops.aten.mul.Tensor, (x, gradient))
     graph.output((product,))
-    return any(map(_is_collective, extract(graph, [x, gradient], [product], [None], "backward").nodes))
-
-
-def _is_collective(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) == "_c10d_functional"
+    return any(map(is_collective, extract(graph, [x, gradient], [product], [None], "backward").nodes))
 
 
 def _keep_in_backward(graph: torch.fx.Graph) -> None:
     """Of a joint graph, also one in which inductor has replaced nodes, which are then marked as neither pass."""
-    if any(node.meta.get(_PASS) == _FORWARD for node in graph.nodes):
-        later = set[torch.fx.Node]()
+    if any(node.meta.get(PASS) == FORWARD for node in graph.nodes):
+        later = dict[torch.fx.Node, None]()
         for node in graph.nodes:
-            tag = node.meta.get(_PASS)
-            if tag in (_LATER, _BACKWARD) or (tag is None and not later.isdisjoint(node.all_input_nodes)):
-                later.add(node)
-                if _is_collective(node) or _reads_recomputed(node):
-                    node.meta[_PASS] = _BACKWARD
-
-
-def _read_alike(graph: torch.fx.Graph) -> None:
-    """Of a joint graph as it was traced, before inductor finds out what is zero or empty here.
-
-    All of forward is marked as such, but of backward not what an autograd.Function traced. And what a checkpoint sends
-    once more, up to the last that gradients read, is read where its backward begins, whatever becomes of other nodes
-    that read it: so each rank sends it, and there.
-    """
-    tagged = any(node.meta.get(_PASS) == _FORWARD for node in graph.nodes)
-    backward = [n for n in graph.nodes if n.op == "call_function" and n.meta.get(_PASS) in (None, _LATER)]
-    if not tagged or not backward:
-        return
-    for node in backward:
-        node.meta[_PASS] = _LATER
-    read = set[torch.fx.Node]()
-    reached = [given for node in backward for given in node.all_input_nodes]
-    while reached:
-        node = reached.pop()
-        saved = any(_is_later_checkpoint(user, node) for user in node.users)
-        if node not in read and _is_recomputed(node) and not saved:
-            read.add(node)
-            reached += node.all_input_nodes
-    last = dict[int, int]()
-    for node in graph.nodes:
-        if node.meta.get(_PASS) == _FORWARD and _CHECKPOINT in node.meta and "seq_nr" in node.meta:
-            last[node.meta[_CHECKPOINT]] = max(last.get(node.meta[_CHECKPOINT], 0), node.meta["seq_nr"])
-    waits = graph.find_nodes(op="call_function", target=_wait())
-    for region in sorted(last, reverse=True):
-        own = [node for node in waits if _is_recomputed(node) and node.meta.get(_CHECKPOINT) == region]
-        while own and own[-1] not in read:
-            own.pop()
-        first = next((node for node in backward if _begins(node, region, last[region], read)), None)
-        if first is not None:
-            with graph.inserting_before(first):
-                for node in own:
-                    reader = graph.call_function(_wait(), (node,))
-                    reader.meta.update({"val": node.meta.get("val"), _PASS: _LATER, "seq_nr": last[region]})
-
-
-def _begins(node: torch.fx.Node, region: int, last: int, read: set[torch.fx.Node]) -> bool:
-    """Whether the backward of a checkpoint begins here at the latest."""
-    reads = any(given in read and given.meta.get(_CHECKPOINT) == region for given in node.all_input_nodes)
-    return reads or node.meta.get("seq_nr", _NEVER) <= last
+            tag = node.meta.get(PASS)
+            if tag in (LATER, _BACKWARD) or (tag is None and not later.keys().isdisjoint(node.all_input_nodes)):
+                later[node] = None
+        save_received(graph, later)
+        for node in later:
+            if is_collective(node) or _reads_recomputed(node):
+                node.meta[PASS] = _BACKWARD
 
 
 def _captured(capture: Any) -> Any:
@@ -160,37 +124,33 @@ def _captured(capture: Any) -> Any:
         made = capture(*args, **kwargs)
         for part in made if isinstance(made, tuple) else (made,):
             if isinstance(part, torch.fx.GraphModule):
-                _read_alike(part.graph)
+                read_alike(part.graph)
                 part.recompile()
         return made
 
     return captured
 
 
-def _wait() -> Any:
-    return torch.ops._c10d_functional.wait_tensor.default
+def _marked(begin: Any) -> Any:
+    @functools.wraps(begin)
+    def marked(roots: list[Any]) -> Any:
+        mark_read(roots)
+        return begin(roots)
 
-
-def _is_recomputed(node: torch.fx.Node) -> bool:
-    return node.meta.get(_PASS) == _FORWARD and node.meta.get("recompute") in _RECOMPUTED
-
-
-def _is_later_checkpoint(user: torch.fx.Node, node: torch.fx.Node) -> bool:
-    """Whether a later checkpoint reads a tensor, which is saved for it."""
-    return _is_recomputed(user) and user.meta.get(_CHECKPOINT, -1) > node.meta.get(_CHECKPOINT, _NEVER)
+    return marked
 
 
 def _reads_recomputed(node: torch.fx.Node) -> bool:
     """Whether a checkpoint says that what this tensor is made of is computed once more, in backward."""
     if node.op != "call_function" or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return False
-    return any(operand.meta.get("recompute") in _RECOMPUTED for operand in node.all_input_nodes)
+    return any(operand.meta.get("recompute") in RECOMPUTED for operand in node.all_input_nodes)
 
 
 def _drop_repeated(graph: torch.fx.Graph) -> None:
     """With what makes operands of them alone, which may be collectives again."""
     graph.eliminate_dead_code(
-        lambda node: node.meta.get(_PASS) == _BACKWARD if _is_collective(node) else node.is_impure()
+        lambda node: node.meta.get(PASS) == _BACKWARD if is_collective(node) else node.is_impure()
     )
 
 
@@ -198,7 +158,7 @@ def _reordered(module: torch.fx.GraphModule, reorder: Any) -> Any:
     """Of a backward graph, of which torch keeps from the first node on that reads a gradient all as it is."""
     graph = module.graph
     gradients = (node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name)
-    collectives = (node for node in graph.nodes if _is_collective(node) and node.meta.get(_PASS) == _BACKWARD)
+    collectives = (node for node in graph.nodes if is_collective(node) and node.meta.get(PASS) == _BACKWARD)
     gradient, first = next(gradients, None), next(collectives, None)
     if gradient is None or first is None:
         return reorder(module)
