@@ -25,7 +25,7 @@ def brought(x: DTensor, source: TensorLayout, target: TensorLayout, reading: boo
     if type(local) is Tensor or source.sharding is target.sharding:
         return redistribute_local(local, source, target, reading)
     notes = notes_of_trace()
-    name = None if notes is None else _name(x, target)
+    name = None if notes is None else _name(x, source, target)
     if notes is None or name is None:
         return redistribute_local(local, source, target, reading)
     known = notes.get(name)
@@ -43,7 +43,7 @@ def _base(x: DTensor) -> Any:
     return x if x._base is None else x._base
 
 
-def _name(x: DTensor, target: TensorLayout) -> Hashable | None:
+def _name(x: DTensor, source: TensorLayout, target: TensorLayout) -> Hashable | None:
     """What two DTensors have in common whose parts stand for the same, in a graph that is run alike; None: nothing.
 
     A view is known by its base, where it has all elements of it: by where they lie, which is the same on every rank if
@@ -54,11 +54,12 @@ def _name(x: DTensor, target: TensorLayout) -> Hashable | None:
         return None
     seen: Hashable = None
     if base is not x:
-        layouts = x._spec, base._spec
+        layouts = source, base._spec
         if not all(type(n) is int for layout in layouts for n in (*layout.shape, *layout.stride)):
             return None
         dense = all(layout.stride == dense_stride(layout.shape, layout.stride) for layout in layouts)
         if not dense or x.numel() != base.numel() or x.dtype is not base.dtype or x.is_complex():
             return None
-        seen = x._spec
-    return id(base), base._version, seen, target.sharding, in_backward(), *recomputed_region()
+        seen = source
+    moved = source.sharding, target.sharding
+    return id(base), base._version, seen, moved, in_backward(), *recomputed_region()
