@@ -65,16 +65,16 @@ CASES = {  # how often x is made whole, forward and backward
 def given(mesh, rows):
     torch.manual_seed(0)
     values = [torch.randn(rows, WIDTH), *[torch.randn(WIDTH, 40 * WIDTH) for _ in range(3)]]
-    if rows == WIDTH:
-        values[1:] = [w.clone() for w in values[1:]]
     return values, [
         distribute_tensor(x, mesh, [place], src_data_rank=None).requires_grad_()
         for x, place in zip(values, [Shard(0), *[Shard(1)] * 3], strict=True)
     ]
 
 
-@pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
-@pytest.mark.parametrize("rows", [WIDTH, 5, 2])
+@pytest.mark.parametrize(
+    ("rows", "partition"),
+    [(WIDTH, default_partition), (5, min_cut_rematerialization_partition), (2, min_cut_rematerialization_partition)],
+)
 def test_ranks_gather_once(rows, partition):
     require("meshes in graphs")
     found, expected = {}, {}
@@ -92,18 +92,18 @@ def test_ranks_gather_once(rows, partition):
     assert found == expected
 
 
-def compare(rank, world, backend):
+def compare(rank, world):
     mesh, errors = init_device_mesh("cpu", (world,)), {}
     for rows in (WIDTH, 5, 2):
         for name, (function, _, _) in CASES.items():
-            if name == "transposed" and rows != WIDTH:
+            if (name == "transposed") != (rows == WIDTH):
                 continue
             torch._dynamo.reset()
             values, split = given(mesh, rows)
             for x in values:
                 x.requires_grad_()
             eager = [x.detach().requires_grad_() for x in split]
-            got = torch.compile(function, backend=backend, fullgraph=True)(*split)
+            got = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)(*split)
             want = function(*eager)
             for y in (got, want):
                 y.redistribute(placements=[Replicate()]).square().mean().backward()
@@ -112,7 +112,6 @@ def compare(rank, world, backend):
     return errors
 
 
-@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition"])
-def test_values_and_gradients(backend):
-    for errors in run_ranks(WORLD, compare, backend, timeout=280):
+def test_values_and_gradients():
+    for errors in run_ranks(WORLD, compare, timeout=280):
         assert {case: error for case, error in errors.items() if not error < 1e-5} == {}
