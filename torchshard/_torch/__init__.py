@@ -56,7 +56,6 @@ from torchshard._torch.dtensors import (
     number,
     portable_constructor,
     real_object,
-    recomputed_region,
     renewed,
     root_mesh,
     standing_for,
@@ -150,6 +149,7 @@ from torchshard._torch.operators import (
 )
 from torchshard._torch.partitioning import expect_gradients_of_written, fill_unused_results, run_collectives_once
 from torchshard._torch.pieces import compile_pieces
+from torchshard._torch.recomputing import recomputed_region
 from torchshard._torch.regions import (
     crosses,
     example_of,

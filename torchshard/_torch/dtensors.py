@@ -100,13 +100,6 @@ def standing_for(value: Tensor) -> Tensor:
     return FunctionalTensor.to_functional(value)
 
 
-def recomputed_region() -> tuple[Any, Any]:
-    """Which checkpointed region of a graph is recorded now, and what it keeps (torch.fx.traceback, 2.11-2.15)."""
-    from torch.fx import traceback
-
-    return traceback.current_meta.get("ac_graph_id"), traceback.current_meta.get("recompute")
-
-
 def is_referred_to(x: Tensor) -> bool:
     """Whether more than a name of Python's holds a tensor, as views of it do (Tensor._use_count, 2.11-2.15)."""
     return bool(x._use_count() > 1)  # type: ignore[attr-defined]

@@ -12,6 +12,13 @@ RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 _CHECKPOINT, _NUMBER, _READ, _NEVER = "ac_graph_id", "seq_nr", "read_by_gradients", 1 << 62
 
 
+def recomputed_region() -> tuple[Any, Any]:
+    """Which checkpointed region of a graph is recorded now, and what it keeps (torch.fx.traceback, 2.11-2.15)."""
+    from torch.fx import traceback
+
+    return traceback.current_meta.get(_CHECKPOINT), traceback.current_meta.get("recompute")
+
+
 def mark_read(roots: list[Any]) -> None:
     """Mark what checkpoints received before the last of their operators that saves tensors for its gradient.
 
@@ -22,16 +29,17 @@ def mark_read(roots: list[Any]) -> None:
 
     mode = get_proxy_mode()
     nodes = [] if mode is None else [node for node in mode.tracer.graph.nodes if _CHECKPOINT in node.meta]
+    received = [node for node in nodes if node.target is _wait()]
+    if not received:
+        return
     last = dict[int, int]()
     for node in nodes:
         region = node.meta[_CHECKPOINT]
         last[region] = max(last.get(region, 0), node.meta.get(_NUMBER, 0))
-    if nodes:
-        saving = {node._sequence_nr() for node in _behind(roots) if _saves(node)}
-        for node in nodes:
-            if node.target is _wait():
-                first = node.meta.get(_NUMBER, 0)
-                node.meta[_READ] = any(first <= number <= last[node.meta[_CHECKPOINT]] for number in saving)
+    saving = {node._sequence_nr() for node in _behind(roots) if _saves(node)}
+    for node in received:
+        first = node.meta.get(_NUMBER, 0)
+        node.meta[_READ] = any(first <= number <= last[node.meta[_CHECKPOINT]] for number in saving)
 
 
 def _behind(roots: list[Any]) -> Iterator[Any]:

@@ -68,10 +68,13 @@ class _Redistribute(torch.autograd.Function):
                 source.marks, source.assumed
             )
         layout = source if target is source.sharding else source.to(target)
-        if local is x._local_tensor and not async_op:
-            return wrap(brought(x, source, layout), moved(source, layout))
-        move = redistribute_later if async_op else redistribute_local
-        return wrap(move(local, source, layout), moved(source, layout))
+        if async_op:
+            part = redistribute_later(local, source, layout)
+        elif local is x._local_tensor:
+            part = brought(x, source, layout)
+        else:
+            part = redistribute_local(local, source, layout)
+        return wrap(part, moved(source, layout))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
