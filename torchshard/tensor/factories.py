@@ -1,7 +1,7 @@
 """DTensors from nothing: the factories of torch.distributed.tensor, with two more."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,17 @@ from torchshard.tensor.redistribute import redistribute_local
 Placements = Sequence[TorchPlacement] | None
 
 
-def zeros(*size: Any, **options: Any) -> DTensor:
+class Options(TypedDict, total=False):
+    """What every factory takes by name."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    device_mesh: DeviceMesh | None
+    placements: Placements
+
+
+def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
     """A DTensor of zeros.
 
     Args:
@@ -35,22 +45,22 @@ def zeros(*size: Any, **options: Any) -> DTensor:
     return _made(_filled, "zeros", size, (), **options)
 
 
-def ones(*size: Any, **options: Any) -> DTensor:
+def ones(*size: Any, **options: Unpack[Options]) -> DTensor:
     """A DTensor of ones; arguments as of `zeros`."""
     return _made(_filled, "ones", size, (), **options)
 
 
-def empty(*size: Any, **options: Any) -> DTensor:
+def empty(*size: Any, **options: Unpack[Options]) -> DTensor:
     """A DTensor whose values are not set; arguments as of `zeros`."""
     return _made(_filled, "empty", size, (), **options)
 
 
-def full(size: Any, fill_value: Any, **options: Any) -> DTensor:
+def full(size: Any, fill_value: Any, **options: Unpack[Options]) -> DTensor:
     """A DTensor that holds `fill_value` everywhere; other arguments as of `zeros`."""
     return _made(_filled, "full", (size,), (fill_value,), **options)
 
 
-def rand(*size: Any, **options: Any) -> DTensor:
+def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Uniform random numbers from [0, 1), the same for every placement; arguments as of `zeros`.
 
     The numbers are those that the first rank of the mesh would draw alone; every rank's generator moves on as its does.
@@ -58,17 +68,17 @@ def rand(*size: Any, **options: Any) -> DTensor:
     return _made(_random, "rand", size, (), **options)
 
 
-def randn(*size: Any, **options: Any) -> DTensor:
+def randn(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Normal random numbers, the same for every placement; see `rand`."""
     return _made(_random, "randn", size, (), **options)
 
 
-def linspace(start: float, end: float, steps: int, **options: Any) -> DTensor:
+def linspace(start: float, end: float, steps: int, **options: Unpack[Options]) -> DTensor:
     """`steps` numbers from `start` to `end`, evenly spaced; options as of `zeros`."""
     return _made(_cut, "linspace", (steps,), (start, end, steps), **options)
 
 
-def logspace(start: float, end: float, steps: int, base: float = 10.0, **options: Any) -> DTensor:
+def logspace(start: float, end: float, steps: int, base: float = 10.0, **options: Unpack[Options]) -> DTensor:
     """`steps` numbers from base**start to base**end, evenly spaced on a logarithmic scale; options as of `zeros`."""
     return _made(_cut, "logspace", (steps,), (start, end, steps, base), **options)
 
