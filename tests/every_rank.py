@@ -31,7 +31,7 @@ def sent_by_ranks(world, program, partition, **options):
 
     def backend(graphs):
         def keep(module, _inputs):
-            graphs.append([_sent(node) for node in module.graph.nodes if _is_collective(node.target)])
+            graphs.append([_sent(node) for node in _nodes(module) if _is_collective(node.target)])
             return _stop
 
         return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
@@ -68,6 +68,13 @@ def _graphs_of(rank, world, program, backend, options):
     finally:
         dist.destroy_process_group()
     return graphs
+
+
+def _nodes(module):
+    """Of a graph, and of those that its operators call."""
+    for part in module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            yield from part.graph.nodes
 
 
 def _stop(*_values):

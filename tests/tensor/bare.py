@@ -38,6 +38,12 @@ def calls():
     yield aten.count_nonzero.dim_IntList, (m, [0]), {}
     yield aten.reshape.default, (x, [4, 5]), {}
     yield aten.squeeze_copy.dims, (_floats(5, 1, 4), [1]), {}
+    yield from [(op, (x, 1, 1), {}) for op in (aten.select_copy.int, aten.slice_copy.Tensor, aten.split_copy.Tensor)]
+    yield from [(op, (x,), {}) for op in (aten._neg_view_copy.default, aten.detach_copy.default)]
+    yield from [(op, (c,), {}) for op in (aten._conj_copy.default, aten.view_as_real_copy.default)]
+    yield aten.view_as_complex_copy.default, (_floats(5, 4, 2),), {}
+    yield aten.lift_fresh_copy.default, (x,), {}
+    yield aten.view_copy.dtype, (x, torch.int32), {}
     yield aten.unsafe_split_with_sizes.default, (x, [2, 3]), {}
     for op in (aten.channel_shuffle.default, aten.native_channel_shuffle.default):
         yield op, (_floats(5, 4, 2, 2), 2), {}

@@ -120,7 +120,13 @@ from torchshard._torch.inductor import (
     trace_backward,
 )
 from torchshard._torch.isolating import as_if_uncompiled, no_trace_in_dynamo
-from torchshard._torch.nested import attend_with, nest_in_place, print_parts
+from torchshard._torch.nested import (
+    find_memory_of_parts,
+    keep_operands_of_functions,
+    nest_in_place,
+    operate_with,
+    print_parts,
+)
 from torchshard._torch.operators import (
     below_autograd,
     below_dispatch,
@@ -191,7 +197,6 @@ __all__ = [
     "aliasing",
     "as_if_uncompiled",
     "asked",
-    "attend_with",
     "backend_by_name",
     "base_of",
     "below_autograd",
@@ -220,6 +225,7 @@ __all__ = [
     "expected",
     "exported_whole",
     "fill_unused_results",
+    "find_memory_of_parts",
     "flatten",
     "fsdp_extension_base",
     "fsdp_names",
@@ -265,6 +271,7 @@ __all__ = [
     "is_view",
     "is_watched",
     "keep_metadata",
+    "keep_operands_of_functions",
     "lacks_fake",
     "leaf_of_gradient",
     "leaves_of",
@@ -294,6 +301,7 @@ __all__ = [
     "notes_of_trace",
     "number",
     "one_operator",
+    "operate_with",
     "operator_in",
     "operator_names",
     "outside_of_traces",

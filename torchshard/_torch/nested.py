@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchshard._torch.finding import find
 from torchshard._torch.operators import outside_of_traces
@@ -38,20 +39,22 @@ def nest_in_place(kind: type) -> bool:
 
 
 @functools.cache
-def attend_with(kind: type, attention: Callable[..., Any]) -> bool:
-    """Have this class among the operands of torch.nn.attention.flex_attention, which knows no wrapper subclasses.
+def operate_with(kind: type, name: str, function: Callable[..., Any]) -> bool:
+    """Have this class among the operands of an operator that calls functions, and knows no wrapper subclasses.
 
     Args:
         kind: the class.
-        attention: takes torch's operator, for plain tensors, and what that takes.
+        name: of the operator.
+        function: takes torch's operator, for plain tensors, and what that takes.
 
     Returns:
-        Whether torch can be told (torch.ops.higher_order.flex_attention, 2.11-2.15).
+        Whether torch can be told
+        (torch.ops.higher_order: flex_attention, cond, while_loop, scan, map_impl, 2.11-2.15).
     """
-    operator = find("ops.higher_order.flex_attention")
+    operator = find(f"ops.higher_order.{name}")
     if not _has_kernels(operator):
         return False
-    _add_kernel(operator, kind, functools.partial(attention, operator))
+    _add_kernel(operator, kind, functools.partial(function, operator))
     return True
 
 
@@ -60,18 +63,36 @@ def _has_kernels(operator: Any) -> bool:
 
 
 def _add_kernel(operator: Any, kind: type, kernel: Callable[..., Any]) -> None:
-    """One that runs where a class is among the operands, also where they require gradients: in place of torch's there,
-    which would make a backward of its own.
+    """One that runs where a class is among the operands: in place of torch's also where they require gradients, which
+    would make a backward of its own, and in modes, which take all tensors for plain ones.
     """
     key = torch._C.DispatchKey.Autograd
     otherwise = operator.py_kernels[key]
 
     @functools.wraps(otherwise)
     def chosen(*operands: Any, **also: Any) -> Any:
-        return (kernel if kind in map(type, operands) else otherwise)(*operands, **also)
+        return (kernel if _among(kind, operands) else otherwise)(*operands, **also)
 
     operator.py_impl(kind)(kernel)
     operator.py_kernels[key] = chosen
+    for mode, handler in operator.python_key_table.items():
+        if issubclass(mode, TorchDispatchMode):
+            operator.python_key_table[mode] = _left(kind, handler)
+
+
+def _left(kind: type, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """What a mode does with an operator, where a class is not among the operands."""
+
+    @functools.wraps(handler)
+    def plain(mode: Any, *operands: Any, **also: Any) -> Any:
+        return NotImplemented if _among(kind, operands) else handler(mode, *operands, **also)
+
+    return plain
+
+
+def _among(kind: type, operands: tuple[Any, ...]) -> bool:
+    lists = [x if isinstance(x, (list, tuple)) else (x,) for x in operands]
+    return any(kind in map(type, x) for x in lists)
 
 
 def _call_anew(kind: type) -> None:
@@ -92,6 +113,56 @@ def _call_anew(kind: type) -> None:
         return bool(reusable(tx, made, *about, **also))
 
     setattr(dynamo, reusable.__name__, plain_and_reusable)
+
+
+@functools.cache
+def keep_operands_of_functions() -> bool:
+    """Have inductor leave the operands of a function within a graph as they are; whether it had to be told.
+
+    The function of a cond in a backward graph takes the numbers of its operands for those of the graph's own, of which
+    some may be overwritten, and writes over what others read after it.
+    (torch._inductor.graph.GraphLowering: make_subgraph, bw_donated_idxs, 2.11-2.15)
+    """
+    from torch._inductor.graph import GraphLowering
+
+    make: Any = getattr(GraphLowering, "make_subgraph", None)
+    if make is None:
+        return False
+
+    @functools.wraps(make)
+    def made(*about: Any, **also: Any) -> Any:
+        lowering = make(*about, **also)
+        if hasattr(lowering, "bw_donated_idxs"):
+            lowering.bw_donated_idxs = None
+        return lowering
+
+    setattr(GraphLowering, make.__name__, made)
+    return True
+
+
+@functools.cache
+def find_memory_of_parts(kind: Any) -> bool:
+    """Have Dynamo find out where tensors of a class lie in memory, as it does to compare what functions take and give.
+
+    Returns:
+        Whether it had to be told, and can be
+        (torch._dynamo.variables.higher_order_ops.get_tensor_storages, 2.13-2.15; before, it does not ask).
+    """
+    from torch._dynamo.variables import higher_order_ops
+
+    find_memory: Any = getattr(higher_order_ops, "get_tensor_storages", None)
+    if find_memory is None or not _refuses_wrappers(find_memory):
+        return False
+
+    @functools.wraps(find_memory)
+    def of_parts(tensor: Any) -> set[Any]:
+        if type(tensor) is not kind:
+            return set(find_memory(tensor))
+        parts: list[str] = tensor.__tensor_flatten__()[0]
+        return set().union(*[find_memory(getattr(tensor, name)) for name in parts])
+
+    setattr(higher_order_ops, find_memory.__name__, of_parts)
+    return True
 
 
 def print_parts(kind: type, shown: Callable[[Any], torch.Tensor]) -> None:
@@ -122,6 +193,15 @@ def _say_in_place(kind: type) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def _refuses_wrappers(function: Any) -> bool:
+    with outside_of_traces():
+        try:
+            function(Wrapper(torch.zeros(2)))
+        except NotImplementedError:
+            return True
+    return False
 
 
 def _refuses(operator: Any) -> bool:

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchshard._torch.frames import skip_alone
 from torchshard._torch.operators import outside_of_traces
@@ -116,6 +117,18 @@ def _keep_in_backward(graph: torch.fx.Graph) -> None:
         for node in later:
             if is_collective(node) or _reads_recomputed(node):
                 node.meta[PASS] = _BACKWARD
+    elif all(PASS not in node.meta for node in graph.nodes):
+        for node in filter(is_collective, _behind_results(graph)):
+            node.meta[PASS] = _BACKWARD
+
+
+def _behind_results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """What follows the results of forward in a joint graph without marks, as torch makes it for a scan."""
+    nodes = list(graph.nodes)
+    count = sum("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
+    results = pytree.arg_tree_leaves(*nodes[-1].args)[:count]
+    last = max((nodes.index(node) for node in results if isinstance(node, torch.fx.Node)), default=len(nodes))
+    return nodes[last + 1 :]
 
 
 def _captured(capture: Any) -> Any:

@@ -334,6 +334,12 @@ def _wait(x: Tensor, group: Group) -> Tensor:
     return waited
 
 
+def read(x: Tensor) -> Tensor:
+    """In a trace: a tensor, and whatever made it, that no pass over the graph takes for unused, as it is waited for."""
+    run_collectives_once()
+    return _c10d.wait_tensor(x)  # type: ignore[no-any-return]
+
+
 def _computing(x: Tensor) -> AbstractContextManager[object]:
     """Where a collective is called; gradients of DTensors cross ranks by formulas of their own."""
     return below_autograd() if x.__class__ is Tensor else nullcontext()

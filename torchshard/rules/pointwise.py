@@ -15,11 +15,12 @@ _LINES = table("""
     mul.Scalar neg                                              | ... -> ...           | lin=0
     rad2deg deg2rad zero_                                       | ... -> ...           | lin=0
     _conj_physical conj_physical                                | ... -> ...           | lin=0
-    clone alias alias_copy detach contiguous positive            | ... -> ...           | moves
-    _conj _neg_view real imag                                   | ... -> ...           | lin=0
+    clone alias alias_copy detach detach_copy lift_fresh_copy   | ... -> ...           | moves
+    contiguous positive                                         | ... -> ...           | moves
+    _conj _conj_copy _neg_view _neg_view_copy real imag         | ... -> ...           | lin=0
     complex rsub.Tensor                                         | ..., ... -> ...      | lin=0+1
-    view_as_real                                                | ... -> ... Z         | lin=0
-    view_as_complex                                             | ... Z -> ...         | lin=0
+    view_as_real view_as_real_copy                              | ... -> ... Z         | lin=0
+    view_as_complex view_as_complex_copy                        | ... Z -> ...         | lin=0
     rsub.Scalar floor_divide.Scalar                             | ... -> ...           |
     floor_divide floor_divide_.Tensor                           | ..., ... -> ...      |
     relu exp sigmoid tanh expm1                                 | ... -> ...           | mono

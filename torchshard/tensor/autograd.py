@@ -6,6 +6,7 @@ other ranks have, which is refused.)
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -205,6 +206,8 @@ def redistribute(
 
 @exported_whole
 def _redistributed(x: DTensor, *how: Any) -> DTensor:
+    if not torch.is_grad_enabled():
+        return _Redistribute.forward(SimpleNamespace(), x, *how)
     return _Redistribute.apply(x, *how)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -282,6 +285,8 @@ def from_local(
 
 def over(local: Tensor, layout: TensorLayout) -> DTensor:
     """The DTensor of a known layout whose part on this rank is `local`; differentiable, nothing is checked."""
+    if not torch.is_grad_enabled():
+        return wrap(local.detach(), layout)
     return _FromLocal.apply(local, layout, None)  # type: ignore[no-any-return, no-untyped-call]
 
 

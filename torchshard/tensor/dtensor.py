@@ -363,10 +363,12 @@ torch.serialization.add_safe_globals([DTensor, restored, *PICKLED])
 @cache
 def _take_functions() -> None:
     """Before a trace meets an operator that calls functions."""
-    from torchshard.tensor.flex import flex_attention
+    from torchshard.tensor import control_flow, flex
 
     _torch.nest_in_place(DTensor)
-    _torch.attend_with(DTensor, flex_attention)
+    _torch.find_memory_of_parts(DTensor)
+    for name, function in {"flex_attention": flex.flex_attention, **control_flow.OPERATORS}.items():
+        _torch.operate_with(DTensor, name, function)
 
 
 def _printed(x: DTensor) -> Tensor:
