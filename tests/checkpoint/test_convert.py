@@ -209,6 +209,17 @@ def test_bad_arguments(dcp_two, tmp_path):
         to_safetensors(tmp_path / "nothing", tmp_path / "x")
 
 
+def test_placements_that_do_not_fit_all_keys(tmp_path):
+    torch.save({"w": torch.ones(4, 2), "step": torch.tensor(3)}, tmp_path / "a.pt")
+    cut = {"to": "dcp", "mesh": (2, 2), "placements": {"*": "S(0),S(1)"}}
+    with pytest.raises(CheckpointError, match="placements do not fit: Shard") as caught:
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "cut", **cut)
+    assert caught.value.where == "step"
+    assert caught.value.fix == "placements for this key before those of globs that match it: 'step=R,R'"
+    cut["placements"] = {"step": "R,R", **cut["placements"]}
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "cut", **cut)
+
+
 WRONG = {
     "dtype": [torch.bfloat16, {"*": torch.bfloat16}, ["bfloat16"]],
     "rename": [{"a": "b"}, "a"],

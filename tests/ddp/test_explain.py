@@ -71,6 +71,11 @@ def _compared(rank, world):
     assert model._get_ddp_logging_data()["dtypes"] == "c10::Half, double"
     with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
         model._set_ddp_runtime_logging_sample_rate(0)
+    for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        assert kind(module, static_graph=True)._get_ddp_logging_data()["static_graph"] == 1
+        model = kind(module)
+        model._set_static_graph()
+        assert model._get_ddp_logging_data()["static_graph"] == 1
 
 
 def test_logging_data_has_torchs_keys_and_values():

@@ -294,3 +294,34 @@ def compiled(rank, world):
 def test_a_compiled_block():
     require("meshes in graphs")
     assert run_ranks(4, compiled, timeout=250) == [1] * 4
+
+
+def clipped(rank, world):
+    from torchshard import DTensor, init_device_mesh
+    from torchshard.parallel import placed_parameters
+    from torchshard.parallel.fsdp import torch_parameters
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    hidden = (12, 8)
+    batch = torch.randn(12, cases.WIDTH, generator=torch.Generator().manual_seed(1))
+
+    for model, part in (
+        (made(mesh, 0, hidden)[0], batch.chunk(2)[mesh["dp"].get_local_rank()]),
+        (torch_parameters(cases.parallel(mesh, hidden=hidden)), batch),
+        (cases.parallel(mesh, hidden=hidden), batch),
+    ):
+        plain = cases.plain(hidden=hidden)
+        plain(batch).square().mean().backward()
+        model(part).square().mean().backward()
+        placed = placed_parameters(model)
+        assert all(isinstance(p, DTensor) for p in placed)  # norms as well, which the plan leaves out
+        for limit, norm_type in ((0.1, 2.0), (0.001, float("inf"))):
+            want = nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
+            got = nn.utils.clip_grad_norm_(placed, limit, norm_type)
+            torch.testing.assert_close(cases.full(got), want)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(cases.full(p.grad), q.grad)
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_meshes():
+    run_ranks(4, clipped)

@@ -1,6 +1,7 @@
 """What dtypes and numbers have to do with it: refused on all ranks alike, and sums that wrap or are not finite are eager's."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -57,6 +58,29 @@ def test_dtypes_are_refused_on_all_ranks():
     for name, (eager, *ours) in first.items():
         assert isinstance(eager, tuple), name
         assert ours == [eager, eager], name
+
+
+SIZES = {
+    "layer_norm": lambda x: F.layer_norm(x, (5,)),
+    "select": lambda x: x.select(0, 9),
+    "gather": lambda x: x.gather(1, (x[:, :2].abs() * 0).long().repeat(2, 1)),
+    "reflection": lambda x: F.pad(x[:, None], (9, 1), mode="reflect"),
+}
+
+
+def sizes(rank, world):
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    full = torch.ones(5, 4)
+    placed = distribute_tensor(full, init_device_mesh("cpu", (world,)), [Shard(0)])
+    return {name: [re.findall(r"\d+", told(f, x)[1]) for x in (full, placed)] for name, f in SIZES.items()}
+
+
+def test_sizes_in_messages_are_those_of_the_whole():
+    for numbers in run_ranks(2, sizes):
+        for name, (eager, ours) in numbers.items():
+            assert eager, name
+            assert ours == eager, name
 
 
 NUMBERS = {

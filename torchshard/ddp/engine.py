@@ -64,6 +64,7 @@ class Engine:
         with self.logger.noting():
             self.reducer.use_static_graph()
         self.static_graph = True
+        self.logger._set_static_graph()
         self._warn_static_graph()
 
     def _warn_static_graph(self) -> None:

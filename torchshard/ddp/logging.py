@@ -177,6 +177,7 @@ def facts_of(wrapper: Any) -> dict[str, str | int]:
         "find_unused_parameters": int(wrapper.find_unused_parameters),
         "gradient_as_bucket_view": int(wrapper.gradient_as_bucket_view),
         "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in wrapper.module.modules())),
+        **({"static_graph": 1} if wrapper.static_graph else {}),
         **({"gloo_num_threads": _torch.gloo_threads(group)} if backend == "gloo" else {}),
         **environment(backend),
         **sizes_of(wrapper.reducer.params),

@@ -20,7 +20,7 @@ from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
 from torchshard.tensor.once import brought
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local, redistribute_together
-from torchshard.tensor.refusing import reading_first, refusing
+from torchshard.tensor.refusing import reading_first, refusing, telling_whole
 
 Plan = Callable[..., Any]
 
@@ -108,7 +108,7 @@ class FirstRun:
         return {k for k, t in dense if memory_of(t) in read}
 
     def _first(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return refusing(self.call, self.operands, self.made, self.targets, function)
+        return telling_whole(self.call, refusing(self.call, self.operands, self.made, self.targets, function))
 
     def _arguments(self, results: Sequence[Sharding] | None) -> tuple[tuple[Argument, ...], dict[str, Any]]:
         call, bound = self.call, dict[str, Any]()

@@ -52,9 +52,10 @@ def local_parameters(module: nn.Module) -> nn.Module:
 
 
 def placed_parameters(module: nn.Module) -> list[Tensor]:
-    """The parameters of a module after `local_parameters` (or DistributedDataParallel with `device_mesh=`) as DTensors.
+    """The parameters of a module as DTensors, after `local_parameters`, DistributedDataParallel with `device_mesh=`,
+    `fully_shard` or `torch_parameters`.
 
-    They share memory with the plain ones, and have their gradients.
+    They share memory with the module's own, and have their gradients.
 
     For what has to see whole tensors, and works in place: `clip_grad_norm_(placed_parameters(model), 1.0)`. Parameters
     that were no DTensors are taken to be replicated.
@@ -66,11 +67,12 @@ def placed_parameters(module: nn.Module) -> list[Tensor]:
         for name, parameter in submodule.named_parameters(recurse=False)
     ]
     first = next((layout for _, layout in layouts if layout is not None), None)
+    if first is None:
+        dtensors = (p for p, _ in layouts if isinstance(p, DTensor | upstream.DTensor))
+        first = next((Placed._of(_ours(p)._spec, DTensor) for p in dtensors), None)
     for parameter, layout in layouts:
-        if layout is None and first is not None:
-            layout = first.replicated(parameter)
         if id(parameter) not in found:
-            found[id(parameter)] = parameter if layout is None else _placed(parameter, layout)
+            found[id(parameter)] = _placed(parameter, layout, first)
     return list(found.values())
 
 
@@ -152,10 +154,17 @@ def _layouts(module: nn.Module) -> "dict[str, Placed]":
     return getattr(module, "_placed_parts", {})
 
 
-def _placed(parameter: nn.Parameter, layout: "Placed") -> Tensor:
-    x = layout.saved(parameter.detach())
+def _placed(parameter: nn.Parameter, layout: "Placed | None", first: "Placed | None") -> Tensor:
+    """A parameter as a DTensor: of its layout, or as it is, or replicated where `first` is."""
+    if layout is None and isinstance(parameter, upstream.DTensor):
+        saved: Callable[[Tensor], Tensor] = _ours
+    elif layout is None and (first is None or isinstance(parameter, DTensor)):
+        return parameter
+    else:
+        saved = (layout or first.replicated(parameter)).saved  # type: ignore[union-attr]
+    x = saved(parameter.detach())
     if parameter.grad is not None:
-        x.grad = layout.saved(parameter.grad)
+        x.grad = saved(parameter.grad)
     return x.requires_grad_(parameter.requires_grad)
 
 

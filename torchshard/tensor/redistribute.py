@@ -258,7 +258,8 @@ def _require_as_assumed(layout: TensorLayout, device: torch.device, mesh: BoundM
             expected="pieces of one size, type and memory order on every rank",
             got="\n".join(f"rank {rank}: {text}" for rank, text in held),
             where=f"a tensor on the mesh {mesh}, placements {layout.placements}",
-            fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; not local_map",
+            fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; in a plan,"
+            " use_local_output=False where the piece comes from; not local_map",
         )
 
 

@@ -6,10 +6,14 @@ tensor). Meta tensors do not tell either, as kernels refuse and not schemas. So 
 piece asks on zeros in the shapes of the first rank's pieces, which is never the one that lacks something. That happens
 in the first run of a plan; nobody is asked, and nothing is sent.
 
+What a kernel refuses on parts it says of their sizes, which are others on each rank; on the whole tensors, meta ones,
+the same is said of theirs.
+
 Where an operand overlaps what is written to, kernels ask for the strides of both, which are not the same on all ranks:
 none of them refuses, each rank that would reads first and then writes.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +22,8 @@ from torch import Tensor
 
 from torchshard._torch import is_traced, refuses_kind, refuses_overlap
 from torchshard.rules.rule import Made
-from torchshard.tensor.call import Call, Operand
+from torchshard.tensor.call import Call, Operand, run_on_meta
+from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.layout import TensorLayout, dense_stride
 
 
@@ -52,6 +57,36 @@ def refusing(
         return function(*args, **kwargs)
 
     return run
+
+
+def telling_whole(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which is the operator on local tensors, with the lengths of whole tensors in what it raises."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if (whole := _said_of_whole(call, error)) is not None:
+                raise whole from error
+            raise
+
+    return run
+
+
+def _said_of_whole(call: Call, error: Exception) -> Exception | None:
+    """What eager torch raises in the place of an error; None where it says something else."""
+    if any(is_traced(x._local_tensor) for x in dtensors_in(call.values)):
+        return None
+    try:
+        run_on_meta(call)
+    except (RuntimeError, IndexError, ValueError) as whole:
+        if type(whole) is type(error) and _words(whole) == _words(error):
+            return whole
+    return None
+
+
+def _words(error: Exception) -> str:
+    return re.sub(r"torch\.Size|[^A-Za-z]", "", str(error))  # meta kernels write sizes in another way
 
 
 def reading_first(function: Callable[..., Any]) -> Callable[..., Any]:

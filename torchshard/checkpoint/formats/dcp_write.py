@@ -150,7 +150,12 @@ def _boxes(
         layout = mesh.sharding(placements).layout(entry.shape, (1,) * len(entry.shape), None)
     except ShardingError as error:
         raise CheckpointError(
-            f"The placements do not fit: {error.what}", expected=error.expected, got=error.got, where=printable(key)
+            f"The placements do not fit: {error.what}",
+            expected=error.expected,
+            got=error.got,
+            where=printable(key),
+            fix="placements for this key before those of globs that match it:"
+            f" '{printable(key)}={','.join(['R'] * len(placements))}'",
         ) from error
     first: dict[Box, int] = {}
     for rank, box in zip(mesh.ranks, layout.boxes(), strict=True):
