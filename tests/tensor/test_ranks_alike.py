@@ -239,6 +239,20 @@ def test_powers_and_products_of_lengths(function, shape):
     assert others == [first] * (WORLD - 1)
 
 
+def test_a_length_costs_the_same_as_a_symbol():
+    """A rank that holds one row knows that there are two, and how much padding three ranks make of them."""
+    require("meshes in graphs")
+
+    def program(rank):
+        mesh = init_device_mesh("cpu", (WORLD,))
+        x = distribute_tensor(torch.randn(2, 3), mesh, [Shard(0)], src_data_rank=None)
+        return lambda x: (x[None] @ x[None].mT).softmax(-1) @ x[None], (x.requires_grad_(),)
+
+    first, *others = sent_by_ranks(WORLD, program, default_partition, dynamic=True)
+    assert (len(first), any(first)) == (2, True)
+    assert others == [first] * (WORLD - 1)
+
+
 def settled_later(x, y):
     """What torch asks of lengths when it traces, and not before, settles that of the result on ranks with elements."""
     z = x * 2
