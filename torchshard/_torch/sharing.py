@@ -1,4 +1,4 @@
-"""AOTAutograd: gradients of wrapper subclasses that would share memory with one another, or with what a graph is given."""
+"""AOTAutograd: gradients of wrapper subclasses that would share memory with another, or with what a graph is given."""
 
 import functools
 from collections.abc import Iterator
