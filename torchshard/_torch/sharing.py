@@ -42,14 +42,15 @@ def part_gradients() -> bool:
 def _copy_shared(graph: torch.fx.Graph) -> None:
     """Of a joint graph, copy each gradient that lies in memory of forward, of an input, or of a gradient before it."""
     (output,) = graph.find_nodes(op="output")
-    results = list(output.args[0])
+    results: list[Any] = [*output.args[0]]
     given = (node for node in graph.nodes if node.op == "placeholder" or node.meta.get(PASS) == FORWARD)
     taken = {place for node in given for place in _memory(node)}
     for k, what in enumerate(output.meta.get("desc", ())):
         node = results[k]
         if not isinstance(node, torch.fx.Node) or not _is_gradient_of_part(what):
             continue
-        value, places = node.meta.get("val"), {*_memory(node)}
+        value: torch.Tensor = node.meta["val"]
+        places = {*_memory(node)}
         if not taken.isdisjoint(places) and not _is_expanded(value):
             with graph.inserting_before(output):
                 results[k] = graph.call_function(torch.ops.aten.clone.default, (node,))
