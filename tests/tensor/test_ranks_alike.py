@@ -1,9 +1,11 @@
 """Graphs of ranks that hold two rows, one or none send alike, forward and backward: one that sends less is waited for."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.every_rank import sent_by_code, sent_by_ranks
 from tests.older import require
@@ -135,6 +137,33 @@ def received_and_read_outside(x):
     return y.square().sum() + (whole.redistribute(placements=[Shard(0)]).exp() * x).square().sum()
 
 
+def term_of_a_checkpoint(x):
+    """What the first checkpoint makes is a term: others than the first rank give zero, and need it backward only."""
+    y = checkpoint(lambda x: x.square() * x.sin(), x.sum(), use_reentrant=False)
+    z = checkpoint(lambda x: x.sum(0) * x, x, use_reentrant=False)
+    return y.square().sum() + z.square().sum()
+
+
+def saves_sines(context, operator, *_args, **_options):
+    saved = operator is torch.ops.aten.sin.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saved_term_of_a_checkpoint(x):
+    """The same of what the checkpoint is told to save."""
+    saving = partial(create_selective_checkpoint_contexts, saves_sines)
+    y = checkpoint(lambda x: x.square().sin(), x.sum(), use_reentrant=False, context_fn=saving)
+    z = checkpoint(lambda x: x.sum(0) * x, x, use_reentrant=False)
+    return y.square().sum() + z.square().sum()
+
+
+def split_in_two_checkpoints(x):
+    """Torch takes both splits for one, but not their parts, as these are in the memory of a result."""
+    y = x.sin().mean(0)
+    running = [checkpoint(lambda x: x.cumsum(0).sin() * x, y, use_reentrant=False) for _ in range(2)]
+    return running[0].square().sum() + running[1].sum(), y
+
+
 CODED = ["cat", "cumsum", "in a checkpoint, softmax", "rows", "two softmaxes", "write"]
 
 
@@ -158,6 +187,9 @@ def test_in_the_order_of_the_code(name):
         (columns_in_a_checkpoint, 1),
         (read_outside, 3),
         (received_and_read_outside, 2),
+        (split_in_two_checkpoints, 2),
+        (term_of_a_checkpoint, 2),
+        (saved_term_of_a_checkpoint, 2),
     ],
 )
 def test_what_is_zero_or_empty_on_some_ranks(function, rows):
@@ -204,6 +236,20 @@ def test_powers_and_products_of_lengths(function, shape):
 
     first, *others = sent_by_ranks(WORLD, program, default_partition, dynamic=True)
     assert len(first) == 2
+    assert others == [first] * (WORLD - 1)
+
+
+def test_a_length_costs_the_same_as_a_symbol():
+    """A rank that holds one row knows that there are two, and how much padding three ranks make of them."""
+    require("meshes in graphs")
+
+    def program(rank):
+        mesh = init_device_mesh("cpu", (WORLD,))
+        x = distribute_tensor(torch.randn(2, 3), mesh, [Shard(0)], src_data_rank=None)
+        return lambda x: (x[None] @ x[None].mT).softmax(-1) @ x[None], (x.requires_grad_(),)
+
+    first, *others = sent_by_ranks(WORLD, program, default_partition, dynamic=True)
+    assert (len(first), any(first)) == (2, True)
     assert others == [first] * (WORLD - 1)
 
 

@@ -175,6 +175,7 @@ from torchshard._torch.sharded import (
     sharded_tensors,
     their_sharded_tensor,
 )
+from torchshard._torch.sharing import part_gradients
 from torchshard._torch.tensors import (
     aliasing,
     copy_all,
@@ -306,6 +307,7 @@ __all__ = [
     "operator_names",
     "outside_of_traces",
     "overload_of",
+    "part_gradients",
     "passes_no_gradient",
     "portable_constructor",
     "preserve_versions",

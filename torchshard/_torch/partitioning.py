@@ -15,6 +15,7 @@ from torchshard._torch.recomputing import (
     RECOMPUTED,
     is_collective,
     mark_read,
+    need_forward,
     read_alike,
     save_received,
 )
@@ -42,7 +43,8 @@ def run_collectives_once() -> bool:
     What a checkpoint computes once more is computed in backward, with its collectives up to the last that its gradients
     read, in one place: min-cut partitioning would do what does without them in forward where that is small, as on a
     rank without elements, where inductor finds zeros or nothing to read them, drop them or move them behind others, and
-    bring them before others where something else reads what was made of them; that is saved.
+    bring them before others where something else reads what was made of them; that is saved, which torch does only with
+    what forward needs.
     (torch._functorch.partitioners, torch._functorch.compile_utils.rand_ops,
     torch._functorch._aot_autograd.graph_compile.aot_dispatch_autograd_graph, 2.11-2.15)
     """
@@ -71,6 +73,8 @@ def run_collectives_once() -> bool:
 
         setattr(partitioners, save.__name__, saved)
         partitioners.is_not_collective = lambda node: True
+    if (classify := getattr(partitioners, "classify_nodes", None)) is not None:
+        setattr(partitioners, classify.__name__, _classified(classify))
     if (capture := getattr(graph_compile, "aot_dispatch_autograd_graph", None)) is not None:
         setattr(graph_compile, capture.__name__, _captured(capture))
     if (begin := getattr(graph_capture_wrappers, "setup_stacktrace_preservation_hooks", None)) is not None:
@@ -129,6 +133,16 @@ def _behind_results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     results = pytree.arg_tree_leaves(*nodes[-1].args)[:count]
     last = max((nodes.index(node) for node in results if isinstance(node, torch.fx.Node)), default=len(nodes))
     return nodes[last + 1 :]
+
+
+def _classified(classify: Any) -> Any:
+    @functools.wraps(classify)
+    def classified(module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        found = classify(module, *args, **kwargs)
+        need_forward(module.graph, found)
+        return found
+
+    return classified
 
 
 def _captured(capture: Any) -> Any:

@@ -112,6 +112,7 @@ def save_received(graph: torch.fx.Graph, later: Collection[torch.fx.Node]) -> No
 
     As eager mode does. So no node but those of `read_alike` decides what is sent once more, and when.
     """
+    _save_each_of_several(graph)
     order = {node: place for place, node in enumerate(graph.nodes)}
     again = dict[torch.fx.Node, int]()  # what is received once more, and where in backward
     last = dict[torch.fx.Node, torch.fx.Node]()  # the last that a node was made of
@@ -141,8 +142,38 @@ def save_received(graph: torch.fx.Graph, later: Collection[torch.fx.Node]) -> No
             kept.meta.update({"val": node.meta.get("val"), PASS: FORWARD, "recompute": CheckpointPolicy.MUST_SAVE})
             for user in others:
                 user.replace_input_with(node, kept)
-        elif others:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if others else node.meta["recompute"]
+        else:  # several, of which each is a node of its own
+            for user in others:
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _save_each_of_several(graph: torch.fx.Graph) -> None:
+    """Where torch says to save the parts of a split as one, because several checkpoints read them, and fails to."""
+    for node in graph.nodes:
+        told = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE and node.meta.get(PASS) == FORWARD
+        again = [user for user in node.users if user.meta.get("recompute") in RECOMPUTED] if told else []
+        if again and isinstance(node.meta.get("val"), (list, tuple)):
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            for user in again:
+                if _region(user) != _region(node):
+                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def need_forward(graph: torch.fx.Graph, found: Any) -> None:
+    """Have all that is to be saved count as needed forward, of what torch has found of a joint graph (its NodeInfo).
+
+    It saves nothing else for being told to: not what a rank whose terms are zeros reads in backward only.
+    """
+    if not any(map(is_collective, graph.nodes)):
+        return
+    for node in [*found.unclaimed_nodes]:
+        if node.meta.get(PASS) == FORWARD and node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
+            found.unclaimed_nodes.discard(node)
+            found._required_fw_nodes.add(node)
+    needed = (node for node in graph.nodes if found.is_required_fw(node))
+    found.fw_order.update({node: place for place, node in enumerate(needed)})
 
 
 def is_collective(node: torch.fx.Node) -> bool:

@@ -83,7 +83,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     for axis, parts in enumerate(mesh.shape):
         ranked = []
         for at, way in enumerate(possible):
-            price = _price(way, axis, parts, layouts, estimate, fixed, options, pieces)
+            price = _price(way, axis, parts, layouts, estimate, fixed, options, _padding(way, parts, pieces))
             if price < math.inf:
                 # What runs where it lies is taken: users place tensors to have it so.
                 cost = price + _pending(way, layouts, axis, parts, estimate)
@@ -230,10 +230,10 @@ def _price(
     nbytes: Sequence[float],
     fixed: Mapping[int, int | None],
     options: Options,
-    pieces: Mapping[str, Sequence[int]],
+    padding: float,
 ) -> float:
     """What it costs to bring the operands there; their sizes come first, then those of results."""
-    price, padding = 0.0, _padding(way, parts, pieces)
+    price = 0.0
     for k, layout in enumerate(layouts):
         now, wanted = layout.placements[axis], way.operands[k]
         if isinstance(now, Partial) and _needs_no_terms(options, k):
@@ -256,8 +256,8 @@ def _needs_no_terms(options: Options, k: int) -> bool:
 
 def _padding(way: Way, parts: int, pieces: Mapping[str, Sequence[int]]) -> float:
     """How much more is sent where a factor is too short for all ranks to have some of it."""
-    lengths = pieces[way.factor] if way.factor is not None else ()
-    return max([parts / n for n in lengths if type(n) is int and 0 < n < parts], default=1.0)
+    lengths = map(Symbolic.expected, pieces[way.factor] if way.factor is not None else ())
+    return max([parts / n for n in lengths if 0 < n < parts], default=1.0)
 
 
 def _move(now: Placement, wanted: Placement, nbytes: float, parts: int, padding: float) -> float:
@@ -294,18 +294,24 @@ def _ask_whether_cheapest(
 ) -> None:
     """Ask of symbolic lengths what the choice depends on: a trace is guarded by it, and is made anew where it turns.
 
-    Costs are sums of a number and multiples of sizes, and multiples of 1 / parts.
+    Costs are sums of a number and multiples of sizes, and multiples of 1 / parts, as long as padding is what it is.
     """
     known = [0.0 if type(n) is not int else float(n) for n in nbytes]
+    expected = [float(Symbolic.expected(n)) for n in nbytes]
     symbolic = [k for k, n in enumerate(nbytes) if type(n) is not int]
 
-    def cost(way: Way, sizes: Sequence[float]) -> int:
-        price = _price(way, axis, parts, layouts, sizes, fixed, options, pieces)
+    def cost(way: Way, sizes: Sequence[float], padding: float) -> int:
+        price = _price(way, axis, parts, layouts, sizes, fixed, options, padding)
         return round(parts * (price + _pending(way, layouts, axis, parts, sizes)))
 
     def terms(way: Way) -> list[int]:
-        start = cost(way, known)
-        return [start, *[cost(way, [*known[:k], 1.0, *known[k + 1 :]]) - start for k in symbolic]]
+        padding = _padding(way, parts, pieces)
+        start = cost(way, known, padding)
+        found = [start, *[cost(way, [*known[:k], 1.0, *known[k + 1 :]], padding) - start for k in symbolic]]
+        if (way is best or padding > 1) and cost(way, expected, 1.0) != cost(way, expected, 2.0):
+            for n in pieces[way.factor] if way.factor is not None else ():
+                bool(n >= parts) if Symbolic.expected(n) >= parts else int(n)
+        return found
 
     of_best = terms(best)
     for more in dict.fromkeys(

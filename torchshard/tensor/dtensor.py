@@ -300,6 +300,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
             self._local_tensor = arrived(self._local_tensor)
             _torch.fill_unused_results()
             _torch.expect_gradients_of_written()
+            _torch.part_gradients()
         return ["_local_tensor"], told_of(layout) if layout.marks else layout.sharding
 
     @staticmethod

@@ -19,7 +19,8 @@ from torchshard.tensor.redistribute import redistribute_local
 def brought(x: DTensor, source: TensorLayout, target: TensorLayout, reading: bool = False) -> Tensor:
     """redistribute_local of the part of a DTensor, which has the layout `source`.
 
-    In a trace that makes a graph without writes, what has come before of the same tensor is taken again.
+    In a trace that makes a graph without writes, what has come before of the same tensor is taken again: as it is by
+    who only reads it, else a copy.
     """
     local = x._local_tensor
     if type(local) is Tensor or source.sharding is target.sharding:
@@ -30,12 +31,13 @@ def brought(x: DTensor, source: TensorLayout, target: TensorLayout, reading: boo
         return redistribute_local(local, source, target, reading)
     known = notes.get(name)
     if known is not None and known[0] is traced_value(known[1]._local_tensor):
-        return standing_for(known[2])
+        came = standing_for(known[2])
+        return came if reading else came.clone()
     made = redistribute_local(local, source, target, reading)
     base = _base(x)
-    value, came = traced_value(base._local_tensor), traced_value(made)
-    if value is not None and came is not None:
-        notes[name] = value, base, came  # which stay as long as the trace, so that no other has their names
+    value, kept = traced_value(base._local_tensor), traced_value(made)
+    if value is not None and kept is not None:
+        notes[name] = value, base, kept  # which stay as long as the trace, so that no other has their names
     return made
 
 

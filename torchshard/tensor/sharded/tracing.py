@@ -14,6 +14,7 @@ from torchshard._torch import (
     fill_unused_results,
     group_named,
     nest_in_place,
+    part_gradients,
     skip_alone,
     skip_methods,
 )
@@ -110,6 +111,7 @@ class TracedByParts:
         if getattr(self, names[0]).__class__ is not Tensor:  # while tracing
             fill_unused_results()
             expect_gradients_of_written()
+            part_gradients()
         return names, cut
 
     def _empty_part(self) -> Tensor:
