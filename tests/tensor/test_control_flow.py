@@ -10,7 +10,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.every_rank import sent_by_ranks
-from tests.older import require
+from tests.older import known, require
 from tests.ranks import run_ranks
 from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -130,7 +130,7 @@ def compare(rank, world, rows, backend, programs):
     ],
 )
 def test_values_and_gradients(rows, backend, programs):
-    require("meshes in graphs")
+    require("subclasses in nested regions")
     names = [program.__name__ for program in programs]
     for errors in run_ranks(WORLD, compare, rows, backend, names, timeout=280):
         assert {case: error for case, error in errors.items() if not error < 1e-5} == {}
@@ -139,7 +139,7 @@ def test_values_and_gradients(rows, backend, programs):
 @pytest.mark.filterwarnings("ignore:.*gathers its operands")
 @pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
 def test_ranks_send_the_same(partition):
-    require("meshes in graphs")
+    require("subclasses in nested regions")
     for number, function in enumerate([nested, several, recurrent]):
 
         def program(rank, function=function, split=SPLITS[number % 2 * 2]):
@@ -161,7 +161,7 @@ def mesh():
 
 
 def test_results_have_the_layout_of_the_first_branch(mesh):
-    require("meshes in graphs")
+    require("subclasses in nested regions")
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
 
     def program(x, pred):
@@ -183,15 +183,27 @@ REFUSED = {
         "as true_fn",
     ),
     "another shape": (lambda x: while_loop(lambda x: x.sum() < 9, lambda x: (x[:2] + 1,), (x,)), None),
-    "written": (written, "return the new value"),
     "a plain decision": (lambda x: torch.cond(torch.ones(1) > 0, lambda x: x * 2, lambda x: x * 3, (x,)), "pred"),
     "a view that was moved": (lambda x: torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x[1:],)), "clone()"),
 }
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_writes_are_seen_or_refused(mesh, backend):
+    require("subclasses in nested regions")
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()], src_data_rank=None)
+    program = torch.compile(written, backend=backend, fullgraph=True)
+    if backend == "aot_eager" and not known("writes in functions"):
+        with pytest.raises(Exception, match="return the new value"):
+            program(x)
+        return
+    y = program(x)
+    torch.testing.assert_close((x.to_local(), y.to_local()), (torch.full((4, 4), 2.0), torch.full((4, 4), 4.0)))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(mesh, name):
-    require("meshes in graphs")
+    require("subclasses in nested regions")
     program, told = REFUSED[name]
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
     with pytest.raises(Exception, match=told):
@@ -199,6 +211,7 @@ def test_refused(mesh, name):
 
 
 def test_meshes_must_be_one(mesh):
+    require("subclasses in nested regions")
     others = init_device_mesh("cpu", (2, 1))
     x, y = [distribute_tensor(torch.ones(4), m, [Replicate()] * m.ndim, src_data_rank=None) for m in (mesh, others)]
     with pytest.raises(Exception, match="one mesh"):

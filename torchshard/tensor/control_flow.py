@@ -90,13 +90,17 @@ def while_loop(
         return _decision("while_loop", cond_fn(*_dtensors(parts, layouts)))
 
     body, parts, count = results.inside(body_fn, layouts), _parts(mesh, [*carried, *additional]), 1 + len(carried)
-    written = [str(int(index) + 1) for index in mutated_arg_indices.split(",") if index]  # behind the mark
-    also = {"mutated_arg_indices": ",".join(written)} if written else {}
-    return results.wrapped(operator(goes_on, body, tuple(parts[:count]), tuple(parts[count:]), **also))
+    made = operator(goes_on, body, tuple(parts[:count]), tuple(parts[count:]), **_written(mutated_arg_indices, 1))
+    return results.wrapped(made)
 
 
 def scan(
-    operator: Function, combine_fn: Function, init: Sequence[Any], xs: Sequence[Any], additional_inputs: Sequence[Any]
+    operator: Function,
+    combine_fn: Function,
+    init: Sequence[Any],
+    xs: Sequence[Any],
+    additional_inputs: Sequence[Any],
+    mutated_arg_indices: str = "",
 ) -> Any:
     """The operator behind torch's scan along dim 0 of `xs`; `init`, `xs` or `additional_inputs` have DTensors.
 
@@ -113,11 +117,13 @@ def scan(
     combine = results.inside(combine_fn, [*_layouts(carried), *_slices(whole), *_layouts(additional)])
     parts = _parts(mesh, [*carried, *whole, *additional])
     count, end = 1 + len(carried), 1 + len(carried) + len(whole)
-    made = operator(combine, parts[:count], parts[count:end], tuple(parts[end:]))
+    made = operator(combine, parts[:count], parts[count:end], tuple(parts[end:]), **_written(mutated_arg_indices, 1))
     return results.wrapped(made, len(carried), xs[0].shape[0])
 
 
-def map_(operator: Function, f: Function, xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
+def map_(
+    operator: Function, f: Function, xs: Sequence[Any], pos_args: Sequence[Any], mutated_arg_indices: str = ""
+) -> Any:
     """The operator behind torch's map along dim 0 of `xs`, where `xs` or `pos_args` have DTensors.
 
     Raises:
@@ -134,7 +140,8 @@ def map_(operator: Function, f: Function, xs: Sequence[Any], pos_args: Sequence[
     def marked(*slices: Any) -> Any:
         return of_parts(slices[-1], *slices[:-1])
 
-    made = operator(marked, parts[: len(whole)], [*parts[len(whole) :], mark])
+    given = parts[: len(whole)], [*parts[len(whole) :], mark]
+    made = operator(marked, *given, **_written(mutated_arg_indices, 0))
     return results.wrapped(made, 0, xs[0].shape[0])
 
 
@@ -324,6 +331,12 @@ class _Marked(torch.autograd.Function):
         if mark is not None and is_traced(mark):
             read(mark)
         return None, *grads
+
+
+def _written(indices: str, before: int) -> dict[str, str]:
+    """Which inputs a function writes to, as torch numbers them, behind a mark or before one."""
+    found = [str(int(index) + before) for index in indices.split(",") if index]
+    return {"mutated_arg_indices": ",".join(found)} if found else {}
 
 
 def _layouts(values: Iterable[Any]) -> Layouts:
