@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.every_rank import sent_by_ranks
 from tests.older import known, require
 from tests.ranks import run_ranks
-from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
 
 WORLD = 3
 
@@ -136,15 +136,17 @@ def test_values_and_gradients(rows, backend, programs):
         assert {case: error for case, error in errors.items() if not error < 1e-5} == {}
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers its operands")
-@pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
-def test_ranks_send_the_same(partition):
+@pytest.mark.parametrize(
+    ("partition", "programs"),
+    [(default_partition, [nested]), (min_cut_rematerialization_partition, [several, recurrent])],
+)
+def test_ranks_send_the_same(partition, programs):
     require("subclasses in nested regions")
-    for number, function in enumerate([nested, several, recurrent]):
+    for function in programs:
 
-        def program(rank, function=function, split=SPLITS[number % 2 * 2]):
+        def program(rank, function=function):
             mesh = init_device_mesh("cpu", (WORLD,))
-            values = zip(given(5, 1), split, strict=True)
+            values = zip(given(5, 1), SPLITS[2], strict=True)
             return function, [distribute_tensor(x, mesh, p, src_data_rank=None).requires_grad_() for x, p in values]
 
         first, *others = sent_by_ranks(WORLD, program, partition)
@@ -216,3 +218,25 @@ def test_meshes_must_be_one(mesh):
     x, y = [distribute_tensor(torch.ones(4), m, [Replicate()] * m.ndim, src_data_rank=None) for m in (mesh, others)]
     with pytest.raises(Exception, match="one mesh"):
         torch.cond(torch.tensor(True), lambda x, y: (x * 1, y * 1), lambda x, y: (x * 2, y * 2), (x, y))
+
+
+def on_two_of_three(rank, world):
+    mesh = DeviceMesh("cpu", [0, 1])
+    results = []
+    for program in (several, recurrent):
+        for run in (program, torch.compile(program, backend="aot_eager")):
+            torch._dynamo.reset()
+            x, w = [distribute_tensor(v, mesh, [Replicate()]).requires_grad_() for v in given(5, 1)]
+            y = run(x, w)
+            y.sum().backward()
+            results += (
+                [y.full_tensor().sum().item(), x.grad.full_tensor().sum().item()] if rank < 2 else [tuple(y.shape)]
+            )
+    return results
+
+
+def test_a_rank_outside_of_the_mesh_goes_on():
+    require("subclasses in nested regions")
+    first, second, outside = run_ranks(WORLD, on_two_of_three, timeout=280)
+    assert first == pytest.approx(second)
+    assert len(outside) == len(first) // 2

@@ -286,7 +286,7 @@ def from_local(
 def over(local: Tensor, layout: TensorLayout) -> DTensor:
     """The DTensor of a known layout whose part on this rank is `local`; differentiable, nothing is checked."""
     if not torch.is_grad_enabled():
-        return wrap(local.detach(), layout)
+        return wrap(pending(local.detach()), layout)
     return _FromLocal.apply(local, layout, None)  # type: ignore[no-any-return, no-untyped-call]
 
 

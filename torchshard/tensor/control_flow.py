@@ -164,8 +164,8 @@ class _Results:
                     fix="return the new value, and write it behind the call: x.copy_(...)",
                 )
             results = function(*_dtensors(parts, layouts))
-            self.layouts = _layouts(results) if self.layouts is None else self.layouts
-            self.layouts += _layouts(results[len(self.layouts) :])
+            known = self.layouts or []
+            self.layouts = known + _layouts(results[len(known) :])
             return (mark + 1, *map(self._part, results, self.layouts))
 
         return of_parts
