@@ -65,17 +65,18 @@ class MLP(nn.Module):
 
 
 class ByHand(nn.Module):
-    """The MLP's part on this rank, with the collectives written out."""
+    """The MLP's part on this rank, of the same modules, with the collectives written out."""
 
     def __init__(self, mlp, rank, group):
         super().__init__()
-        self.up = nn.Parameter(mlp.up.weight.detach().chunk(2, 0)[rank].clone())
-        self.down = nn.Parameter(mlp.down.weight.detach().chunk(2, 1)[rank].contiguous())
+        self.up, self.down = copy.deepcopy(mlp.up), copy.deepcopy(mlp.down)
+        self.up.weight = nn.Parameter(mlp.up.weight.detach().chunk(2, 0)[rank].clone())
+        self.down.weight = nn.Parameter(mlp.down.weight.detach().chunk(2, 1)[rank].contiguous())
         self.group = group
 
     def forward(self, x):
-        x = torch.relu(nn.functional.linear(_Enter.apply(x, self.group), self.up))
-        return _Leave.apply(nn.functional.linear(x, self.down), self.group)
+        x = torch.relu(self.up(_Enter.apply(x, self.group)))
+        return _Leave.apply(self.down(x), self.group)
 
 
 def _sides(width, rank, mesh):

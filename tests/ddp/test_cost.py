@@ -55,7 +55,8 @@ def _of_a_step(layers: int, backend: str | None, again: int = 20) -> Counter[str
 
     for _ in range(again):  # buckets are laid out, and steps no longer recorded
         step()
-    return _calls(step)
+    # of the least that several take: where gloo still holds a bucket of the step before, that is made anew
+    return min((_calls(step) for _ in range(5)), key=Counter.total)
 
 
 def count(rank, world, backend):
