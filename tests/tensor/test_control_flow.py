@@ -186,6 +186,10 @@ REFUSED = {
     ),
     "another shape": (lambda x: while_loop(lambda x: x.sum() < 9, lambda x: (x[:2] + 1,), (x,)), None),
     "a plain decision": (lambda x: torch.cond(torch.ones(1) > 0, lambda x: x * 2, lambda x: x * 3, (x,)), "pred"),
+    "other terms": (
+        lambda x: torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t * 3, (x.amax(0),)),
+        "sums and means",
+    ),
     "a view that was moved": (lambda x: torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x[1:],)), "clone()"),
 }
 

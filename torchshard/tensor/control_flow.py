@@ -16,7 +16,7 @@ from torchshard._torch import in_transform, is_traced, keep_operands_of_function
 from torchshard.comm.collectives import read
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
-from torchshard.layout.placements import R, Shard
+from torchshard.layout.placements import Partial, R, Shard
 from torchshard.tensor.autograd import over, redistribute
 from torchshard.tensor.call import refuse_plain
 from torchshard.tensor.dtensor import DTensor, wrap
@@ -224,31 +224,28 @@ def _decision(name: str, pred: Any) -> Any:
 
 
 def _ready(name: str, operands: Sequence[Any]) -> list[Any]:
-    """Operands whose parts may go into a function."""
+    """Operands whose parts may go into a function: it may write to them, and gradients come back in their layout."""
     for x in operands:
-        if type(x) is DTensor and x._spec.marks:
+        if type(x) is not DTensor:
+            continue
+        if x._spec.marks or any(isinstance(p, Partial) and p.op not in ("sum", "avg") for p in x._spec.placements):
             raise ShardingError(
-                f"{name} takes no view that had to be moved, and no part in another memory order than the whole: what a"
-                " function writes to it would be lost.",
-                expected="a tensor of its own",
+                f"{name} takes no view that had to be moved, no part in another memory order than the whole, and terms"
+                " of sums and means only.",
+                expected="a tensor of its own, Shard, Replicate, Partial('sum') or Partial('avg')",
                 got=x._spec,
                 where=name,
-                fix="give it x.clone()",
+                fix="give it x.clone(), or x.redistribute(...) without Partial",
             )
-        if type(x) is DTensor and x._spec.assumed:
+        if x._spec.assumed:
             check_assumed(x._local_tensor, x._spec)
-    return [x if _keeps_terms(x) else _reduced(x) for x in operands]
+    return [*operands]
 
 
 def _carried(name: str, operands: Sequence[Any]) -> list[Any]:
     """Values are carried, not terms of them, and with a place in memory for each, as what follows them is put there."""
-    reduced = map(_reduced, _ready(name, operands))
+    reduced = _ready(name, [*map(_reduced, operands)])
     return [x.contiguous() if type(x) is DTensor and x._spec.overlaps else x for x in reduced]
-
-
-def _keeps_terms(x: Any) -> bool:
-    """Whether nothing is to be reduced so that gradients come back as they are."""
-    return type(x) is not DTensor or all(getattr(p, "op", "sum") in ("sum", "avg") for p in x._spec.sharding.placements)
 
 
 def _reduced(x: Any) -> Any:
