@@ -207,6 +207,18 @@ def test_writes_are_seen_or_refused(mesh, backend):
     torch.testing.assert_close((x.to_local(), y.to_local()), (torch.full((4, 4), 2.0), torch.full((4, 4), 4.0)))
 
 
+def test_writes_along_a_split_dim_are_refused(mesh):
+    require("subclasses in nested regions")
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+
+    def program(x):
+        with torch.no_grad():
+            return map_(lambda t: t.add_(1) * 2, x)
+
+    with pytest.raises(Exception, match=r"along a split dim is of a copy|input mutation"):  # of torch, before 2.15
+        torch.compile(program, backend="aot_eager", fullgraph=True)(x)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(mesh, name):
     require("subclasses in nested regions")

@@ -124,15 +124,11 @@ def scan(
 def map_(
     operator: Function, f: Function, xs: Sequence[Any], pos_args: Sequence[Any], mutated_arg_indices: str = ""
 ) -> Any:
-    """The operator behind torch's map along dim 0 of `xs`, where `xs` or `pos_args` have DTensors.
-
-    Raises:
-        ShardingError: as of `cond`.
-    """
+    """The operator behind torch's map along dim 0 of `xs`, where `xs` or `pos_args` have DTensors; raises as `cond`."""
     mesh = _mesh_of("map", [*xs, *pos_args])
     if mesh.coordinate is None:
         return _outside(f, (), xs, pos_args)
-    whole, additional = _whole("map", xs), _ready("map", pos_args)
+    whole, additional = _whole("map", xs, mutated_arg_indices), _ready("map", pos_args)
     results = _Results("map", "f")
     of_parts = results.inside(f, [*_slices(whole), *_layouts(additional)])
     mark, *parts = _parts(mesh, [*whole, *additional])
@@ -252,11 +248,18 @@ def _reduced(x: Any) -> Any:
     return redistribute(x, x._spec.sharding.without_partial()) if isinstance(x, DTensor) else x
 
 
-def _whole(name: str, xs: Sequence[Any]) -> list[Any]:
+def _whole(name: str, xs: Sequence[Any], written: str = "") -> list[Any]:
     """Values with the first dim whole on every rank."""
     found = []
     for x in _carried(name, xs):
         if type(x) is DTensor and (split := x._spec.sharding.splits.get(0)):
+            if written:
+                raise UnsupportedOperatorError(
+                    f"{name} along a split dim is of a copy: what its function writes would be lost.",
+                    expected="dim 0 whole on every rank",
+                    got=x._spec,
+                    fix="x.redistribute(...) to another dim or Replicate first",
+                )
             say_replicated(name, "it goes along a split dim")
             sharding = x._spec.sharding
             for axis in split:
