@@ -202,7 +202,7 @@ def test_a_torch_that_takes_them_is_not_told(monkeypatch):
     operator = torch.ops.higher_order.invoke_subgraph
     monkeypatch.setattr(operator, "py_kernels", dict(operator.py_kernels))
     monkeypatch.setattr(operator, "python_key_table", dict(operator.python_key_table))
-    monkeypatch.setattr(_torch.nested, "_refuses", lambda operator: False)
+    monkeypatch.setattr(_torch.nested, "_refuses_wrappers", lambda operator: False)
     assert not _torch.nest_in_place(Other)
     assert Other not in operator.python_key_table
 

@@ -26,7 +26,7 @@ def nest_in_place(kind: type) -> bool:
         before, FakeTensorMode refuses such operands).
     """
     operator = find("ops.higher_order.invoke_subgraph")
-    if not _has_kernels(operator) or not _refuses(operator):
+    if not _has_kernels(operator) or not _refuses_wrappers(lambda x: operator(lambda y: (y,), "torchshard", x)):
         return False
 
     def in_place(function: Callable[..., Any], identifier: Any, *operands: Any) -> Any:
@@ -195,20 +195,11 @@ def _say_in_place(kind: type) -> None:
     )
 
 
-def _refuses_wrappers(function: Any) -> bool:
-    with outside_of_traces():
-        try:
-            function(Wrapper(torch.zeros(2)))
-        except NotImplementedError:
-            return True
-    return False
-
-
-def _refuses(operator: Any) -> bool:
+def _refuses_wrappers(ask: Callable[[Wrapper], object]) -> bool:
     """Whether torch has no rule for wrapper subclasses."""
     with outside_of_traces():  # this is asked while a graph is traced
         try:
-            operator(lambda x: (x,), "torchshard", Wrapper(torch.zeros(2)))
+            ask(Wrapper(torch.zeros(2)))
         except NotImplementedError:
             return True
     return False

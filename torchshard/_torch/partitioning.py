@@ -13,6 +13,7 @@ from torchshard._torch.recomputing import (
     LATER,
     PASS,
     RECOMPUTED,
+    change_joint_graphs,
     is_collective,
     mark_read,
     need_forward,
@@ -45,11 +46,10 @@ def run_collectives_once() -> bool:
     rank without elements, where inductor finds zeros or nothing to read them, drop them or move them behind others, and
     bring them before others where something else reads what was made of them; that is saved, which torch does only with
     what forward needs.
-    (torch._functorch.partitioners, torch._functorch.compile_utils.rand_ops,
-    torch._functorch._aot_autograd.graph_compile.aot_dispatch_autograd_graph, 2.11-2.15)
+    (torch._functorch.partitioners, torch._functorch.compile_utils.rand_ops, 2.11-2.15)
     """
     from torch._functorch import compile_utils, partitioners
-    from torch._functorch._aot_autograd import graph_capture_wrappers, graph_compile
+    from torch._functorch._aot_autograd import graph_capture_wrappers
 
     extract = partitioners._extract_graph_with_inputs_outputs
     save = getattr(partitioners, "force_save_collectives", None)
@@ -75,8 +75,7 @@ def run_collectives_once() -> bool:
         partitioners.is_not_collective = lambda node: True
     if (classify := getattr(partitioners, "classify_nodes", None)) is not None:
         setattr(partitioners, classify.__name__, _classified(classify))
-    if (capture := getattr(graph_compile, "aot_dispatch_autograd_graph", None)) is not None:
-        setattr(graph_compile, capture.__name__, _captured(capture))
+    change_joint_graphs(read_alike)
     if (begin := getattr(graph_capture_wrappers, "setup_stacktrace_preservation_hooks", None)) is not None:
         setattr(graph_capture_wrappers, begin.__name__, _marked(begin))
     if (reorder := getattr(partitioners, "reordering_to_mimic_autograd_engine", None)) is not None:
@@ -143,19 +142,6 @@ def _classified(classify: Any) -> Any:
         return found
 
     return classified
-
-
-def _captured(capture: Any) -> Any:
-    @functools.wraps(capture)
-    def captured(*args: Any, **kwargs: Any) -> Any:
-        made = capture(*args, **kwargs)
-        for part in made if isinstance(made, tuple) else (made,):
-            if isinstance(part, torch.fx.GraphModule):
-                read_alike(part.graph)
-                part.recompile()
-        return made
-
-    return captured
 
 
 def _marked(begin: Any) -> Any:

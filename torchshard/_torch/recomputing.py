@@ -1,7 +1,8 @@
 """What checkpoints compute once more in backward: what that sends, each rank sends, and in the same place."""
 
+import functools
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,30 @@ def recomputed_region() -> tuple[Any, Any]:
     from torch.fx import traceback
 
     return traceback.current_meta.get(_CHECKPOINT), traceback.current_meta.get("recompute")
+
+
+def change_joint_graphs(change: Callable[[torch.fx.Graph], None]) -> bool:
+    """Have each joint graph changed as soon as it is traced; whether torch can be told, beside what it was told before.
+
+    (torch._functorch._aot_autograd.graph_compile.aot_dispatch_autograd_graph, 2.11-2.15)
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    capture = getattr(graph_compile, "aot_dispatch_autograd_graph", None)
+    if capture is None:
+        return False
+
+    @functools.wraps(capture)
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        made = capture(*args, **kwargs)
+        for part in made if isinstance(made, tuple) else (made,):
+            if isinstance(part, torch.fx.GraphModule):
+                change(part.graph)
+                part.recompile()
+        return made
+
+    setattr(graph_compile, capture.__name__, captured)
+    return True
 
 
 def mark_read(roots: list[Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchshard._torch.recomputing import FORWARD, LATER, PASS
+from torchshard._torch.recomputing import FORWARD, LATER, PASS, change_joint_graphs
 
 
 @functools.cache
@@ -17,26 +17,9 @@ def part_gradients() -> bool:
     tensor; else a copy. A graph returns one part for several gradients (of both terms of a sum), or that of a gradient
     which came; but each is wrapped anew, and nobody else refers to a wrapper. So what is added to one `.grad` reaches
     the other.
-    (torch._functorch._aot_autograd.graph_compile.aot_dispatch_autograd_graph,
-    torch._functorch._aot_autograd.descriptors, 2.11-2.15)
+    (torch._functorch._aot_autograd.descriptors, 2.11-2.15)
     """
-    from torch._functorch._aot_autograd import graph_compile
-
-    capture = getattr(graph_compile, "aot_dispatch_autograd_graph", None)
-    if capture is None:
-        return False
-
-    @functools.wraps(capture)
-    def captured(*args: Any, **kwargs: Any) -> Any:
-        made = capture(*args, **kwargs)
-        for part in made if isinstance(made, tuple) else (made,):
-            if isinstance(part, torch.fx.GraphModule):
-                _copy_shared(part.graph)
-                part.recompile()
-        return made
-
-    setattr(graph_compile, capture.__name__, captured)
-    return True
+    return change_joint_graphs(_copy_shared)
 
 
 def _copy_shared(graph: torch.fx.Graph) -> None:
