@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -57,6 +58,8 @@ def _rank_main(
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
+        # What torch finds old is named where users call it, not where this package does.
+        warnings.filterwarnings("error", category=FutureWarning, module=r"torchshard\.")
         os.environ.clear()  # that of the server's start
         os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         if backend:

@@ -169,6 +169,7 @@ from torchshard._torch.regions import (
     writes_arguments,
 )
 from torchshard._torch.sharded import (
+    below_torch_functions,
     group_of_loaded,
     group_of_theirs,
     is_sharded_tensor,
@@ -202,6 +203,7 @@ __all__ = [
     "base_of",
     "below_autograd",
     "below_dispatch",
+    "below_torch_functions",
     "bring_home",
     "buffer_hook",
     "called_directly",

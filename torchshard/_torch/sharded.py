@@ -1,9 +1,29 @@
 """torch's own ShardedTensor."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from torchshard._torch.groups import default_group
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def below_torch_functions(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Have a function ask tensors themselves for what they are: torch's ShardedTensors warn in __torch_function__.
+
+    That DTensors are to be used instead is nothing to tell those who make DTensors of them (2.11-2.15).
+    """
+
+    @functools.wraps(function)
+    def below(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return below
 
 
 @functools.cache

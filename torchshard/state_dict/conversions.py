@@ -17,7 +17,7 @@ import torch.distributed.tensor as upstream
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import default_group, sharded_tensors, untraced
+from torchshard._torch import below_torch_functions, default_group, sharded_tensors, untraced
 from torchshard.comm.circle import circle_of, this_rank
 from torchshard.errors import ShardingError
 from torchshard.layout.placements import Shard
@@ -291,6 +291,7 @@ def from_torch(sd: Any) -> Any:
     return _replaced(sd, (upstream.DTensor, sharded_tensors().ShardedTensor), ours)
 
 
+@below_torch_functions
 def _replaced(sd: Any, kinds: tuple[type[Tensor], ...], change: Callable[[Any], Any]) -> Any:
     known: dict[Any, Any] = {}
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchshard._torch import below_torch_functions
 from torchshard.comm.circle import circle_of, this_rank, world_size
 from torchshard.errors import RankMismatchError, ShardingError
 from torchshard.layout.boxes import Box
@@ -31,6 +32,7 @@ class _Made:
 
 
 @torch.no_grad()
+@below_torch_functions
 def convert(
     tree: Any,
     decide: Decide,

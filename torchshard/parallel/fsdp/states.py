@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchshard._torch import below_torch_functions
 from torchshard.parallel.fsdp.chunks import as_ours, part_of
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
@@ -42,6 +43,7 @@ def _loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, held
             state[prefix + name] = taken.lent(part.detach())
 
 
+@below_torch_functions
 def part(value: Any, taken: Placed | None, where: str) -> Any:
     """What FSDP1 flattens of a value of an optimizer state: this rank's part, plain; scalars and others as they are."""
     if not isinstance(value, Tensor) or value.ndim == 0:
