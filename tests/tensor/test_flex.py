@@ -130,7 +130,7 @@ def refused(rank, world):
 def test_refusals():
     for plain, meshes, read, samples, values in run_ranks(2, refused, timeout=100):
         assert "flex_attention: the argument 'key' is a plain torch.Tensor among DTensors" in plain
-        assert "flex_attention takes DTensors of one mesh" in meshes
+        assert "flex_attention: the arguments live on different meshes" in meshes
         assert "implicit_replication()" in read
         assert "Bq and Bkv must broadcast" in samples
         assert "must match" in values or "shape" in values

@@ -304,16 +304,21 @@ def _called_by_formula() -> bool:
 
 def require_one_mesh(call: Call, operands: Sequence[Operand]) -> None:
     """Raise ShardingError where arguments live on different meshes."""
-    first = operands[0].layout
-    for operand in operands:
-        if operand.layout.mesh is not first.mesh:
-            shown = [f"argument {call.names[o.at]}: {o.layout}" for o in (operands[0], operand)]
+    one_mesh(call.name, [(call.names[o.at], o.layout) for o in operands])
+
+
+def one_mesh(operator: str, arguments: Sequence[tuple[str, TensorLayout]]) -> Mesh:
+    """The mesh of these arguments, which have names; raises ShardingError where they live on different ones."""
+    (first, layout), *others = arguments
+    for name, other in others:
+        if other.mesh is not layout.mesh:
             raise ShardingError(
-                f"{call.name}: the arguments live on different meshes.",
+                f"{operator}: the arguments live on different meshes.",
                 expected="one mesh",
-                got="\n".join(shown),
-                fix=f"bring both to one: distribute_tensor({call.names[operand.at]}.full_tensor(), mesh, placements)",
+                got=f"argument {first}: {layout}\nargument {name}: {other}",
+                fix=f"bring both to one: distribute_tensor({name}.full_tensor(), mesh, placements)",
             )
+    return layout.mesh
 
 
 def refuse_as_eager(call: Call) -> None:

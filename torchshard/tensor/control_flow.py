@@ -18,7 +18,7 @@ from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.tensor.autograd import over, redistribute
-from torchshard.tensor.call import refuse_plain
+from torchshard.tensor.call import one_mesh, refuse_plain
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
@@ -197,16 +197,7 @@ def _told(layout: TensorLayout | None) -> str:
 
 def _mesh_of(name: str, values: Iterable[Any]) -> Mesh:
     """The one mesh of all DTensors among these."""
-    meshes = {x._spec.mesh for x in values if type(x) is DTensor}
-    if len(meshes) > 1:
-        raise ShardingError(
-            f"{name} takes DTensors of one mesh.",
-            expected="one mesh",
-            got=", ".join(sorted(map(str, meshes))),
-            fix="redistribute them to one mesh",
-        )
-    (mesh,) = meshes
-    return mesh
+    return one_mesh(name, [(f"operands[{k}]", x._spec) for k, x in enumerate(values) if type(x) is DTensor])
 
 
 def _decision(name: str, pred: Any) -> Any:

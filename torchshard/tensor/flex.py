@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchshard.errors import ShardingError
 from torchshard.layout.layout import Mesh, Sharding
 from torchshard.layout.pieces import nested_pieces
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.tensor.autograd import over, redistribute, to_local
-from torchshard.tensor.call import refuse_plain
+from torchshard.tensor.call import one_mesh, refuse_plain
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import held
 from torchshard.tensor.layout import dense_stride, layout_for
@@ -99,16 +98,7 @@ def _mesh_of(named: dict[str, Any]) -> Mesh:
         allowed = name not in ("query", "key", "value") and replicates_plain_tensors()
         if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim and not allowed:
             raise refuse_plain("flex_attention", name, x)
-    meshes = {name: x._spec.mesh for name, x in named.items() if type(x) is DTensor}
-    mesh: Mesh = meshes["query"]
-    if any(other is not mesh for other in meshes.values()):
-        raise ShardingError(
-            "flex_attention takes DTensors of one mesh.",
-            expected=f"the mesh of the query, {mesh}",
-            got={name: str(other) for name, other in meshes.items()},
-            fix="redistribute them to one mesh",
-        )
-    return mesh
+    return one_mesh("flex_attention", [(name, x._spec) for name, x in named.items() if type(x) is DTensor])
 
 
 def _kept(query: DTensor, key: DTensor, value: DTensor) -> Sharding:
