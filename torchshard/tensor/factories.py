@@ -1,5 +1,6 @@
 """DTensors from nothing: the factories of torch.distributed.tensor, with two more."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -101,6 +102,18 @@ def _made(
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
     mesh = current_mesh() if device_mesh is None else device_mesh
     return maker(kind, shape, values, mesh, placements, dtype, requires_grad, tie(mesh))
+
+
+def _tell_options(*factories: Callable[..., DTensor]) -> None:
+    """Have `inspect.signature`, and so help and notebooks, tell the options, as type checkers do."""
+    options = [p for p in inspect.signature(_made).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for factory in factories:
+        written = inspect.signature(factory)
+        own = [p for p in written.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        factory.__signature__ = written.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+
+
+_tell_options(zeros, ones, empty, full, rand, randn, linspace, logspace)
 
 
 # Each of these is one call in a compiled region: (name of torch's function, shape, its other arguments, ...).
