@@ -190,7 +190,7 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
     """The one BoundMesh of a DeviceMesh; equal meshes share it for as long as its process groups live.
 
     Raises:
-        ShardingError: `device_mesh` is something else.
+        ShardingError: `device_mesh` is something else, or its ranks are played in one process.
     """
     known = _by_id.get(id(device_mesh))
     if known is not None and known[0]() is device_mesh:
@@ -204,6 +204,13 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
         )
     if (real := real_object(device_mesh)) is not device_mesh:  # a region may be the first to see the mesh
         return bind(real)
+    if any(not isinstance(n, int) for n in device_mesh.get_coordinate() or ()):
+        raise ShardingError(
+            "All ranks are played in one process, which DTensors of torchshard cannot be.",
+            expected="a process that is one rank",
+            got="LocalTensorMode",
+            fix="start the ranks; torchshard.explain on a fake process group shows what each would do",
+        )
     # Meshes that differ in this rank's place, or of which one cannot communicate, are equal for torch.
     key = device_mesh, device_mesh.get_coordinate(), _can_talk(device_mesh)
     found = next((bound for value, bound in _by_value if value == key), None)

@@ -1,0 +1,64 @@
+"""Ranks that are threads of one process, as in many of torch's tests; and those that LocalTensorMode plays."""
+
+import unittest
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.ranks import run_ranks
+from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard.errors import ShardingError
+
+
+class Threads(MultiThreadedTestCase):
+    __test__ = False  # run by a rank of its own
+
+    @property
+    def world_size(self):
+        return 4
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def test_values_and_gradients(self):
+        x, w = torch.arange(28.0).view(7, 4), torch.arange(20.0).view(4, 5) - 7
+        for shape, rows, columns in [((4,), [Shard(0)], [Shard(1)]), ((2, 2), [Shard(0), Shard(1)], [Replicate()] * 2)]:
+            mesh = init_device_mesh("cpu", shape)
+            a = distribute_tensor(x.clone(), mesh, rows).requires_grad_()
+            b = distribute_tensor(w.clone(), mesh, columns).requires_grad_()
+            x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+            got, expected = torch.relu(a @ b).mean(0), torch.relu(x @ w).mean(0)
+            torch.testing.assert_close(got.full_tensor(), expected)
+            got.square().sum().backward()
+            expected.square().sum().backward()
+            torch.testing.assert_close(a.grad.full_tensor(), x.grad)
+            torch.testing.assert_close(b.grad.full_tensor(), w.grad)
+            torch.testing.assert_close(a.redistribute(placements=[Shard(1)] * len(shape)).full_tensor(), x)
+            x, w = x.detach(), w.detach()
+
+
+def threads(rank, world):
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(Threads).run(result)
+    return result.testsRun, [text for _, text in [*result.errors, *result.failures]]
+
+
+def test_ranks_that_are_threads():
+    assert run_ranks(1, threads, backend="") == [(1, [])]
+
+
+def played(rank, world):
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    with LocalTensorMode(4), pytest.raises(ShardingError, match="All ranks are played in one process"):
+        distribute_tensor(torch.ones(8), init_device_mesh("cpu", (4,)), [Shard(0)])
+    dist.destroy_process_group()
+
+
+def test_ranks_that_are_played_are_refused():
+    run_ranks(1, played, backend="")
