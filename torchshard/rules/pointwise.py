@@ -46,7 +46,8 @@ _LINES = table("""
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor | ..., ... -> ...      | exact
     eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar | ... -> ...           | exact
     abs                                                         | ... -> ...           | exact
-    zeros_like ones_like empty_like full_like                   | ... -> ...           | like
+    zeros_like ones_like full_like                              | ... -> ...           | like
+    empty_like                                                  | ... -> ...           | moves # as to_empty() wants it
 """)
 
 

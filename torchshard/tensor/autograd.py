@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import exported_whole, is_traced, skip_methods
+from torchshard._torch import exported_whole, is_traced, skip_alone, skip_methods
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
@@ -69,6 +69,8 @@ class _Redistribute(torch.autograd.Function):
                 source.marks, source.assumed
             )
         layout = source if target is source.sharding else source.to(target)
+        if local is x._local_tensor and layout is source:
+            return x.view_as(x)  # type: ignore[return-value]
         if async_op:
             part = redistribute_later(local, source, layout)
         elif local is x._local_tensor:
@@ -195,13 +197,24 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: bool = False,
+    asked: bool = False,
 ) -> DTensor:
-    """See DTensor.redistribute; returns `x` itself where nothing changes."""
+    """See DTensor.redistribute; returns `x` itself where nothing changes.
+
+    But not where the user has `asked` for it: gradients come back as the tensor lies there, too, and terms as they come.
+    """
     source = x._spec
     same_dtypes = forward_dtype in (None, source.dtype) and backward_dtype in (None, source.dtype)
-    if source.sharding is target and same_dtypes:
+    brings_back = asked and x.requires_grad and torch.is_grad_enabled() and not target.partial
+    if source.sharding is target and same_dtypes and not brings_back:
         return x
     return _redistributed(x, target, forward_dtype, backward_dtype, async_op)
+
+
+@skip_alone
+def as_placed(x: DTensor, placements: Sequence[TorchPlacement]) -> DTensor:
+    """A tensor with these placements, for hooks: itself where nothing changes."""
+    return redistribute(x, from_torch(placements, x._spec.mesh, x.shape))
 
 
 @exported_whole
@@ -209,23 +222,6 @@ def _redistributed(x: DTensor, *how: Any) -> DTensor:
     if not torch.is_grad_enabled():
         return _Redistribute.forward(SimpleNamespace(), x, *how)
     return _Redistribute.apply(x, *how)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def as_traced(gradient: DTensor, expected: Sharding, expected_type: type[Tensor] | None) -> DTensor:
-    """The gradient of a traced result, in the layout that its backward was made for.
-
-    Raises:
-        UnsupportedOperatorError: the graph takes it for zeros in a plain tensor, as AOTAutograd does for an input that
-            a region writes to.
-    """
-    if expected_type is not None:
-        raise UnsupportedOperatorError(
-            "An input that a compiled region wrote to has a gradient from behind the region.",
-            expected="none, as AOTAutograd takes it to have",
-            got=f"a DTensor of shape {tuple(gradient.shape)}",
-            fix="return a copy from the region, and go on with that: x.copy_(y).clone()",
-        )
-    return redistribute(gradient, expected)
 
 
 def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | Sharding | None) -> Tensor:

@@ -107,7 +107,8 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> "DTensor":
-        """The same tensor with other placements, or on another mesh; differentiable any number of times.
+        """The same tensor with other placements, or on another mesh; differentiable any number of times. The gradient
+        comes back in the tensor's own placements, whole where they are Partial.
 
         Args:
             device_mesh: the tensor's own by default. To go to another one, all ranks of both meshes call this, and go
@@ -133,7 +134,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         layout = self._spec
         mesh = layout.mesh if device_mesh is None else bind(device_mesh)
         target = from_torch(placements, mesh, layout.shape)
-        return autograd.redistribute(self, target, forward_dtype, backward_dtype, async_op)
+        return autograd.redistribute(self, target, forward_dtype, backward_dtype, async_op, asked=True)
 
     def full_tensor(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """The whole tensor on every rank of the mesh; differentiable.
@@ -143,7 +144,8 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         """
         from torchshard.tensor import autograd
 
-        return autograd.redistribute(self, self._spec.mesh.replicated()).to_local(grad_placements=grad_placements)
+        whole = autograd.redistribute(self, self._spec.mesh.replicated(), asked=True)
+        return whole.to_local(grad_placements=grad_placements)
 
     @staticmethod
     def from_torch(upstream: Tensor) -> "DTensor":
