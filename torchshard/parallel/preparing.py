@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from torchshard.parallel.styles import ParallelStyle, annotated
-from torchshard.tensor.autograd import as_placed
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.naming import name_of_place
 
@@ -189,7 +188,7 @@ def prepare(x: Any, where: str | None, desired: Placement | None, local: bool) -
         raise AssertionError(f"a layout for a value that is no tensor: {type(x).__name__}; give None for it")
     placed = x if isinstance(x, DTensor) else annotated(x, where)
     if desired is not None:
-        placed = as_placed(placed, (desired,))
+        placed = placed._placed((desired,))
     return placed.to_local() if local else placed
 
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchshard.layout.layout import contiguous_stride
-from torchshard.tensor.autograd import as_placed
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
@@ -79,7 +78,7 @@ class _CutWeights(ParallelStyle):
         wanted, length = self._wanted(module), self._length(module)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            output = as_placed(output, (there,))
+            output = output._placed((there,))
             return output.to_local() if local else output
 
         module.register_forward_pre_hook(taking(type(self).__name__, device_mesh, here, wanted, length))
@@ -205,7 +204,7 @@ def taking(style: str, mesh: DeviceMesh, here: Placement, wanted: Placement, len
         x = first_tensor(style, module, inputs)
         if not isinstance(x, DTensor):
             x = annotated(x, where, length)
-        return as_placed(x, (wanted,)), *inputs[1:]
+        return x._placed((wanted,)), *inputs[1:]
 
     return before
 

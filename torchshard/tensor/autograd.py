@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import exported_whole, is_traced, skip_alone, skip_methods
+from torchshard._torch import exported_whole, is_traced, skip_methods
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
@@ -201,7 +201,7 @@ def redistribute(
 ) -> DTensor:
     """See DTensor.redistribute; returns `x` itself where nothing changes.
 
-    But not where the user has `asked` for it: gradients come back as the tensor lies there, too, and terms as they come.
+    But not where the user has `asked` for it: gradients are then brought to where the tensor lies, unless it is Partial.
     """
     source = x._spec
     same_dtypes = forward_dtype in (None, source.dtype) and backward_dtype in (None, source.dtype)
@@ -211,10 +211,9 @@ def redistribute(
     return _redistributed(x, target, forward_dtype, backward_dtype, async_op)
 
 
-@skip_alone
-def as_placed(x: DTensor, placements: Sequence[TorchPlacement]) -> DTensor:
-    """A tensor with these placements, for hooks: itself where nothing changes."""
-    return redistribute(x, from_torch(placements, x._spec.mesh, x.shape))
+def whole(x: DTensor) -> DTensor:
+    """The tensor, whole on every rank, as the user has asked for it."""
+    return redistribute(x, x._spec.mesh.replicated(), asked=True)
 
 
 @exported_whole
