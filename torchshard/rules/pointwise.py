@@ -26,6 +26,8 @@ _LINES = table("""
     relu exp sigmoid tanh expm1                                 | ... -> ...           | mono
     erf atan asinh sinh exp2 relu6                              | ... -> ...           | mono
     ceil floor round trunc                                      | ... -> ...           | mono
+    maximum                                                     | ..., ... -> ...      | max=0+1,0,1 min=0,1
+    minimum                                                     | ..., ... -> ...      | min=0+1,0,1 max=0,1
     threshold_backward gelu_backward silu_backward              | ..., ... -> ...      | lin=0
     sigmoid_backward tanh_backward elu_backward mish_backward   | ..., ... -> ...      | lin=0
     leaky_relu_backward hardtanh_backward hardswish_backward    | ..., ... -> ...      | lin=0

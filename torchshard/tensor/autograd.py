@@ -201,7 +201,7 @@ def redistribute(
 ) -> DTensor:
     """See DTensor.redistribute; returns `x` itself where nothing changes.
 
-    But not where the user has `asked` for it: gradients are then brought to where the tensor lies, unless it is Partial.
+    But not where the user has `asked` for it: gradients are then brought to where the tensor lies unless it is Partial.
     """
     source = x._spec
     same_dtypes = forward_dtype in (None, source.dtype) and backward_dtype in (None, source.dtype)
