@@ -80,7 +80,7 @@ def twice_differentiable(rank, world):
         str(half.dtype),
         str(x.grad.dtype),
         x.grad.full_tensor().tolist(),
-        (plain := x.detach()).redistribute(placements=[Shard(0)]) is plain,
+        x.redistribute(placements=[Shard(0)]) is x,
     )
 
 
@@ -113,6 +113,12 @@ def gradients_where_nothing_changes(rank, world):
     x.redistribute(placements=[Partial()]).backward(DTensor.from_local(full, mesh, [Partial()]))
     found["Partial"] = shown(x)
 
+    x = distribute_tensor(full, mesh, [Replicate()]).requires_grad_()
+    y = (x * 1).redistribute(placements=[Replicate()])
+    y.mul_(2)
+    y.to_local(grad_placements=[Partial()]).sum().backward()
+    found["written to"] = shown(x)
+
     @torch.compile(fullgraph=True, backend="aot_eager")
     def region(x):
         return (x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]) * 1).sum()
@@ -134,6 +140,7 @@ def test_a_gradient_lies_as_its_tensor_does_where_nothing_changes():
             "whole": ((Shard(0),), own),
             "Partial": ((Partial(),), sums),
             "memory": True,
+            "written to": ((Replicate(),), [[4.0, 4.0]] * 3),
             "compiled": ((Replicate(),), twos),
         }
 

@@ -23,6 +23,7 @@ from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.call import refuse_plain
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.gradients import bring_back
 from torchshard.tensor.guards import refresh
 from torchshard.tensor.layout import (
     TURNED,
@@ -69,8 +70,6 @@ class _Redistribute(torch.autograd.Function):
                 source.marks, source.assumed
             )
         layout = source if target is source.sharding else source.to(target)
-        if local is x._local_tensor and layout is source:
-            return x.view_as(x)  # type: ignore[return-value]
         if async_op:
             part = redistribute_later(local, source, layout)
         elif local is x._local_tensor:
@@ -201,12 +200,13 @@ def redistribute(
 ) -> DTensor:
     """See DTensor.redistribute; returns `x` itself where nothing changes.
 
-    But not where the user has `asked` for it: gradients are then brought to where the tensor lies unless it is Partial.
+    If the user has `asked` for it, the gradient is then brought to where the tensor lies, unless it is Partial.
     """
     source = x._spec
     same_dtypes = forward_dtype in (None, source.dtype) and backward_dtype in (None, source.dtype)
-    brings_back = asked and x.requires_grad and torch.is_grad_enabled() and not target.partial
-    if source.sharding is target and same_dtypes and not brings_back:
+    if source.sharding is target and same_dtypes:
+        if asked and not target.partial:
+            bring_back(x)
         return x
     return _redistributed(x, target, forward_dtype, backward_dtype, async_op)
 
