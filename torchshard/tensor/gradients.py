@@ -1,7 +1,8 @@
 """Gradients of the other kind: plain ones of DTensors, DTensors of plain scalars; hooks at the operands turn them over.
 
 Formulas of autograd that go by sizes alone make plain zeros (that of sgn), and what a plain tensor that a DTensor was
-written to hands back to it is plain, too. Both are the same on every rank.
+written to hands back to it is plain, too. Both are the same on every rank. A gradient that is to lie as its tensor does
+is brought there.
 """
 
 import functools

@@ -62,7 +62,7 @@ def _as_strided(
     layout, start = x._spec, offset or 0
     all_of_it = tuple(size) == layout.shape and tuple(stride) == layout.stride
     if all_of_it and (offset is None or (offset == 0 and not is_view(x))):
-        return aten.alias(x) if func is aten.as_strided.default else x.clone()
+        return aten.alias(x) if func is aten.as_strided.default else aten.clone(x)  # type: ignore[no-any-return]
     reach = start + 1 + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
     dense = layout.stride == dense_stride(layout.shape, layout.stride)
     if (is_view(x) and offset is not None) or not dense or (0 not in size and reach > x.numel()):
