@@ -60,8 +60,11 @@ class ImplicitRedistributionError(TorchshardError, RuntimeError):
     """An operator would redistribute an argument where that has to be asked for; names both."""
 
 
-class RankMismatchError(TorchshardError, RuntimeError):
-    """Ranks that should do the same do not; names the first difference."""
+class RankMismatchError(TorchshardError, RuntimeError, ValueError):
+    """Ranks that should do the same do not; names the first difference.
+
+    A ValueError as well, which torch raises where ranks are asked what they were given, and a RuntimeError elsewhere.
+    """
 
 
 class CheckpointError(TorchshardError, ValueError):

@@ -128,8 +128,15 @@ def _all_reduce(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:
 
 
 def _reduce_scatter(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:
-    dim = step.dim(step.after)
-    return _in_groups(step, parts, lambda group: _cut(reduce_terms(step.op, group), dim, len(group)))
+    dim, counts = step.dim(step.after), [step.before.mesh.shape[a] for a in step.axes]
+
+    def work(group: Parts) -> Parts:
+        pieces = [reduce_terms(step.op, group)]
+        for count in counts:  # each axis cuts what the ones before it have left
+            pieces = [cut for array in pieces for cut in _cut(array, dim, count)]
+        return pieces
+
+    return _in_groups(step, parts, work)
 
 
 def _exchange(step: Step, parts: Parts, shape: tuple[int, ...]) -> Parts:

@@ -178,6 +178,18 @@ class TestPaths(TestCase):
             """all_reduce(dp x tp) (P(sum), P(sum)) -> (R, R), 448 bytes""",
         )
         self.path(
+            s((Partial(), Partial())),
+            s((Shard(0), Shard(0))),
+            (8, 8),
+            """reduce_scatter(dp x tp) (P(sum), P(sum)) -> (S(0), S(0)), 224 bytes""",
+        )
+        self.path(
+            s((Partial(), Partial())),
+            mesh.sharding((Shard(0), Shard(0)), {0: (1, 0)}),
+            (8, 8),
+            """reduce_scatter(tp x dp) (P(sum), P(sum)) -> (S(0), S(0)), 224 bytes""",
+        )
+        self.path(
             s((R, Partial())), s((R, Shard(0))), (8, 8), """reduce_scatter(tp) (R, P(sum)) -> (R, S(0)), 192 bytes"""
         )
         self.path(

@@ -324,6 +324,18 @@ def test_backward_is_watched_inside(mesh):
     assert w.grad.placements is not None
 
 
+def test_a_mode_is_entered_anew_for_backward(mesh):
+    norm = torch.nn.LayerNorm(8, elementwise_affine=False)
+    x = zeros(8, 8, device_mesh=mesh, placements=[Replicate(), Shard(1)]).requires_grad_()
+    mode = CommDebugMode()
+    with mode:
+        y = norm(x)
+    with mode:
+        y.sum().backward()
+    assert mode.get_total_counts() > 0
+    assert sum(mode.comm_module_counts["Global"]["backward"].values()) == mode.get_total_counts()
+
+
 def test_signatures_are_those_of_torch():
     def parameters(function):
         return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]

@@ -79,3 +79,42 @@ def test_a_rank_outside_of_the_mesh():
 
     layouts = (1,), torch.int64, (Shard(1),)
     assert run_ranks(2, outside, timeout=60) == [(layouts, [1, 1.0, 6.0, 8.0]), (layouts, [])]
+
+
+def of_extremes(rank, world):
+    """Largest and smallest of terms whose largest or smallest is the value: what stays such terms, and the values."""
+    from torchshard import DTensor, Partial, Replicate, distribute_tensor, init_device_mesh
+
+    mesh, bad, kept = init_device_mesh("cpu", (world,)), [], {}
+    full = torch.tensor([[1.0, -2, 3], [4, 5, -6]])
+    whole = distribute_tensor(full, mesh, [Replicate()])
+    for op in ("max", "min"):
+        terms = torch.where(torch.arange(6).view(2, 3) % world == rank, 3 - full, full - 1)
+        x = DTensor.from_local(terms, mesh, [Partial(op)])
+        for name, call in {
+            "amax": lambda x, y: x.amax(0),
+            "max": lambda x, y: x.max(),
+            "amin": lambda x, y: x.amin(1, True),
+            "min": lambda x, y: x.min(),
+            "maximum": lambda x, y: torch.maximum(x, y),
+            "minimum": lambda x, y: torch.minimum(y, x),
+            "maximum of both": lambda x, y: torch.maximum(x, x.flip(1)),
+            "minimum of both": lambda x, y: torch.minimum(x, x.flip(0)),
+        }.items():
+            plain, leaf = x.full_tensor().requires_grad_(), x.detach().requires_grad_()
+            got, want = call(leaf, whole), call(plain, full)
+            got.square().sum().backward()
+            want.square().sum().backward()
+            kept[op, name] = got.placements[0].is_partial()
+            if not (torch.equal(got.full_tensor(), want) and torch.equal(leaf.grad.full_tensor(), plain.grad)):
+                bad.append((op, name, got.full_tensor(), want, leaf.grad.full_tensor(), plain.grad))
+    return bad, {key for key, partial in kept.items() if partial}
+
+
+def test_extremes_of_extremes_stay_terms():
+    by_element = "maximum", "minimum", "maximum of both", "minimum of both"  # of the other kind, one of both is reduced
+    kept = {("max", name) for name in ("amax", "max", *by_element)}
+    kept |= {("min", name) for name in ("amin", "min", *by_element)}
+    for bad, partial in run_ranks(2, of_extremes):
+        assert not bad, bad
+        assert partial == kept

@@ -239,6 +239,13 @@ def turned(rank, world, how):
         return type(error).__name__
 
 
+def test_a_mismatch_that_torch_calls_a_value_error_is_one():
+    from torchshard.errors import RankMismatchError
+
+    assert issubclass(RankMismatchError, ValueError)
+    assert issubclass(RankMismatchError, RuntimeError)
+
+
 @pytest.mark.parametrize("how", ["S", "P"])
 def test_pieces_that_lie_in_memory_in_different_orders_are_refused_on_every_rank(how):
     assert run_ranks(2, turned, how, timeout=30) == ["RankMismatchError"] * 2

@@ -157,6 +157,43 @@ class Modes(expecttest.TestCase):
         )
 
 
+def one_element(rank, world):
+    """Plain tensors of one element beside DTensors, and of one whose shape alone is asked for."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    full = torch.arange(1.0, 11.0).view(5, 2)
+    x = distribute_tensor(full, init_device_mesh("cpu", (world,)), [Shard(0)])
+    one, found = torch.full((1, 1), 2.0, requires_grad=True), {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sums = [one.detach() + x, x + one.detach()[0], x + one.detach()[0]]
+        (one * x).sum().backward()
+        _ = x + torch.tensor(1.0)
+    found["values"] = all(torch.equal(y.full_tensor(), full + 2) for y in sums)
+    found["gradient"] = type(one.grad), one.grad.tolist()
+    found["said"] = [str(w.message).partition(", to be")[0] for w in caught]
+    found["here"] = all(w.filename == __file__ for w in caught)
+    found["sizes"] = full.is_same_size(x), x.is_same_size(full), x.is_same_size(full[:2])
+    return found
+
+
+def test_a_plain_tensor_of_one_element_is_taken_for_the_same_everywhere():
+    takes = "torchshard: {} takes its argument {}, a plain tensor of one element that is no scalar"
+    said = [
+        takes.format(*names)
+        for names in [("add.Tensor", "'self'"), ("add.Tensor", "'other'"), ("mul.Tensor", "'self'")]
+    ]
+    expected = {
+        "values": True,
+        "gradient": (torch.Tensor, [[55.0]]),
+        "said": said,
+        "here": True,
+        "sizes": (True, True, False),
+    }
+    for found in run_ranks(2, one_element):
+        assert found == expected, found
+
+
 def without_fast_paths(rank, world, group):
     from torchshard import _torch
     from torchshard._torch import dtensors

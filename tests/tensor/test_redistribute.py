@@ -89,6 +89,62 @@ def test_gradients_any_number_of_times_and_dtypes_on_the_way():
         assert found == (True, True, "torch.bfloat16", "torch.float32", [1.0] * 5, True)
 
 
+def gradients_where_nothing_changes(rank, world):
+    """What comes back for a tensor that stays where it is: its gradient lies as the tensor does."""
+    from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    full, found = torch.arange(6.0).view(3, 2), {}
+
+    def shown(x):
+        return x.grad.placements, x.grad.full_tensor().tolist()
+
+    x = distribute_tensor(full, mesh, [Replicate()]).requires_grad_()
+    x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).sum().backward()
+    found["terms"] = shown(x)
+    x.grad = None
+    x.full_tensor(grad_placements=[Partial()]).sum().backward()
+    found["terms of the whole"] = shown(x)
+    x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
+    y = x.redistribute(placements=[Shard(-2)])
+    y.backward(distribute_tensor(full, mesh, [Replicate()]))
+    found["whole"], found["memory"] = shown(x), y.to_local().data_ptr() == x.to_local().data_ptr()
+    x = DTensor.from_local(full, mesh, [Partial()]).detach().requires_grad_()
+    x.redistribute(placements=[Partial()]).backward(DTensor.from_local(full, mesh, [Partial()]))
+    found["Partial"] = shown(x)
+
+    x = distribute_tensor(full, mesh, [Replicate()]).requires_grad_()
+    y = (x * 1).redistribute(placements=[Replicate()])
+    y.mul_(2)
+    y.to_local(grad_placements=[Partial()]).sum().backward()
+    found["written to"] = shown(x)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def region(x):
+        return (x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]) * 1).sum()
+
+    x = distribute_tensor(full, mesh, [Replicate()]).requires_grad_()
+    region(x).backward()
+    found["compiled"] = shown(x)
+    return found
+
+
+def test_a_gradient_lies_as_its_tensor_does_where_nothing_changes():
+    from torchshard import Partial, Replicate, Shard
+
+    twos, own, sums = [[2.0, 2.0]] * 3, [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
+    for found in run_ranks(2, gradients_where_nothing_changes):
+        assert found == {
+            "terms": ((Replicate(),), twos),
+            "terms of the whole": ((Replicate(),), twos),
+            "whole": ((Shard(0),), own),
+            "Partial": ((Partial(),), sums),
+            "memory": True,
+            "written to": ((Replicate(),), [[4.0, 4.0]] * 3),
+            "compiled": ((Replicate(),), twos),
+        }
+
+
 def nested_orders(rank, world):
     """A dim cut by both axes, in both nesting orders: torch's placement for the other order goes there and back."""
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -210,3 +210,20 @@ def test_a_module_made_on_the_meta_device():
             torch.testing.assert_close(torch.tensor(got), y.detach())
             torch.testing.assert_close([torch.tensor(g) for g in grads], [p.grad for p in plain.parameters()])
             assert drawn == after.tolist()
+
+
+def partial_buffer(rank, world):
+    from torchshard import DTensor, Partial, init_device_mesh
+
+    module = torch.nn.Module()
+    mesh, total = init_device_mesh("cpu", (world,)), torch.zeros(2, device="meta")
+    module.register_buffer("total", DTensor.from_local(total, mesh, [Partial("max")]))
+    module.to_empty(device="cpu")
+    module.total.zero_()
+    return module.total.placements, module.total.device.type, module.total.full_tensor().tolist()
+
+
+def test_a_partial_buffer_stays_partial_when_it_gets_room():
+    from torchshard import Partial
+
+    assert run_ranks(2, partial_buffer) == [((Partial("max"),), "cpu", [0.0, 0.0])] * 2

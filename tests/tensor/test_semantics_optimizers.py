@@ -75,6 +75,7 @@ FUSED = {
     "AdamW": _trains(AdamW, lr=0.01, fused=True),
     "Adagrad": _trains(Adagrad, lr=0.01, fused=True),
     "AdamW, rate in a tensor": _trains(AdamW, lr=torch.tensor(0.01), foreach=False),
+    "AdamW, fused, rate in a tensor of one element": _trains(AdamW, lr=torch.tensor([0.01]), fused=True),
     "LBFGS": _trains(LBFGS, lr=0.5, max_iter=2),
     "LBFGS strong Wolfe": _trains(LBFGS, lr=0.5, max_iter=2, line_search_fn="strong_wolfe"),
     "LBFGS, a parameter without gradient": _trains(LBFGS, lr=0.5, max_iter=2, idle=(BIAS,)),

@@ -78,6 +78,34 @@ def memory(rank, world):
     return found
 
 
+def the_whole_as_strided(rank, world):
+    """All of a tensor, as it lies: this rank's part, as any view of it; with its gradient."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+    from torchshard.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.arange(20.0).view(5, 4).requires_grad_()
+    x = distribute_tensor(full.detach(), mesh, [Shard(0)]).requires_grad_()
+    with CommDebugMode() as mode:
+        seen, told = x.as_strided((5, 4), (4, 1)), x.as_strided((5, 4), (4, 1), 0)
+        copied, turned = torch.as_strided_copy(x, (5, 4), (4, 1)), x.t().as_strided((4, 5), (1, 4))
+    (seen * told * copied).sum().backward()
+    turned.detach().add_(1)
+    (full**3).sum().backward()
+    return (
+        mode.get_total_counts(),
+        [t.placements == (Shard(0),) for t in (seen, told, copied)] + [turned.placements == (Shard(1),)],
+        [t.to_local().data_ptr() == x.to_local().data_ptr() for t in (seen, told, copied, turned)],
+        torch.equal(x.grad.full_tensor(), full.grad),
+        [torch.equal(t.full_tensor(), full + 1) for t in (x, seen, turned.t())],
+    )
+
+
+def test_a_window_on_all_of_a_tensor_is_no_other_part():
+    for found in run_ranks(2, the_whole_as_strided):
+        assert found == (0, [True] * 4, [True, True, False, True], True, [True] * 3), found
+
+
 @pytest.mark.parametrize("name", ["as_strided of a view", "as_strided_", "resize_"])
 def test_operators_on_memory_are_refused(name):
     for found in run_ranks(1, memory):

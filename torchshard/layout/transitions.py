@@ -8,7 +8,7 @@ one rank, because all ranks must find the same path.
     slice           Replicate -> Shard      appended last to the order; says nothing     0
     all_to_all      Shard(a) -> Shard(b)    last in a's order, appended last to b's      (p - 1) m of the blocks
     all_reduce      Partial -> Replicate    several axes at once where it is cheaper     2 (p - 1) m of the p pieces
-    reduce_scatter  Partial -> Shard        appended last to the order                   (p - 1) m of the p pieces
+    reduce_scatter  Partial -> Shard        one or more axes, appended last to the order (p - 1) m of the p pieces
     exchange        any -> any with equal Partial axes, over all axes concerned          what a rank lacks
     mask            Replicate -> Partial    keeps the value on coordinate 0, or on all   0
 
@@ -309,13 +309,13 @@ def _edges(
         elif isinstance(now, Partial):
             yield _all_reduce(here, (axis,), part, sizes)
             if isinstance(wanted, Shard):
-                yield _reduce_scatter(here, axis, wanted.dim, part, sizes)
+                yield _reduce_scatter(here, (axis,), wanted.dim, part, sizes)
         elif isinstance(wanted, Shard):
             after = here.replace(axis, wanted)
             yield Step("slice", (axis,), here, after, 0, 0, part + sizes.part(after))
         elif isinstance(wanted, Partial) and masking(wanted.op) and _mixes(here, wanted):
             yield Step("mask", (axis,), here, here.replace(axis, wanted), 0, 0, 2 * part)
-    yield from _fused_reductions(here, axes, part, sizes)
+    yield from _fused(here, target, axes, part, sizes)
 
 
 def _all_gather(here: Sharding, axes: tuple[int, ...], part: int, sizes: _Sizes) -> Step:
@@ -333,10 +333,12 @@ def _all_to_all(here: Sharding, axis: int, dim: int, part: int, sizes: _Sizes) -
     return Step("all_to_all", (axis,), here, after, (p - 1) * block, p - 1, peak)
 
 
-def _reduce_scatter(here: Sharding, axis: int, dim: int, part: int, sizes: _Sizes) -> Step:
-    p, after = sizes.mesh.shape[axis], here.replace(axis, Shard(dim))
+def _reduce_scatter(here: Sharding, axes: tuple[int, ...], dim: int, part: int, sizes: _Sizes) -> Step:
+    p, after = sizes.group(axes), here
+    for axis in axes:
+        after = after.replace(axis, Shard(dim))
     piece = sizes.part(after)
-    return Step("reduce_scatter", (axis,), here, after, (p - 1) * piece, p - 1, part + (p + 1) * piece)
+    return Step("reduce_scatter", axes, here, after, (p - 1) * piece, p - 1, part + (p + 1) * piece)
 
 
 def _all_reduce(here: Sharding, axes: tuple[int, ...], part: int, sizes: _Sizes) -> Step:
@@ -347,15 +349,18 @@ def _all_reduce(here: Sharding, axes: tuple[int, ...], part: int, sizes: _Sizes)
     return Step("all_reduce", axes, here, after, 2 * (p - 1) * piece, 2 * (p - 1), 2 * part)
 
 
-def _fused_reductions(here: Sharding, concerned: Sequence[int], part: int, sizes: _Sizes) -> Iterator[Step]:
-    """One all-reduce for all axes that reduce alike: two after another would carry the whole tensor twice."""
+def _fused(here: Sharding, target: Sharding, axes: Sequence[int], part: int, sizes: _Sizes) -> Iterator[Step]:
+    """One collective for all axes that reduce alike: all-reduces after another would carry the whole tensor twice."""
     alike: dict[Partial, list[int]] = {}
-    for axis in concerned:
+    for axis in axes:
         if isinstance(now := here.placements[axis], Partial):
             alike.setdefault(now, []).append(axis)
-    for axes in alike.values():
-        if len(axes) > 1:
-            yield _all_reduce(here, tuple(axes), part, sizes)
+    for reduced in alike.values():
+        if len(reduced) > 1:
+            yield _all_reduce(here, tuple(reduced), part, sizes)
+        for dim, order in target.splits.items():
+            if len(together := tuple([a for a in order if a in reduced])) > 1:
+                yield _reduce_scatter(here, together, dim, part, sizes)
 
 
 def _mixes(here: Sharding, wanted: Partial) -> bool:

@@ -119,7 +119,7 @@ def _mapped(
 def _as_required(x: DTensor, required: Placements, redistribute_inputs: bool, k: int) -> DTensor:
     if required is None:
         raise AssertionError(f"argument {k} of local_map is a DTensor: its in_placements must not be None")
-    moved = x.redistribute(placements=tuple(required)) if redistribute_inputs else x
+    moved = x._placed(tuple(required)) if redistribute_inputs else x
     if not redistribute_inputs and not _same(x, required):
         raise ValueError(
             f"argument {k} of local_map has the placements {x.placements}, and {tuple(required)} are required; "

@@ -188,7 +188,7 @@ def prepare(x: Any, where: str | None, desired: Placement | None, local: bool) -
         raise AssertionError(f"a layout for a value that is no tensor: {type(x).__name__}; give None for it")
     placed = x if isinstance(x, DTensor) else annotated(x, where)
     if desired is not None:
-        placed = placed.redistribute(placements=(desired,))
+        placed = placed._placed((desired,))
     return placed.to_local() if local else placed
 
 

@@ -78,7 +78,7 @@ class _CutWeights(ParallelStyle):
         wanted, length = self._wanted(module), self._length(module)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            output = output.redistribute(placements=(there,))
+            output = output._placed((there,))
             return output.to_local() if local else output
 
         module.register_forward_pre_hook(taking(type(self).__name__, device_mesh, here, wanted, length))
@@ -204,7 +204,7 @@ def taking(style: str, mesh: DeviceMesh, here: Placement, wanted: Placement, len
         x = first_tensor(style, module, inputs)
         if not isinstance(x, DTensor):
             x = annotated(x, where, length)
-        return x.redistribute(placements=(wanted,)), *inputs[1:]
+        return x._placed((wanted,)), *inputs[1:]
 
     return before
 

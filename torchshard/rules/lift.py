@@ -196,7 +196,8 @@ def _passing(partial: Partial, options: Options) -> tuple[tuple[int, ...], ...]:
         return ((0,),)
     if partial.op in ("sum", "avg"):
         return options.linear
-    return ((0,),) if options.mono and partial.op in ("max", "min") else ()
+    groups = {"max": options.max, "min": options.min}.get(partial.op)
+    return groups or (((0,),) if options.mono and groups is not None else ())
 
 
 def _cut(pieces: dict[str, list[int]], way: Way, parts: int) -> None:

@@ -26,6 +26,8 @@ _LINES = table("""
     relu exp sigmoid tanh expm1                                 | ... -> ...           | mono
     erf atan asinh sinh exp2 relu6                              | ... -> ...           | mono
     ceil floor round trunc                                      | ... -> ...           | mono
+    maximum                                                     | ..., ... -> ...      | max=0+1,0,1 min=0,1
+    minimum                                                     | ..., ... -> ...      | min=0+1,0,1 max=0,1
     threshold_backward gelu_backward silu_backward              | ..., ... -> ...      | lin=0
     sigmoid_backward tanh_backward elu_backward mish_backward   | ..., ... -> ...      | lin=0
     leaky_relu_backward hardtanh_backward hardswish_backward    | ..., ... -> ...      | lin=0
@@ -46,7 +48,8 @@ _LINES = table("""
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor | ..., ... -> ...      | exact
     eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar | ... -> ...           | exact
     abs                                                         | ... -> ...           | exact
-    zeros_like ones_like empty_like full_like                   | ... -> ...           | like
+    zeros_like ones_like full_like                              | ... -> ...           | like
+    empty_like                                                  | ... -> ...           | moves # as to_empty() wants it
 """)
 
 

@@ -11,6 +11,8 @@ Names are those of ATen without the namespace; `.default` is understood. Options
     rounds         results of whole numbers are rounded: linear for others only
     moves          only moves elements of operand 0: Partials of every kind pass through
     mono           rises with operand 0, and is defined everywhere: Partial max and min pass through
+    max=0+1,0      gives the largest of what it gives of terms whose largest are operands 0 and 1 together, and operand
+                   0 alone: Partial max passes through; min= says it of the smallest
     red=k:sum      splitting factor k leaves this Partial in every result that lacks k ("...": any broadcast factor);
                    k:same says that such a result is the same on every rank
     plus=0         operand 0 is added to that sum, so it must count once: it becomes Partial too
@@ -45,6 +47,8 @@ class Options:
     linear: tuple[tuple[int, ...], ...] = ()
     moves: bool = False
     mono: bool = False
+    max: tuple[tuple[int, ...], ...] = ()
+    min: tuple[tuple[int, ...], ...] = ()
     reduces: Mapping[str, Placement] = field(default_factory=dict)
     plus: tuple[int, ...] = ()
     like: bool = False
@@ -162,8 +166,9 @@ def options(words: str) -> Options:
         name, _, value = word.partition("=")
         if name in ("moves", "mono", "like", "full", "exact", "rounds") and not value:
             found[name] = True
-        elif name == "lin" and value:
-            found["linear"] = tuple([tuple(map(int, group.split("+"))) for group in value.split(",")])
+        elif name in ("lin", "max", "min") and value:
+            groups = tuple([tuple(map(int, group.split("+"))) for group in value.split(",")])
+            found["linear" if name == "lin" else name] = groups
         elif name in ("plus", "unread") and value:
             found[name] = tuple(map(int, value.split(",")))
         elif name in ("reads", "per") and value:
@@ -173,7 +178,7 @@ def options(words: str) -> Options:
         else:
             raise ShardingError(
                 "A rule has an option that does not exist.",
-                expected="lin=, per=, rounds, moves, mono, red=, plus=, like, unread=, full, exact or reads=",
+                expected="lin=, per=, rounds, moves, mono, max=, min=, red=, plus=, like, unread=, full, exact, reads=",
                 got=repr(word),
             )
     return Options(**found)

@@ -329,8 +329,8 @@ def _new_strided(x: Layout, size: Sequence[int], stride: Sequence[int], **_: Any
     """new_empty_strided: autograd asks for it where a gradient's strides are not its parameter's."""
     if len(stride) != len(size) or any(step < 0 for step in stride):  # the kernel refuses them
         return None
-    made = _new(x, size)
-    return Made(made.line, made.sizes, local_size=1, local_stride=2)
+    made, same = _new(x, size), {"like": False, "moves": True}  # terms stay terms
+    return Made(made.line, made.sizes, same if tuple(size) == tuple(x.shape) else {}, local_size=1, local_stride=2)
 
 
 RULES = {

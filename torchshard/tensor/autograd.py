@@ -23,6 +23,7 @@ from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.call import refuse_plain
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.gradients import bring_back
 from torchshard.tensor.guards import refresh
 from torchshard.tensor.layout import (
     TURNED,
@@ -195,13 +196,24 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: bool = False,
+    asked: bool = False,
 ) -> DTensor:
-    """See DTensor.redistribute; returns `x` itself where nothing changes."""
+    """See DTensor.redistribute; returns `x` itself where nothing changes.
+
+    If the user has `asked` for it, the gradient is then brought to where the tensor lies, unless it is Partial.
+    """
     source = x._spec
     same_dtypes = forward_dtype in (None, source.dtype) and backward_dtype in (None, source.dtype)
     if source.sharding is target and same_dtypes:
+        if asked and not target.partial:
+            bring_back(x)
         return x
     return _redistributed(x, target, forward_dtype, backward_dtype, async_op)
+
+
+def whole(x: DTensor) -> DTensor:
+    """The tensor, whole on every rank, as the user has asked for it."""
+    return redistribute(x, x._spec.mesh.replicated(), asked=True)
 
 
 @exported_whole
@@ -209,23 +221,6 @@ def _redistributed(x: DTensor, *how: Any) -> DTensor:
     if not torch.is_grad_enabled():
         return _Redistribute.forward(SimpleNamespace(), x, *how)
     return _Redistribute.apply(x, *how)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def as_traced(gradient: DTensor, expected: Sharding, expected_type: type[Tensor] | None) -> DTensor:
-    """The gradient of a traced result, in the layout that its backward was made for.
-
-    Raises:
-        UnsupportedOperatorError: the graph takes it for zeros in a plain tensor, as AOTAutograd does for an input that
-            a region writes to.
-    """
-    if expected_type is not None:
-        raise UnsupportedOperatorError(
-            "An input that a compiled region wrote to has a gradient from behind the region.",
-            expected="none, as AOTAutograd takes it to have",
-            got=f"a DTensor of shape {tuple(gradient.shape)}",
-            fix="return a copy from the region, and go on with that: x.copy_(y).clone()",
-        )
-    return redistribute(gradient, expected)
 
 
 def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | Sharding | None) -> Tensor:

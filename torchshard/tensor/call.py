@@ -35,7 +35,7 @@ from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.codegen import KeyPart
 from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.modes import replicates_plain_tensors
+from torchshard.tensor.modes import replicates_plain_tensors, say_taken_alike
 
 
 def operator_name(func: Any) -> str:
@@ -255,11 +255,14 @@ def replica(x: Tensor, mesh: Mesh) -> DTensor:
     return wrap(local, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
 
 
+_OF_SHAPES = frozenset({"is_same_size.default"})  # of a plain tensor, too, nothing else is read
+
+
 def with_plain_wrapped(call: Call) -> list[Any] | None:
     """The arguments with plain tensors as replicated DTensors, where that is allowed; None where there are none.
 
     Raises:
-        UnsupportedOperatorError: a plain tensor that is no scalar; names the argument.
+        UnsupportedOperatorError: a plain tensor of several elements; names the argument.
     """
     plain = [
         (name, x)
@@ -267,12 +270,16 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
         for x in (value if part == "tensors" and value is not None else [value])
         if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim
     ]
-    if not plain:
+    if not plain or call.name in _OF_SHAPES:
         return None
     allowed = replicates_plain_tensors() or _called_by_formula()
     for name, x in plain:
-        if not (allowed or is_missing_tangent(x)) or isinstance(x, upstream.DTensor):
+        if isinstance(x, upstream.DTensor):
             raise refuse_plain(call.name, name, x)
+        if not (allowed or is_missing_tangent(x)):
+            if x.numel() != 1:
+                raise refuse_plain(call.name, name, x)
+            say_taken_alike(call.name, name)
     mesh = next(dtensors_in(call.values))._spec.mesh
 
     def wrapped(x: Any) -> Any:

@@ -67,11 +67,11 @@ def _distributed(
 ) -> DTensor:  # fmt: skip
     mesh = bind(device_mesh)
     require_strided(tensor, "distribute_tensor")
-    sharding = from_torch(or_replicated(placements, mesh), mesh, tensor.shape)
-    if isinstance(tensor, DTensor):  # in a trace even a leaf is none
-        return _already_there(tensor, sharding)
-    if not tensor.is_leaf:
+    if not (isinstance(tensor, DTensor) or tensor.is_leaf):  # in a trace even a leaf is none
         raise RuntimeError("distribute_tensor takes a leaf tensor; use DTensor.from_local for results of operators")
+    sharding = from_torch(or_replicated(placements, mesh), mesh, tensor.shape)
+    if isinstance(tensor, DTensor):
+        return _already_there(tensor, sharding)
     local = pending(tensor.detach())
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)

@@ -85,8 +85,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         from torchshard.tensor import autograd
 
         mesh = _torch.current_mesh() if device_mesh is None else device_mesh
-        told = placements, run_check, shape, stride, grad_placements, tie(mesh)
-        return autograd.from_local(local_tensor, mesh, *told)
+        return autograd.from_local(local_tensor, mesh, placements, run_check, shape, stride, grad_placements, tie(mesh))
 
     def to_local(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """This rank's part, sharing memory with the DTensor; differentiable.
@@ -107,7 +106,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> "DTensor":
-        """The same tensor with other placements, or on another mesh; differentiable any number of times.
+        """The same tensor with other placements, or on another mesh; differentiable, and the gradient lies as it does.
 
         Args:
             device_mesh: the tensor's own by default. To go to another one, all ranks of both meshes call this, and go
@@ -133,7 +132,12 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         layout = self._spec
         mesh = layout.mesh if device_mesh is None else bind(device_mesh)
         target = from_torch(placements, mesh, layout.shape)
-        return autograd.redistribute(self, target, forward_dtype, backward_dtype, async_op)
+        return autograd.redistribute(self, target, forward_dtype, backward_dtype, async_op, asked=True)
+
+    def _placed(self, placements: Sequence[TorchPlacement]) -> "DTensor":
+        """For hooks: with these placements; itself where nothing changes."""
+        same = from_torch(placements, self._spec.mesh, self.shape) is self._spec.sharding
+        return self if same else self.redistribute(placements=placements)
 
     def full_tensor(self, *, grad_placements: Sequence[TorchPlacement] | None = None) -> Tensor:
         """The whole tensor on every rank of the mesh; differentiable.
@@ -143,7 +147,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         """
         from torchshard.tensor import autograd
 
-        return autograd.redistribute(self, self._spec.mesh.replicated()).to_local(grad_placements=grad_placements)
+        return autograd.whole(self).to_local(grad_placements=grad_placements)
 
     @staticmethod
     def from_torch(upstream: Tensor) -> "DTensor":

@@ -1,7 +1,8 @@
 """Gradients of the other kind: plain ones of DTensors, DTensors of plain scalars; hooks at the operands turn them over.
 
 Formulas of autograd that go by sizes alone make plain zeros (that of sgn), and what a plain tensor that a DTensor was
-written to hands back to it is plain, too. Both are the same on every rank.
+written to hands back to it is plain, too. Both are the same on every rank. A gradient that is to lie as its tensor does
+is brought there.
 """
 
 import functools
@@ -80,6 +81,21 @@ def _distributed(layout: TensorLayout, gradient: Tensor) -> Tensor:
     return autograd.redistribute(autograd.of_replicas(gradient, layout.mesh), layout.sharding.without_partial())
 
 
+def bring_back(x: DTensor) -> None:
+    """See to it that the gradient of a tensor, which is Partial nowhere, lies as the tensor does."""
+    if x.requires_grad and torch.is_grad_enabled():
+        _hook(x, functools.partial(_brought, x._spec))
+
+
+@skip_alone
+def _brought(layout: TensorLayout, gradient: Tensor) -> Tensor:
+    from torchshard.tensor import autograd
+
+    if tuple(gradient.shape) != tuple(layout.shape):  # x.data is another tensor by now
+        return gradient
+    return autograd.redistribute(_distributed(layout, gradient), layout.sharding)  # type: ignore[arg-type]
+
+
 def expect_plain(scalar: Tensor) -> None:
     """See to it that the gradient of a plain scalar that stands beside DTensors is plain."""
     if scalar.requires_grad and torch.is_grad_enabled():
@@ -91,21 +107,22 @@ def _plain(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if type(gradient) is DTensor else gradient
 
 
-_hooked: "WeakValueDictionary[tuple[int, int], Tensor]" = WeakValueDictionary()
-"""Tensors that have their hook, by address, and by version where writing to them gave them another history."""
-_handles: dict[int, RemovableHandle] = {}
+_hooked: "WeakValueDictionary[tuple[Any, int, int], Tensor]" = WeakValueDictionary()
+"""Tensors that have their hook, by what it does, by address, and by version where writing gave them another history."""
+_handles: dict[tuple[Any, int], RemovableHandle] = {}
 """Hooks of leaves that are DTensors, by address: modules swap parameters, which nothing may refer to weakly then."""
 
 
 def _hook(x: Tensor, turned_over: Callable[[Tensor], Tensor]) -> None:
     """Give a tensor the hook, once; more than one would do no harm."""
     unserializable_hook(turned_over)  # files are to be written without a warning of it
+    does = getattr(turned_over, "func", turned_over)
     if type(x) is DTensor and x.is_leaf:
-        if (before := _handles.get(id(x))) is not None:
+        if (before := _handles.get((does, id(x)))) is not None:
             before.remove()
-        _handles[id(x)] = x.register_hook(turned_over)  # type: ignore[no-untyped-call]
+        _handles[does, id(x)] = x.register_hook(turned_over)  # type: ignore[no-untyped-call]
         return
-    key = id(x), 0 if x.is_leaf else x._version
+    key = does, id(x), 0 if x.is_leaf else x._version
     if key not in _hooked:
         _hooked[key] = x
         x.register_hook(turned_over)

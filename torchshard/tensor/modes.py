@@ -20,7 +20,7 @@ class _State:
 
 
 _state = _State()
-_said: set[str] = set()
+_said: set[str | tuple[str, str]] = set()
 
 _NOT_USERS = ("torchshard", "torch")
 
@@ -99,6 +99,18 @@ def say_replicated(name: str, why: str) -> None:
         warnings.warn(
             f"torchshard: {name} gathers its operands on every rank ({why}; said once). torchshard.register_rule gives "
             "it a rule, torchshard.fallback('silent') allows it without a word",
+            RuntimeWarning,
+            stacklevel=_users_frame(),
+        )
+
+
+def say_taken_alike(name: str, argument: str) -> None:
+    """An operator is about to take a plain tensor of one element for the same on every rank: warn once."""
+    if (name, argument) not in _said:
+        _said.add((name, argument))
+        warnings.warn(
+            f"torchshard: {name} takes its argument {argument!r}, a plain tensor of one element that is no scalar, to "
+            "be the same on every rank (said once). A scalar, a DTensor or torchshard.implicit_replication() say so",
             RuntimeWarning,
             stacklevel=_users_frame(),
         )

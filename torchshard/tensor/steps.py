@@ -113,7 +113,9 @@ def _all_reduce(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
 
 def _reduce_scatter(step: Step, plan: Transition, mesh: BoundMesh) -> Start:
     op, dim, group = step.op, step.dim(step.after), mesh.group(step.axes)
-    lengths = [length for _, length in _cuts(step, plan, mesh, dim)]
+    assert mesh.coordinate is not None
+    held = step.before.box(plan.shape, mesh.coordinate).size[dim]
+    lengths = [length for _, length in nested_pieces(held, [mesh.shape[a] for a in step.axes])]
     return lambda x: collectives.start_reduce_scatter(x, op, dim, lengths, group)
 
 

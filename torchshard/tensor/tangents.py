@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchshard._torch import is_traced, skip_methods
+from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.layout import TURNED, TensorLayout, layout_for
 
@@ -29,10 +30,22 @@ class Tangent:
     def __coerce_same_metadata_as_tangent__(  # type: ignore[misc]
         self: "DTensor", expected: Sharding, expected_type: type[Tensor] | None = None
     ) -> "DTensor":
-        """This gradient in the layout that a compiled backward was made for: see autograd.py."""
+        """This gradient in the layout that a compiled backward was made for.
+
+        Raises:
+            UnsupportedOperatorError: the graph takes it for zeros in a plain tensor, as AOTAutograd does for an input
+                that a region writes to.
+        """
         from torchshard.tensor import autograd
 
-        return autograd.as_traced(self, expected, expected_type)
+        if expected_type is not None:
+            raise UnsupportedOperatorError(
+                "An input that a compiled region wrote to has a gradient from behind the region.",
+                expected="none, as AOTAutograd takes it to have",
+                got=f"a DTensor of shape {tuple(self.shape)}",
+                fix="return a copy from the region, and go on with that: x.copy_(y).clone()",
+            )
+        return autograd.redistribute(self, expected)
 
     @staticmethod
     def __zeros_as_tangent__(whole: Tensor, sharding: Sharding) -> "DTensor":

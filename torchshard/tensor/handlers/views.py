@@ -55,11 +55,14 @@ def _as_strided_(func: Any, x: DTensor, size: Sequence[int], stride: Sequence[in
 def _as_strided(
     func: Any, x: DTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> DTensor:
-    """A window on the memory that the whole tensor would have, of which every rank gets a copy.
+    """A window on the memory that the whole tensor would have, a copy of which every rank gets; or all of it, as it is.
 
     An offset counts from where the memory of a view's base starts; without one, a window starts where x does.
     """
     layout, start = x._spec, offset or 0
+    all_of_it = tuple(size) == layout.shape and tuple(stride) == layout.stride
+    if all_of_it and (offset is None or (offset == 0 and not is_view(x))):
+        return aten.alias(x) if func is aten.as_strided.default else aten.clone(x)  # type: ignore[no-any-return]
     reach = start + 1 + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
     dense = layout.stride == dense_stride(layout.shape, layout.stride)
     if (is_view(x) and offset is not None) or not dense or (0 not in size and reach > x.numel()):
