@@ -257,3 +257,14 @@ def sources(rank, world, source):
 @pytest.mark.parametrize("source", [0, 1, None])
 def test_whose_parameters_count(source):
     assert run_ranks(2, sources, source) == ([0.0, 1.0] if source is None else [float(source)] * 2)
+
+
+def test_modules_made_in_inference_mode_are_taken(mesh_of_one):
+    """Their parameters have no node of autograd that could have hooks."""
+    with torch.inference_mode():
+        plain, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)), torch.rand(3, 4)
+        expected = plain(x)
+        model = parallelize_module(copy.deepcopy(plain), mesh_of_one, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        torch.testing.assert_close(model(x), expected)
+        whole = distribute_module(plain, mesh_of_one)
+        assert isinstance(whole[0].weight, DTensor)

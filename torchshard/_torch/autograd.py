@@ -248,8 +248,10 @@ def has_hooks(*params: Tensor, own: int = 0) -> bool:
 
 
 def has_hooks_at_end(param: Tensor) -> bool:
-    """Whether anybody has put a hook on the node that accumulates this leaf's gradient."""
-    return param.requires_grad and any(hooks_of(torch.autograd.graph.get_gradient_edge(param).node))
+    """Whether anybody has put a hook on the node that accumulates this leaf's gradient; inference tensors have none."""
+    if not param.requires_grad or param.is_inference():
+        return False
+    return any(hooks_of(torch.autograd.graph.get_gradient_edge(param).node))
 
 
 def hooks_after(param: Any) -> int:

@@ -1,7 +1,7 @@
 """Operators of ShardedTensors: those that work element by element, run on this rank's parts without communication.
 
-And those that draw random numbers, whatever the values are: as for `factories.rand`, every rank draws the whole tensor
-and keeps its parts; not in compiled regions, whose numbers are others.
+And, not in compiled regions: those that draw random numbers, whatever the values are, where as for `factories.rand`
+every rank draws the whole tensor and keeps its parts; and those that ask something of all elements (comparing.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from torchshard._torch import is_traced, operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.rules import pointwise
 from torchshard.tensor.foreach import handles as on_lists
-from torchshard.tensor.sharded import specs
+from torchshard.tensor.sharded import comparing, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, made
 
 # By element, but of another shape or meaning where parts are taken one by one.
@@ -47,10 +47,12 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return _whole_new(found[0], torch.zeros_like if "zeros" in name else torch.empty_like, **options)
     if operator_names(func)[0] in _DRAWING and len(found) == 1 and not _in_trace(found[0]):
         return _drawn(func, args, kwargs)
+    if name in comparing.EVERY | comparing.SOME and not _in_trace(found[0]):
+        return _asked(func, name, found, args, kwargs)
     if not _by_element(func, name) and not _by_mask(name, args):
         raise UnsupportedOperatorError(
             f"{name} is not an operator of ShardedTensors.",
-            expected="an operator that works element by element, such as those of optimizers",
+            expected="an operator that works element by element, as those of optimizers, or equal, allclose, any, all",
             got=name,
             where=f"a ShardedTensor of shape {tuple(found[0].shape)}",
             fix="torchshard.state_dict.to_dtensor(x, mesh, placements) has the others; x.local_shards() the parts",
@@ -103,6 +105,22 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     for shard, part in zip(x._local_shards, drawn, strict=True):
         shard.tensor.copy_(part)
     return x
+
+
+def _asked(
+    func: Any, name: str, found: Sequence[ShardedTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """What an operator says of the whole tensors; as of plain ones, those of other shapes are not equal."""
+    if name == "equal.default" and len(found) > 1 and found[0].shape != found[1].shape:
+        return False
+    require_alike(name, found, [*args, *kwargs.values()])
+
+    def ask(k: int | None) -> Any:
+        if k is None:
+            return func(*_nothing(args), **_nothing(kwargs))
+        return func(*_parts(args, k), **_parts(kwargs, k))
+
+    return comparing.answer(name, found, ask)
 
 
 def _by_element(func: Any, name: str) -> bool:
