@@ -64,6 +64,8 @@ def load_into(
     Example:
         >>> load_into("step_1000", {"model": model.state_dict()})  # doctest: +SKIP
     """
+    from torchshard._torch import below_torch_functions
+
     check_types(rename=rename)
     if not isinstance(state_dict, (Mapping, list)):
         raise CheckpointError(
@@ -79,7 +81,7 @@ def load_into(
     with opening.open(path) as checkpoint:
         index = edited(checkpoint.index, Edits(rename=rename))
         wanted = _Places(index, f"{checkpoint.path}")
-        parts, objects = _matched(wanted, state_dict, checkpoint.path)
+        parts, objects = below_torch_functions(_matched)(wanted, state_dict, checkpoint.path)
         if verify:
             check_sums([(part.entry, part.box) for part in parts])
         for container, step, made in objects:
