@@ -27,6 +27,7 @@ from torchshard._torch.autograd import (
     take_missing_gradients,
     will_run,
 )
+from torchshard._torch.comm_mode import end_modules_once
 from torchshard._torch.data_parallel import (
     AFTER_FORWARD,
     buffer_hook,
@@ -40,7 +41,6 @@ from torchshard._torch.dtensors import (
     asked,
     bring_home,
     current_mesh,
-    end_modules_once,
     exchange,
     expected,
     functional_collectives,
