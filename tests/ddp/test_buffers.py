@@ -142,9 +142,14 @@ def _odd(rank, world):
         module.register_buffer(name, torch.full((2,), rank + 1.0, dtype=torch.float16))
     with torch.autocast("cpu", torch.bfloat16):
         _wrap(module)(torch.ones(1, 2))
-    module.register_buffer("c", torch.eye(2).to_sparse())
-    with pytest.raises(RuntimeError, match=r"shape \[2, 2\] has the layout torch.sparse_coo, which is not broadcast"):
-        _wrap(module)
+    for buffer, kind in (
+        (torch.eye(2).to_sparse(), "has the layout torch.sparse_coo"),
+        (torch.eye(2).to_sparse_csr(), "has the layout torch.sparse_csr"),
+        (torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8), "is quantized"),
+    ):
+        module.register_buffer("c", buffer)
+        with pytest.raises(RuntimeError, match=rf"shape \[2, 2\] {kind}, which is not broadcast; leave it out"):
+            _wrap(module)
     del module.c
     for i, dtype in enumerate(STRANGE):  # those of one dtype travel together, a single one alone
         module.register_buffer(f"d{i}", torch.full((2, 3), rank + 1.0).to(dtype))

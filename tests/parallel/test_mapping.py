@@ -72,3 +72,55 @@ def product(rank, world):
 
 def test_local_map():
     run_ranks(2, product)
+
+
+def of_uneven_pieces(rank, world):
+    from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.debug import CommDebugMode
+    from torchshard.errors import ShardingError
+    from torchshard.parallel import local_map
+
+    mesh = init_device_mesh("cpu", (world,))
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(5, 6, generator=g), torch.randn(6, 4, generator=g)  # 2, 2 and 1 rows
+    x = distribute_tensor(a, mesh, [Shard(0)]).requires_grad_()
+    y = distribute_tensor(b, mesh, [Replicate()]).requires_grad_()
+    p, q = a.clone().requires_grad_(), b.clone().requires_grad_()
+    rows = local_map(
+        torch.mm,
+        [Shard(0)],
+        ([Shard(0)], [Replicate()]),
+        in_grad_placements=([Shard(0)], [Partial()]),
+    )
+    got, want = rows(x, y), p @ q
+    assert got.shape == (5, 4)
+    torch.testing.assert_close(got.full_tensor(), want)
+    got.square().sum().backward()
+    want.square().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), p.grad)
+    torch.testing.assert_close(y.grad.full_tensor(), q.grad)
+
+    empty = distribute_tensor(a[:2], mesh, [Shard(0)])  # the last rank has none
+    torch.testing.assert_close(rows(empty, y).full_tensor(), a[:2] @ b)
+    fixed = local_map(lambda t: t.sum(0, keepdim=True), [Shard(0)], ([Shard(0)],))
+    assert fixed(empty).shape == (world, 6)
+    both = local_map(lambda t: (t * 2, t.sum(0)), ([Shard(0)], [Partial()]), ([Shard(0)],))
+    twice, total = both(x)
+    torch.testing.assert_close(twice.full_tensor(), 2 * a)
+    torch.testing.assert_close(total.full_tensor(), a.sum(0))
+
+    even = distribute_tensor(torch.ones(2 * world, 6), mesh, [Shard(0)])
+    with CommDebugMode() as mode:
+        rows(even, y)
+    assert not mode.get_total_counts()
+    longer = local_map(lambda t: t.new_ones(1 + t.shape[0] % 2), [Shard(0)], ([Shard(0)],))  # 1, 1 and 2 rows
+    with pytest.raises(ShardingError) as caught:
+        longer(x)
+    assert isinstance(rows(x, y), DTensor)
+    return str(caught.value)
+
+
+def test_results_of_uneven_pieces_have_the_shape_that_they_make_up():
+    for text in run_ranks(3, of_uneven_pieces):
+        assert "are not the pieces of one tensor" in text
+        assert "local_map" in text

@@ -424,3 +424,40 @@ def test_many_tensors_are_compared_by_one_exchange():
         assert sent == {"all_gather_into_tensor": 1, "all_reduce": 1}
         assert "rank 0: (2, 3) of" in refused
         assert "rank 1: (3, 3) of" in refused
+
+
+class Sequential:
+    """A sequence of a user, which is no list."""
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __getitem__(self, k):
+        return self.items[k]
+
+    def __len__(self):
+        return len(self.items)
+
+
+def test_placements_are_any_sequence():
+    import torch.distributed as dist
+
+    from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
+    from torchshard.errors import ShardingError
+
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        mesh, rows = init_device_mesh("cpu", (2, 2)), Sequential(Shard(0), Replicate())
+        for x in (
+            DTensor.from_local(torch.ones(2, 3), mesh, rows, grad_placements=rows),
+            distribute_tensor(torch.ones(4, 3), mesh, rows),
+            zeros(4, 3, device_mesh=mesh, placements=rows),
+            zeros(4, 3, device_mesh=mesh, placements=[Shard(1), Replicate()]).redistribute(placements=rows),
+        ):
+            assert x.placements == (Shard(0), Replicate())
+            x.detach().requires_grad_().to_local(grad_placements=rows).sum().backward()
+        for wrong in (Sequential(Shard(0)), Shard(0), "SR", {0: Shard(0), 1: Replicate()}, {Shard(0), Replicate()}):
+            with pytest.raises(ShardingError, match=r"Placements are a list|placement"):
+                DTensor.from_local(torch.ones(2, 3), mesh, wrong)
+    finally:
+        dist.destroy_process_group()

@@ -95,7 +95,7 @@ def _faults(rank, world):
         return [shard]
 
     def told(make):
-        with pytest.raises((ValueError, RuntimeError)) as error:
+        with pytest.raises((ValueError, RuntimeError, TypeError)) as error:
             make()
         return f"{type(error.value).__name__}: {error.value}"
 
@@ -112,6 +112,9 @@ def _faults(rank, world):
         "none": told(lambda: ShardedTensor.from_local_shards([], 8)),
         "kind": told(lambda: ShardedTensor.from_local_shards([torch.ones(2)] if rank == 1 else parts(2 * rank, 2), 8)),
     }
+    unplaced = [specs.Shard(torch.zeros(2), specs.ShardMetadata([2], [2]))]
+    said["unplaced"] = told(lambda: ShardedTensor.from_local_shards(unplaced if rank == 1 else parts(2 * rank, 2), 8))
+    said["unknown"] = told(lambda: ShardedTensor.from_local_shards(parts(2 * rank, 2), None))
     x = ShardedTensor.from_local_shards(parts(2 * rank, 2), 8)
     wrong = copy.deepcopy(x.metadata())
     wrong.shards_metadata[rank].shard_sizes = [1]
@@ -362,6 +365,8 @@ def test_all_ranks_agree_that_all_is_right(done):
         ("missing", "Boxes are missing.*8 elements.*6 in 3 boxes.*rank 3: "),
         ("none", "No rank holds a part"),
         ("kind", "A part is no Shard.*got: +Tensor.*part 0 of rank 1"),
+        ("unplaced", "does not agree in its rank.*expected: +1.*got: +no placement.*part 0 of rank 1"),
+        ("unknown", r"sequence of ints, found: \[None\]; .*ShardedTensor.from_local\(tensor, dim\)"),
     ],
 )
 def test_every_rank_is_told_what_does_not_fit(done, fault, words):

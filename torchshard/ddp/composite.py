@@ -5,11 +5,19 @@ from collections.abc import Iterable
 import torch
 
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+from torchshard.tensor.sharded.specs import upstream
 
 
 def is_composite(t: torch.Tensor) -> bool:
     """Whether a tensor is a wrapper of others, with the same values on every rank: no DTensor or ShardedTensor."""
     return hasattr(type(t), "__tensor_flatten__") and not hasattr(t, "device_mesh") and not isinstance(t, ShardedTensor)
+
+
+def is_spread(t: torch.Tensor) -> bool:
+    """Whether each rank holds other parts of a tensor: a DTensor or ShardedTensor, of torch's classes too."""
+    if isinstance(t, ShardedTensor | upstream.ShardedTensor):
+        return True
+    return hasattr(type(t), "__tensor_flatten__") and not is_composite(t)
 
 
 def parts(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

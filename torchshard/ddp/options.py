@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
-from torchshard.ddp.composite import is_composite
+from torchshard.ddp.composite import is_spread
 from torchshard.tensor.parts import local_parameters
 
 
@@ -87,15 +87,29 @@ def require_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         )
 
 
-def make_local(module: torch.nn.Module, device_mesh: Any) -> None:
+def make_local(module: torch.nn.Module, device_mesh: Any, ignored: Collection[str]) -> None:
     """Replace DTensor parameters by this rank's parts: data parallel over one axis of a mesh, tensor over others.
 
+    Args:
+        module: to be wrapped.
+        device_mesh: the axis of data parallel, if it was given.
+        ignored: names of parameters and buffers that are nothing to the wrapper.
+
     Raises:
-        ValueError: device_mesh is missing, or a parameter is split along it.
+        ValueError: device_mesh is missing, a parameter is split along it, or something is a ShardedTensor.
+        NotImplementedError: a buffer is a DTensor.
     """
-    for name, p in module.named_parameters():
-        if not hasattr(type(p), "__tensor_flatten__") or is_composite(p):
-            continue
+    buffers = [(n, b) for n, b in module.named_buffers() if n not in ignored and is_spread(b)]
+    parameters = [(n, p) for n, p in module.named_parameters() if n not in ignored and is_spread(p)]
+    for kind, named in (("buffer", buffers), ("parameter", parameters)):
+        if name := next((n for n, t in named if not hasattr(t, "device_mesh")), None):
+            raise ValueError(
+                f"DistributedDataParallel: the {kind} {name} is a ShardedTensor, of which each rank has other parts. "
+                "Leave it out, before the module is wrapped, by DistributedDataParallel."
+                f"_set_params_and_buffers_to_ignore_for_model(module, ['{name}']); or make it a DTensor: "
+                "torchshard.state_dict.to_dtensor(it, mesh, placements)"
+            )
+    for name, p in parameters:
         mesh: Any = getattr(p, "device_mesh", None)
         if device_mesh is None or mesh is None:
             raise ValueError(
@@ -110,7 +124,8 @@ def make_local(module: torch.nn.Module, device_mesh: Any) -> None:
                 f"DistributedDataParallel: the parameter {name} is {along} along the axis over which gradients are to "
                 "be averaged; ranks of that axis need equal parameters"
             )
-    local_parameters(module)
+    if parameters or buffers:
+        local_parameters(module)
 
 
 def check_modules(module: torch.nn.Module, on_cpu: bool) -> None:

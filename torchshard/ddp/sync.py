@@ -17,9 +17,13 @@ from torchshard.errors import RankMismatchError
 def describe(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """A line for each tensor: what has to be equal on all ranks."""
     return [
-        f"{kind} {name}: {str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, strides {list(t.stride())}"
+        f"{kind} {name}: {str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, {_lies(t)}"
         for name, t in parts(named)
     ]
+
+
+def _lies(t: torch.Tensor) -> str:
+    return f"strides {list(t.stride())}" if t.layout is torch.strided else str(t.layout)
 
 
 def verify_equal(lines: Sequence[str], exchange: Exchange) -> None:
@@ -121,9 +125,10 @@ class Coalesced:
 
 
 def _require_own_memory(t: torch.Tensor) -> None:
-    if t.layout is not torch.strided:
+    if t.layout is not torch.strided or t.is_quantized:
+        kind = "is quantized" if t.is_quantized else f"has the layout {t.layout}"
         raise RuntimeError(
-            f"a parameter or buffer of shape {list(t.shape)} has the layout {t.layout}, which is not broadcast; "
+            f"a parameter or buffer of shape {list(t.shape)} {kind}, which is not broadcast; "
             "leave it out: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
         )
     if 0 in t.stride() and any(step == 0 < n - 1 for step, n in zip(t.stride(), t.shape, strict=True)):

@@ -89,8 +89,8 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         self.process_group = options.choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        options.make_local(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        options.make_local(module, device_mesh, self.parameters_to_ignore)
         named_delayed = [(n, now(p)) for n, p in delay_all_reduce_named_params or ()]
         self._delay_all_reduce_params = [p for _, p in named_delayed]
         delayed = {id(p) for p in self._delay_all_reduce_params}

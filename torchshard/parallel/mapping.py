@@ -1,6 +1,7 @@
 """local_map: a function of local tensors as a function of DTensors."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast, overload
 
@@ -8,9 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard._torch import leaves_of, tree_of
+from torchshard._torch import is_traced, leaves_of, tree_of
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import from_torch
+from torchshard.tensor.mesh import bind
+from torchshard.tensor.sizes import asked_layout, even_shape
 
 Placements = Sequence[Placement] | None
 InputPlacements = tuple[Placements, ...] | None
@@ -71,8 +74,12 @@ def local_map(
         redistribute_inputs: bring arguments of other placements to the required ones, instead of refusing them.
         spmd_types: refused; torch checks the types of parts by it, since 2.15.
 
+    Parts of results are taken to be of one size on all ranks, which the first collective makes sure of. Where pieces of
+    an argument are not, ranks ask one another for the sizes of results that are split; not in a compiled region.
+
     Raises:
         NotImplementedError: spmd_types.
+        ShardingError: parts of a result are no pieces of one tensor, as torch.chunk cuts it.
         ValueError: an argument of other placements than required.
         AssertionError: placements that do not go with the arguments or results.
     """
@@ -113,7 +120,9 @@ def _mapped(
                 raise AssertionError(f"argument {k} of local_map is no tensor: its in_placements must be None")
             parts.append(x)
     result = func(*tree_of(parts, structure), **kwargs)
-    return _placed(result, out_placements, mesh or placed[0].device_mesh) if placed else result
+    if not placed:
+        return result
+    return _placed(result, out_placements, mesh or placed[0].device_mesh, any(map(_is_uneven, placed)))
 
 
 def _as_required(x: DTensor, required: Placements, redistribute_inputs: bool, k: int) -> DTensor:
@@ -142,8 +151,14 @@ def _part(x: DTensor, grad_placements: InputPlacements, k: int) -> Tensor:
     return x.to_local(grad_placements=tuple(given))
 
 
-def _placed(result: Any, out_placements: OutputPlacements, mesh: DeviceMesh) -> Any:
-    """The results as DTensors."""
+def _is_uneven(x: DTensor) -> bool:
+    """Whether ranks hold pieces of different sizes; the same on every rank."""
+    parts = x._spec.mesh.shape
+    return any(x.shape[dim] % math.prod([parts[a] for a in axes]) for dim, axes in x._spec.sharding.splits.items())
+
+
+def _placed(result: Any, out_placements: OutputPlacements, mesh: DeviceMesh, uneven: bool) -> Any:
+    """The results as DTensors; where arguments were uneven, so may they be."""
     leaves, structure = leaves_of(result)
     several = out_placements if isinstance(out_placements, tuple) else (out_placements,)
     if len(leaves) != len(several):
@@ -153,9 +168,20 @@ def _placed(result: Any, out_placements: OutputPlacements, mesh: DeviceMesh) -> 
         if isinstance(x, DTensor):
             raise AssertionError(f"result {k} of local_map is a DTensor, and plain tensors are expected")
         if isinstance(x, Tensor):
-            made.append(DTensor.from_local(x, mesh, cast(Placements, placements)))
+            made.append(_of_part(x, mesh, cast(Placements, placements), uneven))
         elif placements is not None:
             raise AssertionError(f"result {k} of local_map is no tensor: its out_placements must be None")
         else:
             made.append(x)
     return tree_of(made, structure)
+
+
+def _of_part(x: Tensor, mesh: DeviceMesh, placements: Placements, uneven: bool) -> DTensor:
+    """A result as a DTensor; ranks ask one another for the sizes of parts that may be uneven, but not in a trace."""
+    bound = bind(mesh)
+    if uneven and placements is not None and bound.coordinate is not None and not is_traced(x):
+        sharding = from_torch(placements, bound, even_shape(x, placements, bound))
+        if sharding.splits:
+            layout = asked_layout(x.detach(), sharding, None, None)
+            return DTensor.from_local(x, mesh, placements, shape=layout.shape, stride=layout.stride)
+    return DTensor.from_local(x, mesh, placements)

@@ -210,8 +210,25 @@ def sized(shape: tuple[int, ...], part: Sequence[int], told: Told) -> tuple[int,
 
 
 def or_replicated(placements: Sequence[TorchPlacement] | None, mesh: Mesh) -> Sequence[TorchPlacement]:
-    """These placements, or for None those of a tensor that every rank has as a whole; an empty list is no None."""
-    return [upstream.Replicate()] * mesh.ndim if placements is None else placements
+    """These placements, or for None those of a tensor that every rank has as a whole; an empty list is no None.
+
+    Raises:
+        ShardingError: something that is no sequence, or the wrong number of placements.
+    """
+    return [upstream.Replicate()] * mesh.ndim if placements is None else _one_an_axis(placements, mesh)
+
+
+def _one_an_axis(placements: Sequence[TorchPlacement], mesh: Mesh) -> Sequence[TorchPlacement]:
+    if not isinstance(placements, (list, tuple)) and hasattr(placements, "__getitem__"):
+        placements = tuple(placements)  # of another sequence
+    if not isinstance(placements, (list, tuple)) or len(placements) != mesh.ndim:
+        raise ShardingError(
+            "Placements are a list with one for each axis of the mesh.",
+            expected=f"{mesh.ndim} placements for the mesh {mesh}",
+            got=repr(placements),
+            fix=f"[{', '.join(['Replicate()'] * mesh.ndim)}], with Shard(dim) or Partial() where it applies",
+        )
+    return placements
 
 
 def from_torch(placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence[int]) -> Sharding:
@@ -221,13 +238,7 @@ def from_torch(placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence
         ShardingError: something that is no placement, the wrong number of them, a dim out of range, or a strided split
             whose pieces are no nesting of axes.
     """
-    if not isinstance(placements, (list, tuple)) or len(placements) != mesh.ndim:
-        raise ShardingError(
-            "Placements are a list with one for each axis of the mesh.",
-            expected=f"{mesh.ndim} placements for the mesh {mesh}",
-            got=repr(placements),
-            fix=f"[{', '.join(['Replicate()'] * mesh.ndim)}], with Shard(dim) or Partial() where it applies",
-        )
+    placements = _one_an_axis(placements, mesh)
     ours = [_from_torch(p, axis, mesh, len(shape)) for axis, p in enumerate(placements)]
     factors: dict[int, dict[int, int]] = {}
     for axis, (theirs, p) in enumerate(zip(placements, ours, strict=True)):

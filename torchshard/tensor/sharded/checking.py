@@ -48,7 +48,7 @@ def check_own(shards: Sequence[Any], metadata: Any, rank: int) -> None:
         where = f"part {number} of rank {rank}, {shard.metadata}"
         place = shard.metadata.placement
         checks = [
-            ("its rank", rank, place.rank() if place is not None else None),
+            ("its rank", rank, place.rank() if place is not None else "no placement"),
             ("its size", list(shard.metadata.shard_sizes), list(shard.tensor.shape)),
             ("its number of dims", len(metadata.size), shard.tensor.ndim),
             ("its dtype", properties.dtype, shard.tensor.dtype),

@@ -115,7 +115,9 @@ def metadata_of(spec: Any, size: Sequence[int], properties: Any) -> Any:
         made = spec.build_metadata(torch.Size(size), tensor_properties=properties)
     except ValueError as error:
         raise ShardingError(
-            "The sharding spec does not fit the tensor.", expected=str(error), got=tuple(size)
+            "The sharding spec does not fit the tensor.",
+            expected=f"a spec of parts that make up the shape {tuple(size)}",
+            got=f"{spec}\n{error}",
         ) from error
     shards = [
         ShardMetadata(list(box.offset), list(box.size), shard.placement)
@@ -168,7 +170,10 @@ def flat_size(size: Sequence[Any]) -> torch.Size:
     """Sizes given as numbers or as one sequence."""
     dims = list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else list(size)
     if not all(isinstance(n, int) for n in dims):
-        raise TypeError(f"size has to be a sequence of ints, found: {dims}")
+        known = (
+            "" if None not in dims else "; where it is not known, ShardedTensor.from_local(tensor, dim) exchanges sizes"
+        )
+        raise TypeError(f"size has to be a sequence of ints, found: {dims}{known}")
     return torch.Size(dims)
 
 
