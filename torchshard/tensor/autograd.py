@@ -21,7 +21,6 @@ from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.caching import one_node
-from torchshard.tensor.call import refuse_plain
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.gradients import bring_back
 from torchshard.tensor.guards import refresh
@@ -39,6 +38,7 @@ from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.modes import replicates_plain_tensors
 from torchshard.tensor.once import brought
 from torchshard.tensor.pending import pending
+from torchshard.tensor.plain import refuse_plain
 from torchshard.tensor.redistribute import (
     in_memory_order,
     moved,

@@ -1,22 +1,17 @@
 """A call of an operator: its arguments, which of them are tensors, and what must be true of those."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed.tensor as upstream
 from torch import Tensor
 
 from torchshard._torch import (
-    in_backward,
-    in_forward_ad,
-    is_missing_tangent,
     is_traced,
     lacks_fake,
     lies_as_device_likes,
@@ -26,16 +21,15 @@ from torchshard._torch import (
     returning,
     schema,
 )
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.layout import Mesh
 from torchshard.rules.pointwise import BY_ELEMENT
 from torchshard.rules.registry import find
 from torchshard.rules.rule import Rule
 from torchshard.rules.terms import is_whole_number
 from torchshard.tensor.codegen import KeyPart
-from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
+from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.modes import replicates_plain_tensors, say_taken_alike
 
 
 def operator_name(func: Any) -> str:
@@ -205,108 +199,6 @@ def _tells_dtypes(operands: Iterable[Operand], results: Iterable[TensorLayout | 
     given = [o.layout.dtype for o in operands if not o.fixed]
     made = [layout.dtype for layout in results if layout is not None]
     return not all(map(is_whole_number, given)) or all(map(is_whole_number, made))
-
-
-WITHOUT_TANGENTS = (
-    "put torchshard.implicit_replication() around the calls of the region; other plain tensors beside DTensors must"
-    " then be the same on every rank"
-)
-"""What to do where forward AD makes plain zeros in a region."""
-
-
-def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorError:
-    """The error for an argument that is no DTensor."""
-    kind = Tensor if is_traced(x) and not isinstance(x, upstream.DTensor) else type(x)
-    plain = kind in (Tensor, torch.nn.Parameter)
-    what = (
-        "plain torch.Tensor among DTensors"
-        if plain
-        else f"{kind.__module__}.{kind.__qualname__}, which is another class"
-    )
-    if plain and is_traced(x) and in_forward_ad():
-        return UnsupportedOperatorError(
-            f"{where}: the argument {argument!r} is a {what}. Forward AD makes zeros for operands without a tangent,"
-            " which a graph cannot tell from other plain tensors.",
-            expected="DTensors only, or scalars",
-            got=f"{kind.__name__} of shape {tuple(x.shape)}",
-            fix=WITHOUT_TANGENTS,
-        )
-    return UnsupportedOperatorError(
-        f"{where}: the argument {argument!r} is a {what}.",
-        expected="DTensors only, or scalars",
-        got=f"{kind.__name__} of shape {tuple(x.shape)}",
-        fix="DTensor.from_torch(it), which shares its memory"
-        if isinstance(x, upstream.DTensor)
-        else "distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
-        " same on every rank, as what torch and modules make of numbers alone is, with"
-        " torchshard.implicit_replication(): ..." + _LOADING * where.startswith("copy_."),
-    )
-
-
-_LOADING = (  # load_state_dict copies
-    "; a whole state dict is loaded after torchshard.state_dict.to_dtensor(sd, mesh, placements), or, by torch's"
-    " set_model_state_dict with full_state_dict=True, after torchshard.parallel.fsdp.torch_parameters(model)"
-)
-
-
-def replica(x: Tensor, mesh: Mesh) -> DTensor:
-    """A plain tensor that is the same on every rank, as a DTensor."""
-    local = x.detach() if x.requires_grad else x  # torch warns of parts that require gradients
-    return wrap(local, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
-
-
-_OF_SHAPES = frozenset({"is_same_size.default"})  # of a plain tensor, too, nothing else is read
-
-
-def with_plain_wrapped(call: Call) -> list[Any] | None:
-    """The arguments with plain tensors as replicated DTensors, where that is allowed; None where there are none.
-
-    Raises:
-        UnsupportedOperatorError: a plain tensor of several elements; names the argument.
-    """
-    plain = [
-        (name, x)
-        for name, part, value in zip(call.names, call.parts, call.values, strict=True)
-        for x in (value if part == "tensors" and value is not None else [value])
-        if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim
-    ]
-    if not plain or call.name in _OF_SHAPES:
-        return None
-    allowed = replicates_plain_tensors() or _called_by_formula()
-    for name, x in plain:
-        if isinstance(x, upstream.DTensor):
-            raise refuse_plain(call.name, name, x)
-        if not (allowed or is_missing_tangent(x)):
-            if x.numel() != 1:
-                raise refuse_plain(call.name, name, x)
-            say_taken_alike(call.name, name)
-    mesh = next(dtensors_in(call.values))._spec.mesh
-
-    def wrapped(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return [wrapped(item) for item in x]
-        if isinstance(x, Tensor) and type(x) is not DTensor and x.ndim:
-            return replica(x, mesh)
-        return x
-
-    return [wrapped(x) for x in call.values]
-
-
-# Rooms whose frames may lie between a formula and an operator: those of references run for the shape of a sum, or of a
-# product, with zeros that take no memory, such as the second derivative of abs.
-_BETWEEN = "torchshard.", "torch._ops", "torch._refs", "torch._prims", "torch._compile", "torch._dynamo.eval_frame"
-
-
-def _called_by_formula() -> bool:
-    """Whether one of autograd's own formulas calls, which makes plain zeros, masks and indices out of sizes alone, the
-    same on every rank. Hooks and functions of the user run in frames of their own.
-    """
-    if not in_backward():
-        return False
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"].startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame is None or frame.f_globals["__name__"] == "torch.autograd.graph"
 
 
 def require_one_mesh(call: Call, operands: Sequence[Operand]) -> None:

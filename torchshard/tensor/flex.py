@@ -15,11 +15,12 @@ from torchshard.layout.layout import Mesh, Sharding
 from torchshard.layout.pieces import nested_pieces
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.tensor.autograd import over, redistribute, to_local
-from torchshard.tensor.call import one_mesh, refuse_plain
+from torchshard.tensor.call import one_mesh
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import held
 from torchshard.tensor.layout import dense_stride, layout_for
 from torchshard.tensor.modes import replicates_plain_tensors
+from torchshard.tensor.plain import refuse_plain
 
 _BATCH, _HEADS = 0, 1
 

@@ -25,11 +25,9 @@ from torchshard.tensor.call import (
     Operand,
     operands_of,
     refuse_as_eager,
-    replica,
     require_one_mesh,
     rule_of,
     run_on_meta,
-    with_plain_wrapped,
 )
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.first_run import FirstRun, Plan
@@ -39,6 +37,7 @@ from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
 from torchshard.tensor.observing import tell
+from torchshard.tensor.plain import replica, with_plain_wrapped
 from torchshard.tensor.redistribute import redistribute_local
 
 

@@ -50,9 +50,9 @@ class Tangent:
     @staticmethod
     def __zeros_as_tangent__(whole: Tensor, sharding: Sharding) -> "DTensor":
         """Zeros for a traced result that got no gradient, of zeros in the shape of the whole tensor."""
-        from torchshard.tensor import autograd, call, dtensor
+        from torchshard.tensor import autograd, dtensor, plain
 
         if is_traced(whole):  # compiled autograd, where it is not known that it is zero
-            return autograd.redistribute(call.replica(whole, sharding.mesh), sharding)
+            return autograd.redistribute(plain.replica(whole, sharding.mesh), sharding)
         layout = layout_for(sharding, tuple(whole.shape), whole.stride(), whole.dtype)
         return dtensor.wrap(whole.new_zeros(layout.local_shape), layout)
