@@ -150,6 +150,14 @@ def axes_of_size_one(rank, world):
             torch.testing.assert_close((flat * 2).full_tensor(), full.flatten() * 2)
             torch.testing.assert_close(x.grad.full_tensor(), full * 2)
             assert not explain(lambda x: x.view(2, 4) * 2, flat.detach()).nbytes
+        # Where each splits a dim of its own, the axis of one rank goes along with what the other needs.
+        rows, columns = distribute_tensor(full.clone(), mesh, [Shard(0), Shard(1)]), full.clone()
+        flat = rows.flatten()
+        assert flat._local_tensor.data_ptr() == rows._local_tensor.data_ptr()
+        assert not explain(lambda x: x.flatten(), rows).collectives
+        flat.mul_(3)
+        columns.flatten().mul_(3)
+        torch.testing.assert_close(rows.full_tensor(), columns)
 
 
 def test_axes_of_size_one():

@@ -179,6 +179,19 @@ class Sharding:
         found = self._let_go.get(key)
         return self._layouts.setdefault(key, self.mesh.layout_type(self, *key) if found is None else found)
 
+    def holds_as(self, other: "Sharding") -> bool:
+        """Whether every rank holds the same by another sharding of this mesh: they differ on axes of one rank only."""
+        return self is other or self._held() == other._held()
+
+    def _held(self) -> tuple[object, ...]:
+        ranks = self.mesh.shape
+        splits = {d: cut for d, axes in self.splits.items() if (cut := [a for a in axes if ranks[a] > 1])}
+        return (
+            splits,
+            {d: n for d, n in self.runs.items() if d in splits},
+            [(a, self.placements[a]) for a in self.partial],
+        )
+
     def replace(self, axis: int, placement: Placement) -> "Sharding":
         """This sharding with another placement on one axis; a Shard is appended last to its dim's order."""
         splits = {d: tuple([a for a in axes if a != axis]) for d, axes in self.splits.items()}

@@ -79,9 +79,9 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     nbytes += [layouts[0].nbytes_of(bound.known_shape(k)) for k in range(len(bound.results))]
     estimate = [float(Symbolic.expected(n)) for n in nbytes]
     pieces = {f: [n] for f, n in bound.sizes.items()}
-    chosen: list[Way] = []
-    for axis, parts in enumerate(mesh.shape):
-        ranked = []
+    chosen: dict[int, Way] = {}
+    for axis in sorted(range(mesh.ndim), key=lambda a: mesh.shape[a] == 1):  # one rank goes along with any way
+        parts, ranked = mesh.shape[axis], []
         for at, way in enumerate(possible):
             price = _price(way, axis, parts, layouts, estimate, fixed, options, _padding(way, parts, pieces))
             if price < math.inf:
@@ -90,18 +90,19 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
                 ranked.append((price >= _LAUNCH, cost, at))
         ranked.sort()
         # Lengths are asked about last, and no more than it takes: those of a trace are guarded then.
-        first = next((k for k, (*_, at) in enumerate(ranked) if _possible(possible[at], parts, pieces, chosen)), None)
+        before = chosen.values()
+        first = next((k for k, (*_, at) in enumerate(ranked) if _possible(possible[at], parts, pieces, before)), None)
         if first is None:
             return None
         launches, _, at = ranked[first]
         best = possible[at]
         _settle(best)
-        chosen.append(best)
+        chosen[axis] = best
         if any(type(n) is not int for n in nbytes):
-            others = [possible[other] for also, _, other in ranked[first + 1 :] if also == launches]
-            Symbolic.asked(_ask_whether_cheapest, best, others, axis, parts, layouts, nbytes, fixed, options, pieces)
+            dearer = [possible[other] for also, _, other in ranked[first + 1 :] if also == launches]
+            Symbolic.asked(_ask_whether_cheapest, best, dearer, axis, parts, layouts, nbytes, fixed, options, pieces)
         _cut(pieces, best, parts)
-    return _assembled(mesh, bound, chosen, layouts, fixed, options)
+    return _assembled(mesh, bound, [chosen[axis] for axis in range(mesh.ndim)], layouts, fixed, options)
 
 
 def take(bound: Bound, chosen: Sequence[Way], layouts: Sequence[Layout]) -> Lifted | None:
@@ -206,7 +207,7 @@ def _cut(pieces: dict[str, list[int]], way: Way, parts: int) -> None:
         pieces[way.factor] = [piece(n, parts, k)[1] for n in pieces[way.factor] for k in (0, parts - 1)]
 
 
-def _possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Sequence[Way]) -> bool:
+def _possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Iterable[Way]) -> bool:
     if way.factor is not None:
         lengths = pieces[way.factor]
         if way.even and any(n % (parts * way.runs) for n in lengths):

@@ -38,7 +38,7 @@ class FirstRun:
     ) -> None:
         self.call, self.operands, self.made, self.targets = call, operands, made, targets
         self.mesh = operands[0].layout.mesh
-        self.moves = [o.layout.sharding is not t.sharding for o, t in zip(operands, targets, strict=True)]
+        self.moves = [not o.layout.sharding.holds_as(t.sharding) for o, t in zip(operands, targets, strict=True)]
         # Whether results should be views of the first operand, and cannot be because that has to be moved.
         self.severs = call.viewed() and (self.moves[0] or bool(operands[0].layout.marks & SEVERED))
         # Whether operands that are moved are only read, so that they may be parts of what is here. In a trace, whose
