@@ -99,8 +99,11 @@ def make_local(module: torch.nn.Module, device_mesh: Any, ignored: Collection[st
         ValueError: device_mesh is missing, a parameter is split along it, or something is a ShardedTensor.
         NotImplementedError: a buffer is a DTensor.
     """
-    buffers = [(n, b) for n, b in module.named_buffers() if n not in ignored and is_spread(b)]
-    parameters = [(n, p) for n, p in module.named_parameters() if n not in ignored and is_spread(p)]
+
+    def spread(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        return [(name, t) for name, t in named if name not in ignored and is_spread(t)]
+
+    buffers, parameters = spread(module.named_buffers()), spread(module.named_parameters())
     for kind, named in (("buffer", buffers), ("parameter", parameters)):
         if name := next((n for n, t in named if not hasattr(t, "device_mesh")), None):
             raise ValueError(
@@ -110,14 +113,13 @@ def make_local(module: torch.nn.Module, device_mesh: Any, ignored: Collection[st
                 "torchshard.state_dict.to_dtensor(it, mesh, placements)"
             )
     for name, p in parameters:
-        mesh: Any = getattr(p, "device_mesh", None)
-        if device_mesh is None or mesh is None:
+        if device_mesh is None:
             raise ValueError(
                 f"DistributedDataParallel: the parameter {name} is a {type(p).__name__}; say over which axis of its "
                 'mesh gradients are to be averaged, as in device_mesh=mesh["dp"], or call '
                 "torchshard.parallel.local_parameters(module) first"
             )
-        axes = dict(zip(mesh.mesh_dim_names or (), p.placements, strict=False))  # type: ignore[attr-defined]
+        axes = dict(zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=False))
         along = axes.get(next(iter(device_mesh.mesh_dim_names or ()), None))
         if along is not None and not along.is_replicate():
             raise ValueError(

@@ -186,11 +186,8 @@ class Sharding:
     def _held(self) -> tuple[object, ...]:
         ranks = self.mesh.shape
         splits = {d: cut for d, axes in self.splits.items() if (cut := [a for a in axes if ranks[a] > 1])}
-        return (
-            splits,
-            {d: n for d, n in self.runs.items() if d in splits},
-            [(a, self.placements[a]) for a in self.partial],
-        )
+        runs = {d: n for d, n in self.runs.items() if d in splits}
+        return splits, runs, [(a, self.placements[a]) for a in self.partial]
 
     def replace(self, axis: int, placement: Placement) -> "Sharding":
         """This sharding with another placement on one axis; a Shard is appended last to its dim's order."""

@@ -135,7 +135,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         return autograd.redistribute(self, target, forward_dtype, backward_dtype, async_op, asked=True)
 
     def _placed(self, placements: Sequence[TorchPlacement]) -> "DTensor":
-        """For hooks: with these placements; itself where nothing changes."""
+        """For hooks: with these placements, by the method that regions know; itself where nothing changes."""
         same = from_torch(placements, self._spec.mesh, self.shape) is self._spec.sharding
         return self if same else self.redistribute(placements=placements)
 

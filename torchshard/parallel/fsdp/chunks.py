@@ -172,15 +172,8 @@ def as_sharded_tensor(
     metadata = theirs.metadata()
     held = {s.placement.rank(): specs.box_of(s, metadata.size) for s in metadata.shards_metadata}
     inner = _rows(shard.tensor, world, devices, group, device)
-    return _of_parts(
-        inner,
-        metadata.size,
-        metadata.tensor_properties.dtype,
-        held,
-        device.type,
-        devices,
-        _torch.group_of_theirs(theirs),
-    )
+    dtype, over = metadata.tensor_properties.dtype, _torch.group_of_theirs(theirs)
+    return _of_parts(inner, metadata.size, dtype, held, device.type, devices, over)
 
 
 def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
