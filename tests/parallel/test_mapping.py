@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.older import require
 from tests.ranks import run_ranks
 
 
@@ -124,3 +125,52 @@ def test_results_of_uneven_pieces_have_the_shape_that_they_make_up():
     for text in run_ranks(3, of_uneven_pieces):
         assert "are not the pieces of one tensor" in text
         assert "local_map" in text
+
+
+def of_uneven_pieces_in_a_region(rank, world, backend):
+    from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.compiler.advice import way_around
+    from torchshard.parallel import local_map
+
+    mesh = init_device_mesh("cpu", (world,))
+    double = local_map(lambda t: t * 2, [Shard(0)], ([Shard(0)],))
+    whole = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+
+    def region(x):
+        return double(x * 3).sin()
+
+    x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    y = torch.compile(region, backend=backend)(x)
+    torch.testing.assert_close(y.full_tensor(), (6 * whole).sin())
+    y.sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), 6 * (6 * whole).cos())
+
+    even = distribute_tensor(whole[:2], mesh, [Shard(0)])
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        torch.compile(region, backend=backend, fullgraph=True)(even).full_tensor(), (6 * whole[:2]).sin()
+    )
+    moving = local_map(
+        lambda t: t.sum(-1),
+        [Partial()],
+        ([Shard(-1)],),
+        in_grad_placements=([Shard(1)],),
+        redistribute_inputs=True,
+    )
+    compiled = torch.compile(lambda t: moving(t * 3).sin().sum(), backend=backend, fullgraph=True)
+    compiled(x := distribute_tensor(whole, mesh, [Replicate()]).requires_grad_()).backward()
+    p = whole.clone().requires_grad_()
+    (p * 3).sum(-1).sin().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), p.grad)
+
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        torch.compile(region, backend=backend, fullgraph=True)(x)
+    assert "a graph cannot ask the other ranks for the sizes of their parts" in str(caught.value)
+    assert "from_local" in way_around(str(caught.value))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_graph_ends_where_ranks_ask_for_sizes(backend):
+    require("meshes in graphs")
+    run_ranks(2, of_uneven_pieces_in_a_region, backend)

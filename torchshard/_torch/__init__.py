@@ -91,7 +91,7 @@ from torchshard._torch.dynamo import (
 )
 from torchshard._torch.exporting import exported_whole
 from torchshard._torch.finding import without_fast_paths
-from torchshard._torch.frames import skip_alone, skip_frame, skip_methods, untraced
+from torchshard._torch.frames import ends_graphs, skip_alone, skip_frame, skip_methods, untraced
 from torchshard._torch.fsdp import FSDPGradients, FSDPUser, fsdp_extension_base, fsdp_names, mark_flattened
 from torchshard._torch.groups import (
     debug_level,
@@ -221,6 +221,7 @@ __all__ = [
     "device_carried",
     "device_index",
     "end_modules_once",
+    "ends_graphs",
     "example_of",
     "exchange",
     "expect_gradients_of_written",

@@ -62,10 +62,16 @@ def untraced(function: _Function) -> _Function:
     return _never_trace(function, below=True)
 
 
-def _never_trace(function: _Function, below: bool) -> _Function:
+def ends_graphs(reason: str) -> Callable[[_Function], _Function]:
+    """`untraced`, for what regions of the user may call: Dynamo tells them the reason."""
+    return lambda function: _never_trace(function, below=True, reason=reason)
+
+
+def _never_trace(function: _Function, below: bool, reason: str | None = None) -> _Function:
     if not _leave_alone(function, below):
-        return cast(_Function, torch.compiler.disable(function, recursive=below))
+        return cast(_Function, torch.compiler.disable(function, recursive=below, reason=reason))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
 
 

@@ -1,15 +1,14 @@
 """local_map: a function of local tensors as a function of DTensors."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast, overload
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
-from torchshard._torch import is_traced, leaves_of, tree_of
+from torchshard._torch import ends_graphs, leaves_of, tree_of
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import from_torch
 from torchshard.tensor.mesh import bind
@@ -75,7 +74,7 @@ def local_map(
         spmd_types: refused; torch checks the types of parts by it, since 2.15.
 
     Parts of results are taken to be of one size on all ranks, which the first collective makes sure of. Where pieces of
-    an argument are not, ranks ask one another for the sizes of results that are split; not in a compiled region.
+    an argument are not, ranks ask one another for the sizes of results that are split, which ends a graph.
 
     Raises:
         NotImplementedError: spmd_types.
@@ -139,7 +138,7 @@ def _as_required(x: DTensor, required: Placements, redistribute_inputs: bool, k:
 
 def _same(x: DTensor, required: Sequence[Placement]) -> bool:
     """Whether x has these placements, in which dims may be counted from the end."""
-    return from_torch(tuple(required), x._spec.mesh, x.shape) is x._spec.sharding
+    return x.placements == tuple(Shard(p.dim + x.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in required)
 
 
 def _part(x: DTensor, grad_placements: InputPlacements, k: int) -> Tensor:
@@ -153,8 +152,15 @@ def _part(x: DTensor, grad_placements: InputPlacements, k: int) -> Tensor:
 
 def _is_uneven(x: DTensor) -> bool:
     """Whether ranks hold pieces of different sizes; the same on every rank."""
-    parts = x._spec.mesh.shape
-    return any(x.shape[dim] % math.prod([parts[a] for a in axes]) for dim, axes in x._spec.sharding.splits.items())
+    parts = [1] * x.ndim
+    for axis, placement in enumerate(x.placements):
+        if (dim := _split_dim(placement)) is not None:
+            parts[dim] *= x.device_mesh.size(axis)
+    return any(n % k for n, k in zip(x.shape, parts, strict=True))
+
+
+def _split_dim(placement: Placement) -> int | None:
+    return getattr(placement, "dim", None)  # a strided split is no Shard to torch
 
 
 def _placed(result: Any, out_placements: OutputPlacements, mesh: DeviceMesh, uneven: bool) -> Any:
@@ -177,11 +183,17 @@ def _placed(result: Any, out_placements: OutputPlacements, mesh: DeviceMesh, une
 
 
 def _of_part(x: Tensor, mesh: DeviceMesh, placements: Placements, uneven: bool) -> DTensor:
-    """A result as a DTensor; ranks ask one another for the sizes of parts that may be uneven, but not in a trace."""
-    bound = bind(mesh)
-    if uneven and placements is not None and bound.coordinate is not None and not is_traced(x):
-        sharding = from_torch(placements, bound, even_shape(x, placements, bound))
-        if sharding.splits:
-            layout = asked_layout(x.detach(), sharding, None, None)
-            return DTensor.from_local(x, mesh, placements, shape=layout.shape, stride=layout.stride)
+    if uneven and placements is not None and any(_split_dim(p) is not None for p in placements):
+        return _of_uneven_part(x, mesh, placements)
     return DTensor.from_local(x, mesh, placements)
+
+
+@ends_graphs("a graph cannot ask the other ranks for the sizes of their parts")
+def _of_uneven_part(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A result for whose size ranks ask one another."""
+    bound = bind(mesh)
+    if bound.coordinate is None:
+        return DTensor.from_local(x, mesh, placements)
+    sharding = from_torch(placements, bound, even_shape(x, placements, bound))
+    layout = asked_layout(x.detach(), sharding, None, None)
+    return DTensor.from_local(x, mesh, placements, shape=layout.shape, stride=layout.stride)

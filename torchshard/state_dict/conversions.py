@@ -17,7 +17,7 @@ import torch.distributed.tensor as upstream
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import below_torch_functions, default_group, sharded_tensors, untraced
+from torchshard._torch import below_torch_functions, default_group, ends_graphs, sharded_tensors
 from torchshard.comm.circle import circle_of, this_rank
 from torchshard.errors import ShardingError
 from torchshard.layout.placements import Shard
@@ -35,7 +35,7 @@ Placed = Sequence[Any] | None
 Placements = Sequence[Any] | Mapping[str, Placed] | Callable[[str, Tensor], Placed]
 
 
-@untraced
+@ends_graphs("a graph holds no state dict")
 def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, reduce_partial: bool = False) -> Any:
     """Whole tensors, on every rank that holds a part or on the first of them.
 
@@ -74,7 +74,7 @@ def to_full(sd: Any, *, rank0_only: bool = False, cpu_offload: bool = False, red
     return full
 
 
-@untraced
+@ends_graphs("a graph holds no state dict")
 def to_dtensor(
     sd: Any,
     device_mesh: DeviceMesh,
@@ -177,7 +177,7 @@ def _check_patterns(keys: Sequence[str], patterns: Sequence[str]) -> None:
         )
 
 
-@untraced
+@ends_graphs("a graph holds no state dict")
 def to_sharded_tensor(
     sd: Any,
     *,
@@ -266,7 +266,7 @@ def _group_of(form: Form) -> dist.ProcessGroup:
     return default_group() if form.holding is None else circle_of(form.holding.ranks, form.device).group
 
 
-@untraced
+@ends_graphs("a graph holds no state dict")
 def to_torch(sd: Any) -> Any:
     """torch's own DTensors and ShardedTensors in place of ours, around the same memory; everything else is kept.
 
@@ -276,7 +276,7 @@ def to_torch(sd: Any) -> Any:
     return _replaced(sd, (DTensor, ShardedTensor), lambda x: x.to_torch())
 
 
-@untraced
+@ends_graphs("a graph holds no state dict")
 def from_torch(sd: Any) -> Any:
     """Our DTensors and ShardedTensors in place of torch's, around the same memory; everything else is kept.
 

@@ -10,7 +10,7 @@ import torch.distributed.tensor as upstream
 from torch import Tensor
 
 from torchshard import keys
-from torchshard._torch import untraced
+from torchshard._torch import ends_graphs
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.keys.rules import Fuse, Split
 from torchshard.layout.boxes import Box
@@ -107,7 +107,7 @@ class KeyRules(keys.KeyRules):
     Every rank of a DTensor's mesh applies the rules. The results carry no history.
     """
 
-    @untraced
+    @ends_graphs("a graph holds no state dict")
     def __call__(self, sd: Mapping[str, Any]) -> Any:
         """See keys.KeyRules."""
         once = copy.copy(self)  # what it finds out about keys, these rules know too

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import untraced
+from torchshard._torch import ends_graphs
 from torchshard.comm.circle import Circle, circle_of, forget, this_rank
 from torchshard.comm.neighbours import fetch, neighbours
 from torchshard.comm.transfers import LARGE, Transfer, finish, start
@@ -73,7 +73,7 @@ class Job:
         return tuple(sorted({*self.source.ranks, *self.target.ranks})) if self.moves else ()
 
 
-@untraced
+@ends_graphs("what moves between meshes is no part of a graph")
 def carry(
     jobs: Sequence[Job],
     refusal: Exception | None = None,

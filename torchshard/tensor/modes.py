@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from torchshard._torch import Inherited, guard_attribute, takes_plain_for_replicated, untraced
+from torchshard._torch import Inherited, ends_graphs, guard_attribute, takes_plain_for_replicated
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 
 Fallback = Literal["replicate", "error", "silent"]
@@ -49,7 +49,7 @@ def fallback(mode: Fallback) -> Iterator[None]:
         _fall_back(before)
 
 
-@untraced  # a graph is made before what it would set is set
+@ends_graphs("a graph is made before what it would set is set")
 def _fall_back(mode: Fallback) -> Fallback:
     before, _state.fallback = _state.fallback, mode
     return before

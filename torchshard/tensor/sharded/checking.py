@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchshard._torch import untraced
+from torchshard._torch import ends_graphs
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import RankMismatchError, ShardingError
 from torchshard.tensor.sharded.specs import Shard, ShardedTensorMetadata, TensorProperties, flat_size, holding_of
@@ -102,7 +102,7 @@ def check_whole(metadata: Any, ranks: Sequence[int]) -> None:
         ) from None
 
 
-@untraced
+@ends_graphs("a graph cannot ask the other ranks")
 def of_all(mine: Callable[[], Any], group: dist.ProcessGroup) -> list[Any]:
     """What each rank of a group says of its parts, in the group's order.
 
