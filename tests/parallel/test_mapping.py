@@ -163,7 +163,10 @@ def of_uneven_pieces_in_a_region(rank, world, backend):
     (p * 3).sum(-1).sin().sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), p.grad)
 
+    columns = local_map(lambda t: t * 2, [Shard(1)], ([Shard(1)],), redistribute_inputs=True)  # they are even
     x = distribute_tensor(whole, mesh, [Shard(0)])
+    moved = torch.compile(lambda t: columns(t), backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(moved.full_tensor(), 2 * whole)
     with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
         torch.compile(region, backend=backend, fullgraph=True)(x)
     assert "a graph cannot ask the other ranks for the sizes of their parts" in str(caught.value)

@@ -179,11 +179,39 @@ def test_distributing_what_is_distributed_already():
     assert x.grad.placements == (Shard(0),)
 
 
+@pytest.mark.parametrize("rows", [8, 7])
+def test_dtensors_of_torch_and_ours_become_one_another(rows):
+    require("meshes in graphs")
+    torch._dynamo.reset()
+    x = distribute_tensor(torch.randn(rows, 4), MESH, [Shard(0)])
+    there_and_back = torch.compile(
+        lambda x: DTensor.from_torch(x.sin().to_torch() * 2) * 3, backend="aot_eager", fullgraph=True
+    )
+    back_and_there = torch.compile(
+        lambda x: (DTensor.from_torch(x * 2) * 3).to_torch(), backend="aot_eager", fullgraph=True
+    )
+    ours, theirs = x.detach().requires_grad_(), x.to_torch().detach().requires_grad_()
+    result, other = there_and_back(ours), back_and_there(theirs)
+    assert result.placements == other.placements == (Shard(0),)
+    assert result.shape == other.shape == (rows, 4)
+    assert isinstance(result, DTensor)
+    assert type(other) is type(theirs)
+    result.sum().backward()
+    other.sum().backward()
+    torch.testing.assert_close(ours.grad.to_local(), 6 * x.to_local().cos())
+    torch.testing.assert_close(theirs.grad.to_local(), torch.full_like(x.to_local(), 6))
+
+    with pytest.raises(Exception, match="was invalid, but is output") as refused:
+        torch.compile(lambda x: x.to_torch(), backend="aot_eager", fullgraph=True)(ours)
+    assert "call to_torch() outside of the region" in way_around(str(refused.value))
+
+
 def in_mesh(x):
     with MESH:
         return x * 2
 
 
+RULES = KeyRules([rename("a", "b")])
 BREAKS = {
     "isinstance(p, Shard)": lambda x: type(x.placements[0]) == Shard,  # noqa: E721
     "outside of the region whether": lambda x: hasattr(MESH, "absent"),
@@ -194,7 +222,7 @@ BREAKS = {
     "ask the tensor": lambda x: layout_of(x * 1).shape,
     "copy outside of the region": copy.deepcopy,
     "convert outside of the region": lambda x: to_full({"x": x}),
-    "full_tensor() and redistribute()": lambda x: KeyRules([rename("a", "b")])({"a": x}),
+    "full_tensor() and redistribute()": lambda x: RULES({"a": x}),
 }
 
 

@@ -107,12 +107,13 @@ def _mapped(
         if given is not None and len(given) != len(leaves):
             raise AssertionError(f"{name} has {len(given)} entries for {len(leaves)} arguments of local_map")
     parts = []
-    placed = [x for x in leaves if isinstance(x, DTensor)]
+    placed: list[DTensor] = []
     for k, x in enumerate(leaves):
         required = in_placements[k] if in_placements is not None else None
         if isinstance(x, DTensor):
             if in_placements is not None:
                 x = _as_required(x, required, redistribute_inputs, k)
+            placed.append(x)
             parts.append(_part(x, in_grad_placements, k))
         else:
             if required is not None and not isinstance(x, Tensor):

@@ -11,12 +11,14 @@ from torchshard._torch import exported_whole, waited
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.autograd import over as ours_over
+from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import check_assumed
 
 
+@one_node
 def to_torch(x: DTensor) -> Tensor:
     """torch's DTensor of the same local tensor, mesh and placements.
 
@@ -52,6 +54,7 @@ def told(layout: TensorLayout) -> tuple[TorchPlacement, ...]:
     return layout.torch_placements
 
 
+@one_node
 def from_torch(x: Tensor) -> DTensor:
     """Our DTensor of the same local tensor, mesh and placements as one of torch's.
 

@@ -1,5 +1,6 @@
 """torch's DeviceMesh as a layout.Mesh that also knows its process groups."""
 
+import math
 import reprlib
 import weakref
 from collections.abc import Sequence
@@ -78,8 +79,9 @@ class BoundMesh(Mesh):
     def ascends(self, axis: int) -> bool:
         """Whether ranks ascend along an axis, everywhere in the mesh: the same answer on all of them."""
         if axis not in self._ascending:
-            ranks = torch.tensor(self.ranks, device="cpu").view(self.shape)
-            self._ascending[axis] = bool((ranks.diff(dim=axis) > 0).all())
+            parts, step = self.shape[axis], math.prod(self.shape[axis + 1 :])
+            pairs = enumerate(zip(self.ranks, self.ranks[step:], strict=False))
+            self._ascending[axis] = all(a < b for k, (a, b) in pairs if k // step % parts < parts - 1)
         return self._ascending[axis]
 
     def process_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
