@@ -69,6 +69,17 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(x) or x.is_meta
 
 
+def is_compiled(x: Tensor) -> bool:
+    """Whether torch.compile traces with this tensor.
+
+    (torch._guards.TracingContext, 2.11-2.15: torch.compiler.is_compiling() says so in functions that Dynamo only calls
+    since 2.13.)
+    """
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None and is_traced(x) and not torch.compiler.is_exporting()
+
+
 def notes_of_trace() -> dict[Any, Any] | None:
     """Where to keep what is known of the tensors of the graph that is recorded now, as long as that lasts.
 

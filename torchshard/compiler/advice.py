@@ -37,7 +37,7 @@ WAYS_AROUND: Mapping[str, str] = {
     "A compiled region cannot make a leaf": "make leaves outside of the region, or use DTensor.from_local",
     "cannot ask the other ranks for the sizes": "pass shape and stride to from_local",
     "draws random numbers as no compiled region can": "call this operator outside of the region",
-    "was invalid, but is output": "call to_torch() outside of the region",
+    "cannot make a DTensor of torch's": "call to_torch() outside of the region",
     "function of_all": "call from_local() outside of the region",
     "gather() of a ShardedTensor": "call gather() outside of the region",
     "reshard() of a ShardedTensor": "call reshard() outside of the region",

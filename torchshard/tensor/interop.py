@@ -7,8 +7,8 @@ import torch.distributed.tensor as upstream
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import exported_whole, waited
-from torchshard.errors import ShardingError
+from torchshard._torch import exported_whole, is_compiled, waited
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.autograd import over as ours_over
 from torchshard.tensor.caching import one_node
@@ -18,15 +18,23 @@ from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import check_assumed
 
 
-@one_node
 def to_torch(x: DTensor) -> Tensor:
     """torch's DTensor of the same local tensor, mesh and placements.
 
     Raises:
         ShardingError: axes nest in an order, or split a dim in runs, that torch cannot be told; or ranks do not ascend
             along an axis that splits.
+        UnsupportedOperatorError: in a compiled region, which takes the mesh of a result from its inputs: ours have none
+            in their graph, so it would be that of a gradient, a stand-in, or, from a cache, None.
     """
     layout = x._spec
+    if is_compiled(x._local_tensor):
+        raise UnsupportedOperatorError(
+            "A compiled region cannot make a DTensor of torch's out of this one.",
+            expected="to_torch() outside of it",
+            got=f"a graph, and {layout}",
+            fix="return the DTensor; in the region, torch's from_local of to_local() on a mesh that comes in",
+        )
     require_ascending(layout.sharding, layout.mesh)
     if layout.assumed:
         check_assumed(x._local_tensor, layout)
