@@ -324,3 +324,29 @@ def test_tuples_with_tensors(tmp_path, form):
     for wrong in ((torch.zeros(4), 0), (torch.zeros(3), 0, torch.zeros(1)), (5, torch.zeros(3))):
         with pytest.raises(CheckpointError, match=r"another shape|lacks a key|unlike the state dict"):
             checkpoint.load_into(tmp_path / "ck", {"pair": wrong})
+
+
+def with_parts(x, shape, there, here, sizes):
+    x.global_shape, x.global_offsets, x.local_offsets, x.local_sizes = shape, there, here, sizes
+    return x
+
+
+def test_into_tensors_that_say_which_parts_they_hold(tmp_path):
+    """The four attributes of torch's CheckpointableTensor; in older versions of torch, too."""
+    whole = torch.arange(24.0).view(6, 4)
+    torch.save({"w": whole, "v": whole}, tmp_path / "a.pt")
+    padded = with_parts(torch.full((4, 4), -1.0), (6, 4), ((4, 0), (1, 0)), ((0, 0), (2, 0)), ((2, 4), (1, 4)))
+    none = with_parts(torch.zeros(0, 4), (6, 4), (), (), ())
+    checkpoint.load_into(tmp_path / "a.pt", {"w": padded, "v": none})
+    assert torch.equal(padded, torch.cat([whole[4:], whole[1:2], torch.full((1, 4), -1.0)]))
+
+    other = with_parts(torch.zeros(2, 4), (5, 4), ((0, 0),), ((0, 0),), ((2, 4),))
+    assert "another shape" in refused(tmp_path / "a.pt", {"w": other, "v": whole.clone()})
+    for there, here, sizes in (
+        (((5, 0),), ((0, 0),), ((2, 4),)),
+        (((0, 0),), ((1, 0),), ((2, 4),)),
+        (((0, 0),), (), ((2, 4),)),
+        (((0,),), ((0, 0),), ((2, 4),)),
+    ):
+        wrong = with_parts(torch.zeros(2, 4), (6, 4), there, here, sizes)
+        assert "parts which it cannot hold" in refused(tmp_path / "a.pt", {"w": wrong, "v": whole.clone()})

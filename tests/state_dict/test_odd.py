@@ -227,3 +227,17 @@ def test_patterns_are_found_in_order_and_looked_up_where_they_are_names(monkeypa
     assert [found(key, x) for key in ("a.b", "a.c", "d2", "d[12]", "z")] == [[1], [2], [4], None, None]
     with pytest.raises(ValueError, match=r"no pattern: e; no tensor: d, \[g\]"):
         conversions._chooser({"e": x, "f.0": x, "[g]": x}, {"d": None, "f.*": None, "[[]g]": None, "[g]": None}, True)
+
+
+def test_plain_tensors_that_say_that_they_hold_parts_are_refused():
+    """They are none of a whole, and which ranks hold the rest nobody says."""
+    from torchshard import state_dict
+    from torchshard.errors import ShardingError
+    from torchshard.keys import KeyRules, transpose
+
+    x = torch.zeros(2, 4)
+    x.global_shape, x.global_offsets, x.local_offsets, x.local_sizes = (6, 4), ((2, 0),), ((0, 0),), ((2, 4),)
+    for convert in (state_dict.to_full, state_dict.to_sharded_tensor, state_dict.KeyRules([transpose("a")])):
+        with pytest.raises(ShardingError, match="A plain tensor holds parts of a larger one"):
+            convert({"a": x})
+    assert KeyRules([]).of_flat({"a": x})["a"] is x

@@ -40,10 +40,11 @@ def load_into(
 ) -> None:
     """Fill the tensors of a state dict from a checkpoint of any format, in place.
 
-    Plain tensors are filled whole; of DTensors (torchshard's and torch's) and ShardedTensors each rank reads the boxes
-    that it holds, whatever the boxes of the checkpoint are; tensors inside of tuples, too. Other values of the state
-    dict are replaced by those of the checkpoint, with torch's own sizes, types and devices. Floating-point values are
-    cast where the types differ. What the checkpoint holds beyond the keys of the state dict is not read.
+    Plain tensors are filled whole; of DTensors (torchshard's and torch's), ShardedTensors and tensors that say which
+    parts they hold (torch's CheckpointableTensor) each rank reads the boxes that it holds, whatever the boxes of the
+    checkpoint are; tensors inside of tuples, too. Other values of the state dict are replaced by those of the
+    checkpoint, with torch's own sizes, types and devices. Floating-point values are cast where the types differ. What
+    the checkpoint holds beyond the keys of the state dict is not read.
 
     Args:
         path: anything that `open` opens.
@@ -203,9 +204,11 @@ def _is_tensor(value: object) -> bool:
 
 def _fitting(entry: TensorEntry, tensor: Any, where: str) -> TensorEntry:
     """The entry, cast to the type of the tensor."""
-    if entry.shape != tuple(tensor.shape):
+    said = _declared(tensor, where)
+    shape = tuple(tensor.shape) if said is None else said[0]
+    if entry.shape != shape:
         raise CheckpointError(
-            "A tensor of the checkpoint has another shape.", expected=tuple(tensor.shape), got=entry.shape, where=where
+            "A tensor of the checkpoint has another shape.", expected=shape, got=entry.shape, where=where
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype == entry.dtype:
@@ -238,12 +241,24 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[Part]:
             told = {"expected": error.expected, "got": error.got, "fix": error.fix}
             raise CheckpointError(error.what, where=printable(key), **told) from None
         held = [(Box(tuple(c.offsets), tuple(c.sizes)), tensor.to_local()) for c in chunks]
+    elif said := _declared(tensor, printable(key)):
+        held = said[1]
     else:
         held = [(whole(entry.shape), tensor)]
     held = [(box, arrived(waited(local))) for box, local in held]
     for box, local in held:
         _check_room(local, box, printable(key))
     return [Part(key, entry, box, local.detach()) for box, local in held if box.numel]
+
+
+def _declared(tensor: Any, where: str) -> "tuple[tuple[int, ...], list[tuple[Box, Tensor]]] | None":
+    """What a plain tensor says that it holds of a larger one."""
+    from torchshard.tensor.declared import declared
+
+    try:
+        return declared(tensor)
+    except ShardingError as error:
+        raise CheckpointError(error.what, expected=error.expected, got=error.got, where=where) from None
 
 
 def _check_room(local: "Tensor", box: Box, where: str) -> None:

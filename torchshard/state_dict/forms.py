@@ -18,6 +18,7 @@ from torchshard.layout.holding import Holding
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.strided import strided_intervals
 from torchshard.state_dict.trees import not_dense
+from torchshard.tensor.declared import declared
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import require_ascending
 from torchshard.tensor.layout import TensorLayout, from_torch
@@ -74,7 +75,7 @@ def form_of(x: Tensor, reduce_partial: bool, memory: Memory) -> Form:
         memory: filled here.
 
     Raises:
-        ShardingError: `x` is Partial and shall not be reduced, or nested.
+        ShardingError: `x` is Partial and shall not be reduced, nested, or plain and holds parts of another.
     """
     if isinstance(x, sharded_tensors().ShardedTensor):
         x = ShardedTensor.from_torch(x)
@@ -84,11 +85,24 @@ def form_of(x: Tensor, reduce_partial: bool, memory: Memory) -> Form:
         return _of_upstream(x, reduce_partial, memory)
     if isinstance(x, DTensor):
         return _of_dtensor(x, reduce_partial, memory)
+    require_no_parts(x)
     if not_dense(x := arrived(waited(x))):
         return _other(x)
     shape = tuple(x.shape)
     text = f"{x.dtype} of shape {shape}, whole"
     return Form(shape, x.stride(), x.dtype, None, [(whole(shape), x.detach())], x.device, text, x.requires_grad)
+
+
+def require_no_parts(x: Tensor) -> None:
+    """Raise ShardingError where a plain tensor says of itself that it holds parts of another: it is none to convert."""
+    if told := declared(x):
+        shape, parts = told
+        raise ShardingError(
+            "A plain tensor holds parts of a larger one, by what it says for torch.distributed.checkpoint.",
+            expected="a tensor that is whole, a DTensor or a ShardedTensor",
+            got=f"{[box for box, _ in parts]} of shape {shape}",
+            fix="DTensor.from_local(x, mesh, placements, shape=..., stride=...), or ShardedTensor.from_local_shards",
+        )
 
 
 def _other(x: Tensor) -> Form:

@@ -16,7 +16,7 @@ from torchshard.keys.rules import Fuse, Split
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import contiguous_stride
-from torchshard.state_dict.forms import mesh_of
+from torchshard.state_dict.forms import mesh_of, require_no_parts
 from torchshard.state_dict.trees import leaves
 from torchshard.tensor.carrying import Job, by_bytes, carry
 from torchshard.tensor.dtensor import DTensor, wrap
@@ -138,7 +138,10 @@ def _ours(x: Tensor) -> DTensor | None:
         )
     if isinstance(x, upstream.DTensor):
         return DTensor.from_torch(x.detach())
-    return x.detach() if isinstance(x, DTensor) else None  # type: ignore[return-value]
+    if isinstance(x, DTensor):
+        return x.detach()  # type: ignore[return-value]
+    require_no_parts(x)
+    return None
 
 
 def _as(x: Tensor, made: Tensor) -> Tensor:
