@@ -1,5 +1,6 @@
 """FSDP2 on tensor-parallel modules, and every option of torch's functions for state dicts."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -273,6 +274,30 @@ def chosen_parameters(rank, world):
 
 def test_options_that_name_parameters():
     run_ranks(4, chosen_parameters)
+
+
+def chosen_dtypes(rank, world):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from torchshard import init_device_mesh
+    from torchshard.parallel.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, seen = cases.parallel(mesh), []
+    chosen = {model[0].up.weight: torch.float32}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, param_dtype_override_fn=chosen.get)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+    for block in model:
+        block.register_forward_pre_hook(lambda block, _: seen.append((block.up.weight.dtype, block.down.weight.dtype)))
+    with contextlib.suppress(RuntimeError):  # dtypes that do not go together
+        model(torch.ones(4, cases.WIDTH))
+    assert seen[0] == (torch.float32, torch.bfloat16)
+
+
+def test_a_policy_that_names_parameters():
+    require("dtypes of single parameters")
+    run_ranks(4, chosen_dtypes)
 
 
 def compiled(rank, world):

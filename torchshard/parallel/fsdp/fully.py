@@ -7,6 +7,7 @@ has gathered; everything else (optimizers, state dicts, checkpoints) sees torch'
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -33,8 +34,9 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
 
     Args:
         module: a module or a list of them, as torch takes.
-        options: torch's keywords: `mesh`, `reshard_after_forward`, `mp_policy` and so on. `ignored_params` and
-            `shard_placement_fn` may name parameters by the objects that they were before.
+        options: torch's keywords: `mesh`, `reshard_after_forward`, `mp_policy` and so on. `ignored_params`,
+            `shard_placement_fn` and a policy's `param_dtype_override_fn` may name parameters by the objects that they
+            were before.
 
     Returns:
         The module.
@@ -59,6 +61,10 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
         options["ignored_params"] = {now(each) for each in ignored}
     if place := options.get("shard_placement_fn"):
         options["shard_placement_fn"] = lambda parameter: place(before(parameter))
+    if choose := getattr(options.get("mp_policy"), "param_dtype_override_fn", None):  # since torch 2.15
+        options["mp_policy"] = replace(
+            options["mp_policy"], param_dtype_override_fn=lambda parameter: choose(before(parameter))
+        )
     return cast(Modules, torch_fully_shard(module, **options))  # type: ignore[arg-type]  # a list, too
 
 
