@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import exported_whole, is_traced, skip_methods
+from torchshard._torch import exported_whole, in_forward_ad, is_traced, skip_methods
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
@@ -70,6 +70,7 @@ class _Redistribute(torch.autograd.Function):
                 source.marks, source.assumed
             )
         layout = source if target is source.sharding else source.to(target)
+        ctx.target, ctx.dtype = target, layout.dtype
         if async_op:
             part = redistribute_later(local, source, layout)
         elif local is x._local_tensor:
@@ -87,6 +88,10 @@ class _Redistribute(torch.autograd.Function):
         target, sent_as = source.sharding.without_partial(), ctx.backward_dtype or source.dtype
         back = redistribute(grad, target, sent_as, async_op=ctx.async_op)
         return redistribute(back, target, source.dtype), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: DTensor, *_: None) -> DTensor:
+        return redistribute(tangent, ctx.target, ctx.dtype, async_op=ctx.async_op)
 
 
 def _require_terms_survive(layout: TensorLayout, dtype: torch.dtype) -> None:
@@ -134,6 +139,20 @@ class _ToLocal(torch.autograd.Function):
             grad = in_memory_order(grad, target)
         return _FromLocal.apply(grad, target, None), None  # type: ignore[no-untyped-call]
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: DTensor, _: None) -> Tensor:
+        sharding: Sharding = ctx.layout.sharding
+        _require_sums(sharding)
+        if sharding.partial and tangent._spec.sharding is not sharding:
+            raise UnsupportedOperatorError(
+                "The tangent of a Partial DTensor has other terms, so none of them is that of this rank's term.",
+                expected=sharding,
+                got=tangent._spec.sharding,
+                where="to_local, under forward AD",
+                fix="redistribute before to_local",
+            )
+        return to_local(redistribute(tangent, sharding), None)
+
 
 @skip_methods()
 class _FromLocal(torch.autograd.Function):
@@ -141,7 +160,7 @@ class _FromLocal(torch.autograd.Function):
     def forward(
         ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None, of_first: bool = False
     ) -> DTensor:
-        ctx.layout, ctx.grad_sharding = layout, grad_sharding
+        ctx.layout, ctx.grad_sharding, ctx.of_first = layout, grad_sharding, of_first
         local = pending(local.detach())  # history belongs to the wrapper
         return wrap(_first_replica(local, layout) if of_first else local, layout)
 
@@ -151,6 +170,14 @@ class _FromLocal(torch.autograd.Function):
         target = ctx.grad_sharding or sharding.without_partial()
         local = redistribute(distributed(grad, sharding.mesh), target).to_local()
         return _of_terms(local, sharding), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> DTensor:
+        layout: TensorLayout = ctx.layout
+        _require_sums(layout.sharding)
+        layout = layout_for(layout.sharding, layout.shape, layout.stride, layout.dtype).marked(assumed=layout.assumed)
+        tangent = _first_replica(tangent, layout) if ctx.of_first else tangent
+        return over(in_memory_order(tangent, layout), layout)
 
 
 def distributed(grad: Tensor, mesh: Mesh) -> DTensor:
@@ -190,6 +217,23 @@ def _of_terms(grad: Tensor, sharding: Sharding) -> Tensor:
     return grad
 
 
+def _require_sums(sharding: Sharding) -> None:
+    """Refuse tangents of terms, where what is made of them is not linear in them."""
+    if not {p.op for p in sharding.placements if isinstance(p, Partial)} <= {"sum", "avg"}:
+        raise UnsupportedOperatorError(
+            "No tangent passes between a DTensor and terms that are not added.",
+            expected="Shard, Replicate, Partial('sum') or Partial('avg') where tangents are wanted",
+            got=sharding,
+            where="from_local or to_local, under forward AD",
+            fix="reduce before from_local, redistribute before to_local",
+        )
+
+
+def _follows() -> bool:
+    """Whether autograd follows what is done now: for a backward, or with tangents, which no_grad() does not end."""
+    return torch.is_grad_enabled() or in_forward_ad()
+
+
 def redistribute(
     x: DTensor,
     target: Sharding,
@@ -218,7 +262,7 @@ def whole(x: DTensor) -> DTensor:
 
 @exported_whole
 def _redistributed(x: DTensor, *how: Any) -> DTensor:
-    if not torch.is_grad_enabled():
+    if not _follows():
         return _Redistribute.forward(SimpleNamespace(), x, *how)
     return _Redistribute.apply(x, *how)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -226,7 +270,7 @@ def _redistributed(x: DTensor, *how: Any) -> DTensor:
 def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | Sharding | None) -> Tensor:
     """See DTensor.to_local; a gradient may also be said to come in a sharding."""
     refresh(x)
-    if not torch.is_grad_enabled():
+    if not _follows():
         return x._local_tensor
     return _part(x, grad_placements)
 
@@ -280,7 +324,7 @@ def from_local(
 
 def over(local: Tensor, layout: TensorLayout) -> DTensor:
     """The DTensor of a known layout whose part on this rank is `local`; differentiable, nothing is checked."""
-    if not torch.is_grad_enabled():
+    if not _follows():
         return wrap(pending(local.detach()), layout)
     return _FromLocal.apply(local, layout, None)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, exported_whole, is_traced, skip_alone
+from torchshard._torch import current_mesh, exported_whole, in_forward_ad, is_traced, skip_alone
 from torchshard.comm import collectives
 from torchshard.comm.comparing import differing
 from torchshard.comm.group import Group
@@ -72,6 +73,8 @@ def _distributed(
     sharding = from_torch(or_replicated(placements, mesh), mesh, tensor.shape)
     if isinstance(tensor, DTensor):
         return _already_there(tensor, sharding)
+    if in_forward_ad() and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise RuntimeError("distribute_tensor makes leaves; use DTensor.from_local for tensors that have tangents")
     local = pending(tensor.detach())
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
