@@ -134,7 +134,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     It runs as it would anyway, on real ranks or on a fake process group of any size (see torch's FakeStore and the
     backend "fake"), where it shows what would be sent without sending it. Every rank has to call it, as collectives are
-    called. Backward is shown if `fn` runs it. Bytes are those of the cost model, for the rank that receives most.
+    called. Backward is shown if `fn` runs it, what `fn` does in other threads is not. Bytes are those of the cost
+    model, for the rank that receives most.
 
     Args:
         fn: a function, or a module.
