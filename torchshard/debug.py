@@ -13,7 +13,7 @@ import torch.distributed.tensor.debug as upstream
 from tabulate import tabulate
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard._torch import end_modules_once, intercepting
+from torchshard._torch import beneath_intercepting, end_modules_once, intercepting
 from torchshard.errors import ImplicitRedistributionError, ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.runs import route
@@ -39,6 +39,15 @@ class CommDebugMode(upstream.CommDebugMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         end_modules_once(self.advanced_module_tracker)
+
+    def __enter__(self) -> "CommDebugMode":
+        with beneath_intercepting():  # which are to see DTensors, too
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *of: Any) -> None:
+        with beneath_intercepting():
+            super().__exit__(*of)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(t is DTensor for t in types):

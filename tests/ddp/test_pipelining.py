@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -73,3 +74,27 @@ def _compared(rank, world):
 
 def test_schedules_over_wrapped_stages():
     run_ranks(4, _compared)
+
+
+def _weights_apart(rank, world):
+    """What a zero bubble schedule does with the last microbatch of a stage."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(*_stages(1))
+    x = torch.randn(2, 8, requires_grad=True)
+    with model.no_sync():
+        y = model(x)
+        stage_backward_input([y], [torch.ones_like(y)], [x], model.parameters())
+    with pytest.raises(RuntimeError, match="zero bubble") as refused:
+        model.reducer.prepare_for_backward([y])
+    model.zero_grad()
+    model(x).sum().backward()  # it goes on with whole backwards
+    return str(refused.value), all(p.grad is not None for p in model.parameters())
+
+
+def test_gradients_of_weights_that_no_backward_brings_are_refused():
+    for refused, reduced in run_ranks(2, _weights_apart):
+        assert "ScheduleInterleaved1F1B" in refused
+        assert reduced

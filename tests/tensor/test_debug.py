@@ -53,6 +53,27 @@ def test_collectives_are_counted(mesh):
     assert mode.get_total_counts() == 0
 
 
+def test_the_order_in_which_modes_are_entered_does_not_matter(mesh):
+    x, w = matrices(mesh)
+
+    def counted():
+        with CommDebugMode() as mode:
+            torch.relu(x @ w)
+        return mode
+
+    with CommDebugMode() as around:
+        alone = explain(lambda: torch.relu(x @ w))
+    explained = explain(counted)
+    assert str(explained) == str(alone)
+    counts = [dict(mode.get_comm_counts()) for mode in (around, explained.result)]
+    assert counts[0] == counts[1] == {funcol.reduce_scatter_tensor: 1}
+    with ExplicitRedistributionContext():
+        for function in (counted, lambda: torch.relu(x @ w), lambda: explain(counted)):
+            with pytest.raises(ImplicitRedistributionError):
+                function()
+    assert str(explain(counted)) == str(alone)
+
+
 def test_modules_may_be_called_again(mesh):
     model = distribute_module(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), mesh)
     x = zeros(8, 8, device_mesh=mesh, placements=[Replicate(), Shard(1)]).requires_grad_()

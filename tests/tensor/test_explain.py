@@ -86,6 +86,17 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     return x + x
 
 
+def test_a_part_is_explained_by_itself(mesh):
+    x, w = placed(mesh, (64, 64), Shard(0), Shard(1)), placed(mesh, (64, 64), Replicate(), Shard(0))
+    parts = []
+    both = explain(lambda: parts.append(explain(lambda: torch.relu(x @ w))) or explain(torch.relu, x))
+    assert [row.operator for row in both.rows] == ["mm.default", "relu.default", "relu.default"]
+    assert str(parts[0]) == str(explain(lambda: torch.relu(x @ w)))
+    assert [row.operator for row in both.result.rows] == ["relu.default"]
+    assert both.collectives == parts[0].collectives == {"reduce_scatter_tensor": 1}
+    assert both.nbytes == parts[0].nbytes > 0
+
+
 def test_without_a_rule(mesh):
     x = placed(mesh, (64, 64), Shard(0), Replicate())
     with fallback("silent"):

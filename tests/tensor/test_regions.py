@@ -388,6 +388,17 @@ def test_dtensors_made_in_a_module_are_exported(function, strict):
         assert described(program.module()(PIECE)) == described(function(PIECE))
 
 
+@pytest.mark.parametrize("view", [lambda x: x[:1], lambda x: x.t(), lambda x: x[:]], ids=["rows", "turned", "whole"])
+def test_an_example_that_is_a_view_is_exported(view):
+    piece = view(PIECE)
+
+    def function(x):
+        return (from_local(x, MESH, [Shard(0)]) * 2).full_tensor() + distribute_tensor(x.relu(), MESH).to_local().sum()
+
+    exported = torch.export.export(Around(function), (piece,))
+    assert described(exported.module()(piece)) == described(function(piece))
+
+
 @pytest.mark.parametrize(("rows", "alike", "other"), [(7, 10, 8), (8, 12, 7)])
 def test_a_dynamic_dim_that_an_exported_program_cuts(rows, alike, other):
     module = Around(lambda x: distribute_tensor(x, MESH, [Shard(0)]).full_tensor() * 2)

@@ -218,6 +218,31 @@ def test_a_wrong_shape_is_found_at_the_first_call():
     assert "expected: 2 dims" in messages[0][1]
 
 
+@torch.library.custom_op("register_rule_test::multiples", mutates_args=())
+def multiples(a: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return [a * (n + 1) for n in range(count)]
+
+
+multiples.register_fake(lambda a, count: [torch.empty_like(a) for _ in range(count)])
+
+
+def _several_results(rank, world):
+    a = distribute_tensor(full(5, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
+    with register_rule(multiples, "i k -> i k"):
+        one = multiples(a, 1)
+        with pytest.raises(ShardingError, match=r"rule.* is wrong") as caught:
+            multiples(a, 3)
+    with register_rule(multiples, lambda a, count: f"i k -> {', '.join(['i k'] * count)}", samples=[(full(5, 4), 3)]):
+        assert [x.placements for x in (*one, *multiples(a, 3))] == [(Shard(0),)] * 4
+    return str(caught.value)
+
+
+def test_a_line_for_as_many_results_as_there_are():
+    message = run_ranks(2, _several_results)[0]
+    assert "got:      3" in message
+    assert "function of the arguments" in message
+
+
 class Messages(expecttest.TestCase):
     def test_what_does_not_fit(self):
         shown = []

@@ -131,6 +131,7 @@ from torchshard._torch.nested import (
 from torchshard._torch.operators import (
     below_autograd,
     below_dispatch,
+    beneath_intercepting,
     called_directly,
     decomposition,
     in_backward,
@@ -205,6 +206,7 @@ __all__ = [
     "below_autograd",
     "below_dispatch",
     "below_torch_functions",
+    "beneath_intercepting",
     "bring_home",
     "buffer_hook",
     "called_directly",

@@ -50,6 +50,7 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         from torch._export.wrappers import _emit_flat_apply_call
         from torch._ops import _get_dispatch_mode_pre_dispatch
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
     except ImportError:
         return function(*args)
     keys, before = torch._C, torch._C.DispatchKey.PreDispatch
@@ -58,7 +59,8 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return function(*args)
     include = keys._dispatch_tls_local_include_set().remove(before)
     exclude = keys._dispatch_tls_local_exclude_set() | keys.DispatchKeySet(before)
-    with keys._ForceDispatchKeyGuard(include, exclude):
+    # A fake view's memory is measured in symbols of its base, which the tracer does not know.
+    with keys._ForceDispatchKeyGuard(include, exclude), disable_proxy_modes_tracing():
         result = function(*args)
     leaves, nesting = leaves_of(args)
     given = [at for at, leaf in enumerate(leaves) if isinstance(leaf, (torch.Tensor, torch.SymInt))]

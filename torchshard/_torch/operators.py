@@ -1,8 +1,9 @@
 """Operators: their names, schemas and decompositions, and calls of them seen or run below dispatch."""
 
+import functools
 import re
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -238,14 +239,42 @@ def intercepting(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> 
 
     torch.utils._python_dispatch.TorchDispatchMode (2.11-2.15); there is no public way to see operators below autograd.
     """
+    return cast(AbstractContextManager[None], _interceptor()(run))
+
+
+@functools.cache
+def _interceptor() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Intercepting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return run(func, args, kwargs or {})
+        def __init__(self, run: Any) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self._run = run
 
-    mode: Any = Intercepting
-    return cast(AbstractContextManager[None], mode())
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._run(func, args, kwargs or {})
+
+    return Intercepting
+
+
+@contextmanager
+def beneath_intercepting(down_to: object = None) -> Iterator[None]:
+    """For a mode that is entered or left within: it comes below those of `intercepting` that are on top.
+
+    Down to this one, where it is of that kind itself. A mode that leaves an operator to the class of its operands keeps
+    it from all modes below (torch.utils._python_dispatch._get_current_dispatch_mode, 2.11-2.15).
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    lifted: list[Any] = []
+    while isinstance(mode := _get_current_dispatch_mode(), _interceptor()) and mode is not down_to:
+        mode.__exit__(None, None, None)
+        lifted.append(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(lifted):
+            mode.__enter__()
 
 
 def reading_number(name: str) -> Any:

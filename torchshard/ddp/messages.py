@@ -26,6 +26,12 @@ ROUNDED = (
     "DistributedDataParallel: parameters were written to between a forward and its backward, while mixed_precision had "
     "them in low precision: what was written is kept, rounded; write to them before the forward or after the backward"
 )
+WEIGHTS_APART = (
+    "DistributedDataParallel: no backward can follow from outputs of which none requires a gradient, so nothing would "
+    "be averaged over the ranks. A schedule of torch's pipelining that computes gradients of weights apart (zero "
+    "bubble) adds them without a backward: take ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B, or give "
+    "the stages to fully_shard instead"
+)
 _UNUSED = (
     "your module has parameters that were not used in producing loss. If they are unused on purpose, say so "
     "by passing the keyword argument `find_unused_parameters=True` to DistributedDataParallel; if all should be "

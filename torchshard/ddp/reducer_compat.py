@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchshard.ddp import messages
 from torchshard.ddp.arrivals import Hooks
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.flat import FlatBucket
@@ -48,8 +49,15 @@ class ReducerCompatibility:
         self.before_forward(sync=True)
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor] | torch.Tensor) -> None:
-        """The next backward from these outputs is to be reduced, even if their forward ran under no_sync."""
-        self.after_forward([outputs] if isinstance(outputs, torch.Tensor) else list(outputs), sync=True)
+        """The next backward from these outputs is to be reduced, even if their forward ran under no_sync.
+
+        Raises:
+            RuntimeError: there can be none, as none of them requires a gradient any more.
+        """
+        given = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        if given and not any(x.requires_grad for x in given):
+            raise RuntimeError(messages.WEIGHTS_APART)
+        self.after_forward(given, sync=True)
 
     def _rebuild_buckets(self) -> bool:
         """False: buckets are laid out anew at the end of a backward, not before a forward."""

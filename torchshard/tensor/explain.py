@@ -6,13 +6,14 @@ kept plans are neither used nor changed.
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from tabulate import tabulate
 
-from torchshard._torch import intercepting
+from torchshard._torch import Inherited, beneath_intercepting, intercepting
 from torchshard.layout.layout import Layout
 from torchshard.layout.runs import Route, route
 from torchshard.tensor.dispatch import call_of
@@ -133,7 +134,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     It runs as it would anyway, on real ranks or on a fake process group of any size (see torch's FakeStore and the
     backend "fake"), where it shows what would be sent without sending it. Every rank has to call it, as collectives are
-    called. Backward is shown if `fn` runs it. Bytes are those of the cost model, for the rank that receives most.
+    called. Backward is shown if `fn` runs it, what `fn` does in other threads is not. Bytes are those of the cost
+    model, for the rank that receives most.
 
     Args:
         fn: a function, or a module.
@@ -147,7 +149,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> print(explain(lambda x, w: torch.relu(x @ w).sum(), x, w))
     """
     watch = _Watch()
-    with watch.mode, observing(watch.moved, watch.ran_by):
+    with _watched_by(watch), observing(watch.moved, watch.ran_by):
         result = fn(*args, **kwargs)
     return Explanation(tuple(watch.rows), watch.collectives, result)
 
@@ -160,29 +162,18 @@ class _Watch:
         self.collectives: Counter[str] = Counter()
         self.running: list[Row] = []
         self.expected: list[tuple[str, TensorLayout, TensorLayout]] = []
-        self.mode = intercepting(self.run)
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operator: watched if it works on DTensors, counted if it communicates."""
-        inputs = tuple([x._spec for x in dtensors_in([*args, *kwargs.values()])])
-        if not inputs:
-            if func.namespace in _COLLECTIVES and "wait" not in func.name():
-                self.collectives[func.name().split("::")[1].split(".")[0]] += 1
-            return func(*args, **kwargs)
-        call = call_of(func, args, kwargs)
-        row = Row(call.name, inputs, len(self.running))
+    def begin(self, operator: str, inputs: tuple[Layout, ...]) -> Row:
+        """An operator runs."""
+        row = Row(operator, inputs, len(self.running))
         self.rows.append(row)
         self.running.append(row)
-        try:
-            with self.mode:
-                result, _ = make_plan(call)
-        finally:
-            self.running.pop()
-        row.results = tuple([x._spec for x in dtensors_in([result])])
-        return result
+        return row
 
     def ran_by(self, how: str, line: str, moves: list[tuple[str, TensorLayout, TensorLayout]]) -> None:
         """See observing.py."""
+        if not self.running:
+            return  # another mode has kept the operator to itself
         self.running[-1].how, self.running[-1].line, self.expected = how, line.strip(), moves
 
     def moved(self, source: TensorLayout, target: TensorLayout) -> None:
@@ -198,6 +189,59 @@ class _Watch:
         if found is not None:
             self.expected.remove(found)
         self.running[-1].moves.append(Move(found[0] if found else "", source, target, way))
+
+
+class _Open:
+    mode = Inherited[AbstractContextManager[None] | None](None)
+    watches = Inherited[tuple[_Watch, ...]](())
+
+
+_open = _Open()
+
+
+@contextmanager
+def _watched_by(watch: _Watch) -> Iterator[None]:
+    """Show it every operator, through one mode for all who watch, as that takes operators from those below it."""
+    mode, watches = _open.mode, _open.watches
+    _open.watches = (*watches, watch)
+    try:
+        if mode is not None:
+            yield
+            return
+        _open.mode = mode = intercepting(_run)
+        with beneath_intercepting():
+            mode.__enter__()
+        try:
+            yield
+        finally:
+            with beneath_intercepting(mode):
+                mode.__exit__(None, None, None)
+            _open.mode = None
+    finally:
+        _open.watches = watches
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One operator: told to all who watch if it works on DTensors, counted if it communicates."""
+    mode, watches = _open.mode, _open.watches
+    assert mode is not None, "somebody watches"
+    inputs = tuple([x._spec for x in dtensors_in([*args, *kwargs.values()])])
+    if not inputs:
+        if func.namespace in _COLLECTIVES and "wait" not in func.name():
+            for watch in watches:
+                watch.collectives[func.name().split("::")[1].split(".")[0]] += 1
+        return func(*args, **kwargs)
+    call = call_of(func, args, kwargs)
+    rows = [watch.begin(call.name, inputs) for watch in watches]
+    try:
+        with mode:
+            result, _ = make_plan(call)
+    finally:
+        for watch in watches:
+            watch.running.pop()
+    for row in rows:
+        row.results = tuple([x._spec for x in dtensors_in([result])])
+    return result
 
 
 def _placed(layout: Layout) -> str:

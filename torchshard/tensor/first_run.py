@@ -90,6 +90,13 @@ class FirstRun:
         if not isinstance(local, (Tensor, tuple, list)):
             return local, raw(function, new, DTensor, (), **bound)
         parts = [local] if isinstance(local, Tensor) else list(local)
+        if results is not None and any(isinstance(t, Tensor) for t in parts[len(results) :]):
+            raise ShardingError(
+                f"{call.name}: its rule {self.made.line!r} is wrong: the operator gives more results.",
+                expected=f"at most {len(results)}",
+                got=len(parts),
+                fix="write the dims of each result; a function of the arguments may give another line for each",
+            )
         if self.reading and (shared := self._shared(parts)):
             self.reading = False
             arguments, bound = self._arguments(results)

@@ -64,7 +64,7 @@ def refuse_wrappers(call: "Call") -> None:
                 got="a torchshard.DTensor, as plans make of parameters",
                 fix=f"for a module {ours} in place of torch's, and for torch's functions of state dicts"
                 " torchshard.parallel.fsdp.torch_parameters(module) before; for a tensor x.to_local() or"
-                " x.full_tensor()",
+                " x.full_tensor(), between stages of a pipeline x.to_torch() and DTensor.from_torch(x)",
             )
 
 
