@@ -11,7 +11,7 @@ UNKNOWN = {
         "attributes that go in a region", "collectives of a fake group", "stagers that are used again",
         "masked rows", "join without buffers", "gradients of aminmax", "strides of results", "no default group",
         "names in graphs", "other strides", "scales of rows", "unchecked invariants",
-        "gradients of nextafter", "subclasses in nested regions",
+        "gradients of nextafter", "subclasses in nested regions", "meshes of FSDP among others",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",
