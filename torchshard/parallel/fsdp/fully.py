@@ -44,6 +44,7 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
     Raises:
         ShardingError: torch could not save a parameter, because FSDP and tensor parallelism cut one dim in pieces that
             torch's placements do not describe; or some rank holds nothing of a parameter, which FSDP cannot reduce.
+        NotImplementedError: `dp_mesh_dims` is given, and `torch_parameters` was called before.
 
     Example:
         >>> for block in model.blocks:                                      # doctest: +SKIP
