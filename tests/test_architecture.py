@@ -30,6 +30,7 @@ TOLERATED = {
     "_distribute_module_applied": "of a module: a mark shared with torch's distribute_module, so that only one runs",
     "_ddp_params_and_buffers_to_ignore": "of a module: a mark that users of torch's wrapper leave",
     "_placed_parts": "of a module: layouts of its parameters, a mark that local_parameters leaves for placed_parameters",
+    "_torch_owner": "of a module: what lends its parameters, a mark that torch_parameters leaves for fully_shard",
     "_fields": "of a named tuple: documented by Python",
     "_replace": "of a named tuple: documented by Python",
     "_fp_param": "of a parameter: its full data under mixed precision, under torch's name",

@@ -199,3 +199,44 @@ def test_a_rank_that_dies_is_named(tmp_path):
     for message in (first, second):
         assert "rank 2" in message
         assert "left everything as it was" in message
+
+
+def unreadable(rank, world, folder):
+    """Where torch finds no reader: on all ranks, and on one alone."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard import init_device_mesh
+    from torchshard.errors import TorchshardError
+    from torchshard.parallel.fsdp import load
+
+    mesh = init_device_mesh("cpu", (2,))
+    dcp.save(state(mesh), checkpoint_id=folder)
+    said = []
+    for place in ("abc://abc.abc", None, "abc://abc.abc" if rank == 1 else folder):
+        target = state(mesh, 1)
+        before = values(target)
+        with pytest.raises(TorchshardError) as error:
+            load(target, checkpoint_id=place)
+        assert all(map(torch.equal, values(target), before))
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    load(state(mesh, 1), checkpoint_id=folder)  # nobody has come apart
+    return said
+
+
+def test_where_torch_finds_no_reader(tmp_path):
+    first, second = run_ranks(2, unreadable, str(tmp_path))
+    assert first[:2] == second[:2]
+    assert first[2].startswith("RankMismatchError: rank 1 takes no part: A checkpoint cannot be opened:")
+    assert second[2] == second[0]
+    assert_expected_inline(
+        "\n".join(first[:2]),
+        """\
+CheckpointError: A checkpoint cannot be opened: torch has no reader for it.
+  expected: a path, or the address of a storage that fsspec knows
+  got:      checkpoint_id='abc://abc.abc'
+  fix:      storage_reader=, which reads from there
+CheckpointError: A checkpoint cannot be opened: torch has no reader for it.
+  expected: a path, or the address of a storage that fsspec knows
+  got:      checkpoint_id=None
+  fix:      storage_reader=, which reads from there""",
+    )

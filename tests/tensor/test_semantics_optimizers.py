@@ -1,5 +1,7 @@
 """Optimizers and gradient clipping on DTensors do what they do on plain tensors."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adafactor, Adagrad, Adam, Ad
 
 from tests.ranks import run_ranks
 from tests.tensor.programs import VALUES, check, put
+from torchshard.errors import UnsupportedOperatorError
 
 WEIGHT, BIAS, SCALE = VALUES.double() / 10, torch.tensor([1.0, 2, 3]).double(), torch.tensor(0.5).double()
 INPUT = torch.linspace(-1, 1, 30).view(6, 5).double().sin()
@@ -235,3 +238,59 @@ def test_gradients_of_several_meshes():
             assert same == pytest.approx(norm.item())
             for got, p in zip(grads, parameters, strict=True):
                 torch.testing.assert_close(torch.tensor(got).double(), p.grad, rtol=1e-5, atol=1e-6)
+
+
+def plain_states(rank, world):
+    """States that were loaded whole: what the error says, and that its advice is right."""
+    from torchshard import init_device_mesh
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torchshard.state_dict import to_dtensor
+
+    def placements_of(model):
+        found = {name: p.placements for name, p in model.named_parameters()}
+        return lambda key, x: next(found[name] for name in found if name in key) if x.ndim else None
+
+    def step(model, optimizer):
+        for p in model.parameters():
+            p.grad = p.detach() * 0.5
+        optimizer.step()
+
+    def made(make):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        return model, make(model.parameters())
+
+    mesh = init_device_mesh("cpu", (world,))
+    said = []
+    for make in (
+        lambda p: SGD(p, lr=0.1, momentum=0.9, foreach=False),
+        lambda p: Adam(p, lr=0.1, foreach=True),
+        lambda p: AdamW(p, lr=0.1, fused=True),
+    ):
+        plain, its_optimizer = made(make)
+        step(plain, its_optimizer)
+        whole = copy.deepcopy(its_optimizer.state_dict())
+        model, _ = made(make)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        optimizer = make(model.parameters())
+        optimizer.load_state_dict(copy.deepcopy(whole))
+        with pytest.raises(UnsupportedOperatorError) as error:
+            step(model, optimizer)
+        said.append(error.value.fix.rpartition("; ")[2])
+        names = [name for name, _ in model.named_parameters()]
+        states = {names[i]: state for i, state in whole["state"].items()}
+        placed = to_dtensor({"weights": plain.state_dict(), "states": states}, mesh, placements_of(model))
+        optimizer = make(model.parameters())
+        optimizer.load_state_dict({**whole, "state": dict(enumerate(placed["states"].values()))})
+        model.load_state_dict(placed["weights"])
+        for m, o in ((plain, its_optimizer), (model, optimizer)):
+            step(m, o)
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.full_tensor(), p)
+    return said
+
+
+def test_states_that_were_loaded_whole():
+    for said in run_ranks(2, plain_states):
+        assert len({*said}) == 1
+        assert said[0].startswith("states of an optimizer are loaded after torchshard.state_dict.to_dtensor(")

@@ -303,6 +303,8 @@ def _saving(rank, world):
 def _checkpointing(rank, world, folder):
     """torch.distributed.checkpoint: saved in parts of two kinds, loaded in others; asynchronously too; torch's own."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.utils import find_state_dict_object
 
     torch, ShardedTensor, factories, specs = _imports()
     grid = specs.GridShardingSpec((2, 2), [f"rank:{r}/cpu" for r in (3, 1, 2, 0)])
@@ -323,6 +325,12 @@ def _checkpointing(rank, world, folder):
         dcp.load(theirs, checkpoint_id=path)
         got = _gathered(ShardedTensor.from_torch(theirs["w"]), torch, rank)
         assert rank or torch.equal(got, whole)
+    # torch's lookup of a part: by its offsets, which have to be there.
+    w, at = saved["w"], saved["w"].local_shards()[0].metadata.shard_offsets
+    assert find_state_dict_object(saved, MetadataIndex("w", at)).data_ptr() == w.local_shards()[0].tensor.data_ptr()
+    for offset in (None, (4, 4)):
+        with pytest.raises(ValueError, match="no part with these offsets"):
+            find_state_dict_object(saved, MetadataIndex("w", offset))
     # Empty parts where others begin; and no element anywhere.
     parts = [specs.Shard.from_tensor_and_offsets(torch.ones(n, 3), [2 * rank, 0], rank) for n in (0, 2)]
     sd = {"w": ShardedTensor.from_local_shards(parts, 8, 3), "e": factories.ones(_chunk(specs), 0, 3)}

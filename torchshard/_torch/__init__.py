@@ -27,6 +27,7 @@ from torchshard._torch.autograd import (
     take_missing_gradients,
     will_run,
 )
+from torchshard._torch.checkpoints import reader_for
 from torchshard._torch.comm_mode import end_modules_once
 from torchshard._torch.data_parallel import (
     AFTER_FORWARD,
@@ -322,6 +323,7 @@ __all__ = [
     "print_parts",
     "profiled",
     "queue_callback",
+    "reader_for",
     "reading_number",
     "real_object",
     "recomputed_region",

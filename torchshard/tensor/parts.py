@@ -251,7 +251,7 @@ class Owner:
         """What a parameter is outside of forward."""
         raise NotImplementedError
 
-    def inside(self, parameter: Tensor, placed: Placed) -> Tensor | None:
+    def inside(self, name: str, parameter: Tensor) -> Tensor | None:
         """What it is inside, differentiable; None where that cannot be told here."""
         raise NotImplementedError
 
@@ -281,8 +281,8 @@ class Owner:
     def put(self, module: nn.Module, around: bool = False) -> None:
         """Put DTensors in place, until `put_away`; `around`: for a module around this one."""
         own, lent = vars(module), []
-        for name, placed in self.placed.items():
-            if name not in own and (x := self.inside(getattr(module, name), placed)) is not None:
+        for name in self.placed:
+            if name not in own and (x := self.inside(name, getattr(module, name))) is not None:
                 own[name] = x  # comes before the parameter, which stays what the module owns
                 lent.append(name)
         self._lent.append((lent, around and all(name in own for name in self.placed)))
@@ -359,8 +359,8 @@ class _LocalOwner(Owner):
     def outside(x: Any) -> Tensor:
         return x.to_local().detach()  # type: ignore[no-any-return]
 
-    def inside(self, parameter: Tensor, placed: Placed) -> Tensor:
-        return placed.lent(parameter)
+    def inside(self, name: str, parameter: Tensor) -> Tensor:
+        return self.placed[name].lent(parameter)
 
     def _keys(self, state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Placed]]:
         return ((prefix + name, placed) for name, placed in self.placed.items() if prefix + name in state)

@@ -26,8 +26,8 @@ WITHOUT_TANGENTS = (
 """What to do where forward AD makes plain zeros in a region."""
 
 
-def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorError:
-    """The error for an argument that is no DTensor."""
+def refuse_plain(where: str, argument: str, x: Tensor, written: bool = False) -> UnsupportedOperatorError:
+    """The error for an argument that is no DTensor; `written`: the operator writes to it."""
     kind = Tensor if is_traced(x) and not isinstance(x, upstream.DTensor) else type(x)
     plain = kind in (Tensor, torch.nn.Parameter)
     what = (
@@ -51,13 +51,20 @@ def refuse_plain(where: str, argument: str, x: Tensor) -> UnsupportedOperatorErr
         if isinstance(x, upstream.DTensor)
         else "distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
         " same on every rank, as what torch and modules make of numbers alone is, with"
-        " torchshard.implicit_replication(): ..." + _LOADING * where.startswith("copy_."),
+        " torchshard.implicit_replication(): ..."
+        + (_LOADING if where.startswith("copy_.") else _STATES if written else ""),
     )
 
 
 _LOADING = (  # load_state_dict copies
     "; a whole state dict is loaded after torchshard.state_dict.to_dtensor(sd, mesh, placements), or, by torch's"
     " set_model_state_dict with full_state_dict=True, after torchshard.parallel.fsdp.torch_parameters(model)"
+)
+
+_STATES = (  # optimizers write to what they have loaded
+    "; states of an optimizer are loaded after torchshard.state_dict.to_dtensor(states, mesh, placements), or, by"
+    " torch's set_optimizer_state_dict with full_state_dict=True, where"
+    " torchshard.parallel.fsdp.torch_parameters(model) was called before the optimizer was made"
 )
 
 
@@ -90,7 +97,7 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
             raise refuse_plain(call.name, name, x)
         if not (allowed or is_missing_tangent(x)):
             if x.numel() != 1:
-                raise refuse_plain(call.name, name, x)
+                raise refuse_plain(call.name, name, x, written=call.names.index(name) in call.written())
             say_taken_alike(call.name, name)
     mesh = next(dtensors_in(call.values))._spec.mesh
 

@@ -6,8 +6,9 @@ has gathered; everything else (optimizers, state dicts, checkpoints) sees torch'
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -15,15 +16,16 @@ import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Partial
 
 from torchshard._torch import exported_whole
 from torchshard.errors import ShardingError
 from torchshard.layout.strided import factors_from_order
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.interop import to_torch
+from torchshard.tensor.interop import over, to_torch, told
 from torchshard.tensor.layout import TensorLayout
-from torchshard.tensor.parts import Owner, Placed, replace_parameters
+from torchshard.tensor.parts import Owner, replace_parameters
 from torchshard.tensor.replacing import before, now, replacing
 
 Modules = TypeVar("Modules", bound=nn.Module | list[Any])
@@ -44,6 +46,7 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
     Raises:
         ShardingError: torch could not save a parameter, because FSDP and tensor parallelism cut one dim in pieces that
             torch's placements do not describe; or some rank holds nothing of a parameter, which FSDP cannot reduce.
+        NotImplementedError: `dp_mesh_dims` is given, and `torch_parameters` was called before.
 
     Example:
         >>> for block in model.blocks:                                      # doctest: +SKIP
@@ -55,6 +58,11 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
     for name, parameter in chain.from_iterable(each.named_parameters() for each in modules):
         if type(parameter) is DTensor and all(parameter is not each for each in ignored):
             _require_torch_can_say(name, parameter, **options)
+    axes = _axes(**options)
+    if axes and not all(owner.by_fsdp for _, owner in _owners(modules)):
+        raise NotImplementedError(
+            "fully_shard: with dp_mesh_dims it makes torch's DTensors itself; leave torch_parameters(module) out"
+        )
     for each in modules:
         torch_parameters(each)
     if ignored:
@@ -65,11 +73,38 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
         options["mp_policy"] = replace(
             options["mp_policy"], param_dtype_override_fn=lambda parameter: choose(before(parameter))
         )
-    return cast(Modules, torch_fully_shard(module, **options))  # type: ignore[arg-type]  # a list, too
+    sharded = cast(Modules, torch_fully_shard(module, **options))  # type: ignore[arg-type]  # a list, too
+    for submodule, owner in _owners(modules):
+        owner.reduced_by_fsdp(submodule, axes, options.get("ignored_params") or ())
+    return sharded
+
+
+def _owners(modules: Sequence[nn.Module]) -> "Iterator[tuple[nn.Module, _TorchOwner]]":
+    """The modules below, and these, that lend parameters, and what they do it by."""
+    for submodule in chain.from_iterable(each.modules() for each in modules):
+        if owner := vars(submodule).get("_torch_owner"):
+            yield submodule, owner
+
+
+def _axes(mesh: DeviceMesh | None = None, dp_mesh_dims: Any = None, **_: Any) -> tuple[int, ...]:
+    """The axes of the parameters' own mesh that are FSDP's, where it has such; torch says which ones there are not."""
+    names = (mesh and mesh.mesh_dim_names) or ()
+    fsdp = [*_names(dp_mesh_dims, "shard"), *_names(dp_mesh_dims, "replicate")]
+    return tuple([axis for axis, name in enumerate(names) if name in fsdp])
+
+
+def _names(dp_mesh_dims: Any, kind: str) -> tuple[str, ...]:
+    named = getattr(dp_mesh_dims, kind, None) or ()
+    return (named,) if isinstance(named, str) else tuple(named)
 
 
 def _require_torch_can_say(
-    name: str, parameter: Any, mesh: DeviceMesh | None = None, shard_placement_fn: Any = None, **_: Any
+    name: str,
+    parameter: Any,
+    mesh: DeviceMesh | None = None,
+    shard_placement_fn: Any = None,
+    dp_mesh_dims: Any = None,
+    **_: Any,
 ) -> None:
     """Raise ShardingError where what FSDP will hold is not what torch's placements say that it holds."""
     layout: TensorLayout = parameter._spec
@@ -87,14 +122,19 @@ def _require_torch_can_say(
     axes = layout.sharding.splits.get(dim, ())
     if mesh is None or not axes:
         return
+    names = mesh.mesh_dim_names or ()
+    cutting = _names(dp_mesh_dims, "shard") if dp_mesh_dims is not None else names[-1:]
+    ranks = (
+        math.prod(n for n, axis in zip(mesh.shape, names, strict=True) if axis in cutting) if names else mesh.shape[-1]
+    )
     try:
-        factors_from_order(layout.shape[dim], [*(a + 1 for a in axes), 0], (mesh.shape[-1], *layout.mesh.shape))
+        factors_from_order(layout.shape[dim], [*(a + 1 for a in axes), 0], (ranks, *layout.mesh.shape))
     except ShardingError as error:
         raise ShardingError(
             "FSDP would cut a parameter in pieces that torch cannot save, having no placements for them.",
-            expected=f"a length that {mesh.shape[-1]} x {math.prod(layout.mesh.shape[a] for a in axes)} ranks divide",
+            expected=f"a length that {ranks} x {math.prod(layout.mesh.shape[a] for a in axes)} ranks divide",
             got=f"length {layout.shape[dim]} of dim {dim}",
-            where=f"{name}, {layout}, then axis {(mesh.mesh_dim_names or '?')[-1]} of FSDP's mesh {tuple(mesh.shape)}",
+            where=f"{name}, {layout}, then axis {' and '.join(cutting) or '?'} of FSDP's mesh {tuple(mesh.shape)}",
             fix="another length, or shard_placement_fn= that gives FSDP another dim, which its ranks divide",
         ) from error
 
@@ -119,26 +159,59 @@ def torch_parameters(module: nn.Module) -> nn.Module:
 
 
 class _TorchOwner(Owner):
-    """Outside of forward, parameters are torch's DTensors."""
+    """Outside of forward, parameters are torch's DTensors.
+
+    Attributes:
+        by_fsdp: whether `fully_shard` has been given the module.
+        _axes: those of a parameter's mesh along which FSDP reduces gradients, by name of the parameter.
+    """
+
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        super().__init__(held)
+        self.by_fsdp = False
+        self._axes: dict[str, tuple[int, ...]] = {}
 
     def move_in(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         super().move_in(module, parameters)
+        module._torch_owner = self  # type: ignore[assignment]
         module.register_load_state_dict_pre_hook(self._loaded)
+
+    def reduced_by_fsdp(self, module: nn.Module, axes: tuple[int, ...], ignored: Collection[Any]) -> None:
+        """FSDP reduces gradients along these axes of their mesh itself, but those of what it had before or ignores."""
+        self.by_fsdp = True
+        for name in self.placed:
+            if all(getattr(module, name) is not each for each in ignored):
+                self._axes.setdefault(name, axes)
 
     @staticmethod
     def outside(x: Any) -> Tensor:
         return to_torch(x.detach())
 
-    def inside(self, parameter: Tensor, placed: Placed) -> Tensor | None:
+    def inside(self, name: str, parameter: Tensor) -> Tensor | None:
+        placed, axes = self.placed[name], self._axes.get(name)
         mesh: Any = placed.layout.mesh
         if not isinstance(parameter, upstream.DTensor) or parameter.device_mesh != mesh.device_mesh:
             return None  # still cut by FSDP: a module below will have it gathered
-        return placed.lent(_part(parameter))
+        if not axes:
+            return placed.lent(_part(parameter))
+        if parameter.placements != told(placed.layout):
+            return None  # likewise
+        x = placed.lent(_part(parameter))
+        if x.requires_grad:
+            x.register_hook(partial(_terms, axes, placed.layout))
+        return x
 
     def _loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in self.placed:
             if isinstance(x := state.get(prefix + name), DTensor):
                 state[prefix + name] = to_torch(x)
+
+
+def _terms(axes: tuple[int, ...], layout: TensorLayout, grad: DTensor) -> Tensor:
+    """A gradient as FSDP takes it: along its axes this rank's term, which is not said."""
+    kept = [axis in axes and isinstance(p, Partial) for axis, p in enumerate(grad.placements)]
+    to = [Partial() if keep else p for keep, p in zip(kept, told(layout), strict=True)]
+    return over(grad.redistribute(placements=to).to_local(), layout, DTensor)
 
 
 @one_node  # torch.export's own access to parts loses gradients

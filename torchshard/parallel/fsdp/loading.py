@@ -7,7 +7,7 @@ without a word, and leaves a mixture behind where a rank fails half-way.
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchshard._torch import default_group, is_sharded_tensor
+from torchshard._torch import default_group, is_sharded_tensor, reader_for
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.keys.containers import places
@@ -45,7 +45,8 @@ def load(
     Raises:
         RankMismatchError: the ranks have other keys, shapes or dtypes, or one does not answer any more.
         CheckpointError: a key is missing, a shape or a dtype differs, stored pieces overlap or do not make up a tensor,
-            or a file cannot be read; on every rank, naming the keys, and the ranks that found it.
+            or a file cannot be read; on every rank, naming the keys, and the ranks that found it. Or torch has no
+            reader for `checkpoint_id`.
         ShardingError: two values have the same name when keys are joined by dots.
         NotImplementedError: a ShardedTensor, or an object with a state dict of its own.
     """
@@ -56,6 +57,7 @@ def load(
         found = [place for place in found if not isinstance(place[1][place[2]], Mapping)]  # torch keeps no empty dicts
         lines = sorted([f"{name}: {_described(container[key])}" for name, container, key in found])
         fresh = _fresh(found)
+        storage_reader = storage_reader or _reader(checkpoint_id)
     if agreement is not None:
         agreement.confirm("\n".join(lines), 0)
     try:
@@ -87,6 +89,19 @@ def _agreement(group: dist.ProcessGroup | None) -> Agreement | None:
         return None
     group = group or default_group()
     return Agreement(group, torch.device("cpu"), "state dicts to load into")
+
+
+def _reader(place: str | os.PathLike[str] | None) -> StorageReader | None:
+    """The reader that torch takes for a checkpoint; None: torch is to find one."""
+    try:
+        return cast(StorageReader | None, reader_for(place))
+    except RuntimeError as error:
+        raise CheckpointError(
+            "A checkpoint cannot be opened: torch has no reader for it.",
+            expected="a path, or the address of a storage that fsspec knows",
+            got=f"checkpoint_id={place!r}",
+            fix="storage_reader=, which reads from there",
+        ) from error
 
 
 def _is_tensor(value: Any) -> bool:

@@ -27,10 +27,14 @@ def chunks(x: ShardedTensor) -> list[ChunkStorageMetadata]:
 def shard(x: ShardedTensor, index: Any) -> Tensor:
     """The part that begins at the offsets of an index."""
     for box, part in _named(x):
-        if box.offset == tuple(index.offset):
+        if index.offset is not None and box.offset == tuple(index.offset):
             return part
     raise ShardingError(
-        "This rank has no part with these offsets.", expected=[box for box, _ in _named(x)], got=index.offset
+        "This rank has no part with these offsets.",
+        expected=f"the offsets of one of {[box for box, _ in _named(x)]}",
+        got=index.offset,
+        where=index.fqn,
+        fix="MetadataIndex(name, offsets), with offsets of x.local_shards()",
     )
 
 

@@ -1,0 +1,122 @@
+"""fully_shard of parameters on a mesh that has FSDP's axes, too (dp_mesh_dims=): gradients are those of torch's class."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.older import require
+from tests.parallel.fsdp_cases import MLP, WIDTH
+from tests.ranks import run_ranks
+
+CASES = {
+    "shard": ((2, 2), ("dp", "tp"), {"shard": "dp"}),
+    "hybrid": ((2, 1, 2), ("rep", "dp", "tp"), {"shard": "dp", "replicate": "rep"}),
+    "replicate": ((2, 2), ("rep", "tp"), {"replicate": "rep"}),
+    "several": ((2, 1, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
+}
+
+
+def spread(library, mesh, *hidden):
+    """A model whose parameters lie on all of the mesh; only its last axis cuts some."""
+
+    def partition(name, module, mesh):
+        for key, p in list(module.named_parameters(recurse=False)):
+            last = {"up": library.Shard(0), "down": library.Shard(1)}.get(name.rpartition(".")[2], library.Replicate())
+            if name.endswith("down") and key == "bias":
+                last = library.Replicate()
+            cut = [*[library.Replicate()] * (mesh.ndim - 1), last]
+            module.register_parameter(key, nn.Parameter(library.distribute_tensor(p.detach(), mesh, cut)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*map(MLP, hidden))
+    library.distribute_module(model, mesh, partition)
+    return model
+
+
+def made(library, shard, mesh, dims):
+    model = spread(library, mesh, 8, 12)
+    for block in (*model, model):
+        shard(block, mesh=mesh, dp_mesh_dims=dims)
+    return model
+
+
+def run(model, library, mesh, reduction="sum"):
+    """The loss of a batch that all axes but the last split."""
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))
+    cut = [*[library.Shard(0)] * (mesh.ndim - 1), library.Replicate()]
+    return getattr(model(library.distribute_tensor(x, mesh, cut)).square(), reduction)().full_tensor()
+
+
+def gradients(model, library, mesh, summed):
+    if summed:
+        for module in (model, *model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    for _ in range(2):
+        run(model, library, mesh, "mean" if summed else "sum").backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def sent(model, library, mesh, mode):
+    """The collectives of a third backward."""
+    loss = run(model, library, mesh)
+    with mode() as comms:
+        loss.backward()
+    return {str(what): n for what, n in comms.get_comm_counts().items() if n}
+
+
+def compared(rank, world):
+    import torch.distributed.tensor as theirs
+    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode as TorchMode
+
+    import torchshard as ours
+    from torchshard.debug import CommDebugMode
+    from torchshard.parallel.fsdp import fully_shard
+
+    for name, (shape, names, dims) in CASES.items():
+        mesh = ours.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        dims = DataParallelMeshDims(**dims)
+        for summed in (False, True):
+            his, mine = made(theirs, torch_fully_shard, mesh, dims), made(ours, fully_shard, mesh, dims)
+            want, got = gradients(his, theirs, mesh, summed), gradients(mine, ours, mesh, summed)
+            for (key, _), g, w in zip(mine.named_parameters(), got, want, strict=True):
+                torch.testing.assert_close(g, w, msg=f"{name}, summed {summed}, {key}")
+        assert sent(mine, ours, mesh, CommDebugMode) == sent(his, theirs, mesh, TorchMode), name
+        for key, x in his.state_dict().items():
+            y = mine.state_dict()[key]
+            assert x.placements == y.placements, (name, key)
+            assert torch.equal(x.full_tensor(), y.full_tensor()), (name, key)
+
+
+def test_gradients_on_the_whole_mesh_are_those_of_torch():
+    require("meshes of FSDP among others")
+    run_ranks(4, compared)
+
+
+def ignored_and_refused(rank, world):
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    import torchshard as ours
+    from torchshard.parallel.fsdp import fully_shard, torch_parameters
+
+    mesh, dims = ours.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), DataParallelMeshDims(shard="dp")
+    torch.manual_seed(0)
+    plain, model = nn.Sequential(MLP(8), MLP(8)), spread(ours, mesh, 8, 8)
+    ignored = {model[0].up.weight}
+    for block in (*model, model):
+        fully_shard(block, mesh=mesh, dp_mesh_dims=dims, ignored_params=ignored)
+    run(model, ours, mesh).backward()
+    plain(torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    for (key, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        expected = p.grad if key == "0.up.weight" else p.grad / 2  # FSDP divides by the number of its ranks
+        torch.testing.assert_close(q.grad.full_tensor(), expected, msg=key)
+
+    with pytest.raises(NotImplementedError, match="leave torch_parameters"):
+        fully_shard(torch_parameters(spread(ours, mesh, 8)), mesh=mesh, dp_mesh_dims=dims)
+
+
+def test_ignored_parameters_have_whole_gradients():
+    require("meshes of FSDP among others")
+    run_ranks(4, ignored_and_refused)
