@@ -173,9 +173,8 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> DTensor:
-        layout: TensorLayout = ctx.layout
+        layout: TensorLayout = ctx.layout.marked(0)  # it may lie in memory as the value does not
         _require_sums(layout.sharding)
-        layout = layout_for(layout.sharding, layout.shape, layout.stride, layout.dtype).marked(assumed=layout.assumed)
         tangent = _first_replica(tangent, layout) if ctx.of_first else tangent
         return over(in_memory_order(tangent, layout), layout)
 
