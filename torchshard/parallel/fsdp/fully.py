@@ -88,14 +88,13 @@ def _owners(modules: Sequence[nn.Module]) -> "Iterator[tuple[nn.Module, _TorchOw
 
 def _axes(mesh: DeviceMesh | None = None, dp_mesh_dims: Any = None, **_: Any) -> tuple[int, ...]:
     """The axes of the parameters' own mesh that are FSDP's, where it has such; torch says which ones there are not."""
-    names = (mesh and mesh.mesh_dim_names) or ()
-    fsdp = [*_names(dp_mesh_dims, "shard"), *_names(dp_mesh_dims, "replicate")]
-    return tuple([axis for axis, name in enumerate(names) if name in fsdp])
+    if mesh is None or dp_mesh_dims is None:
+        return ()
+    return _named(mesh, (*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names))
 
 
-def _names(dp_mesh_dims: Any, kind: str) -> tuple[str, ...]:
-    named = getattr(dp_mesh_dims, kind, None) or ()
-    return (named,) if isinstance(named, str) else tuple(named)
+def _named(mesh: DeviceMesh, names: Collection[str]) -> tuple[int, ...]:
+    return tuple([axis for axis, name in enumerate(mesh.mesh_dim_names or ()) if name in names])
 
 
 def _require_torch_can_say(
@@ -122,11 +121,9 @@ def _require_torch_can_say(
     axes = layout.sharding.splits.get(dim, ())
     if mesh is None or not axes:
         return
-    names = mesh.mesh_dim_names or ()
-    cutting = _names(dp_mesh_dims, "shard") if dp_mesh_dims is not None else names[-1:]
-    ranks = (
-        math.prod(n for n, axis in zip(mesh.shape, names, strict=True) if axis in cutting) if names else mesh.shape[-1]
-    )
+    cutting = (mesh.ndim - 1,) if dp_mesh_dims is None else _named(mesh, dp_mesh_dims.shard_names)
+    ranks, names = math.prod([mesh.shape[axis] for axis in cutting]), mesh.mesh_dim_names or "?" * mesh.ndim
+    along = " and ".join([names[axis] for axis in cutting])
     try:
         factors_from_order(layout.shape[dim], [*(a + 1 for a in axes), 0], (ranks, *layout.mesh.shape))
     except ShardingError as error:
@@ -134,7 +131,7 @@ def _require_torch_can_say(
             "FSDP would cut a parameter in pieces that torch cannot save, having no placements for them.",
             expected=f"a length that {ranks} x {math.prod(layout.mesh.shape[a] for a in axes)} ranks divide",
             got=f"length {layout.shape[dim]} of dim {dim}",
-            where=f"{name}, {layout}, then axis {' and '.join(cutting) or '?'} of FSDP's mesh {tuple(mesh.shape)}",
+            where=f"{name}, {layout}, then axis {along} of FSDP's mesh {tuple(mesh.shape)}",
             fix="another length, or shard_placement_fn= that gives FSDP another dim, which its ranks divide",
         ) from error
 
@@ -208,7 +205,7 @@ class _TorchOwner(Owner):
 
 
 def _terms(axes: tuple[int, ...], layout: TensorLayout, grad: DTensor) -> Tensor:
-    """A gradient as FSDP takes it: along its axes this rank's term, which is not said."""
+    """A gradient as FSDP takes it: along its axes this rank's term, under the placements of the parameter."""
     kept = [axis in axes and isinstance(p, Partial) for axis, p in enumerate(grad.placements)]
     to = [Partial() if keep else p for keep, p in zip(kept, told(layout), strict=True)]
     return over(grad.redistribute(placements=to).to_local(), layout, DTensor)
