@@ -106,17 +106,15 @@ def loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def plan(kind):
+def plan(kind, library=None):
     """The plan of a kind: "tp" cuts weights; "sp" also splits the sequence between blocks; "dtensor" is "sp" with
-    DTensors all the way, which may be cut unevenly."""
-    from torchshard import Replicate, Shard
-    from torchshard.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-    )
+    DTensors all the way, which may be cut unevenly. `library` is what styles are of: torchshard.parallel, or torch's."""
+    from torch.distributed.tensor import Replicate, Shard
 
+    from torchshard import parallel
+
+    library = library or parallel
+    ColwiseParallel, RowwiseParallel = library.ColwiseParallel, library.RowwiseParallel
     if kind == "tp":
         return {
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
@@ -130,16 +128,16 @@ def plan(kind):
     turns = None if local else Replicate()
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local),
-        "layers.*.attention_norm": SequenceParallel(),
-        "layers.*.attention": PrepareModuleInput(
+        "layers.*.attention_norm": library.SequenceParallel(),
+        "layers.*.attention": library.PrepareModuleInput(
             input_layouts=(Shard(1), turns), desired_input_layouts=(Replicate(), turns)
         ),
         "layers.*.attention.w[qkv]": ColwiseParallel(use_local_output=local),
         "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1), use_local_output=local),
-        "layers.*.ffn_norm": SequenceParallel(),
-        "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "layers.*.ffn_norm": library.SequenceParallel(),
+        "layers.*.feed_forward": library.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         "layers.*.feed_forward.w[13]": ColwiseParallel(use_local_output=local),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=local),
-        "norm": SequenceParallel(),
+        "norm": library.SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
     }

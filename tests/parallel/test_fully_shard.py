@@ -228,6 +228,29 @@ FSDP would cut a parameter in pieces that torch cannot save, having no placement
     )
 
 
+def by_torch_alone(rank, world):
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.fsdp import fully_shard
+
+    from torchshard import init_device_mesh
+    from torchshard.errors import UnsupportedOperatorError
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    messages = []
+    for function in (fully_shard, replicate):
+        model = cases.parallel(mesh["tp"])
+        function(model, mesh=mesh["dp"])
+        with pytest.raises(UnsupportedOperatorError) as caught:
+            model(torch.randn(4, cases.WIDTH))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_torchs_own_functions_on_these_modules_name_the_one_to_call():
+    for message in run_ranks(2, by_torch_alone)[0]:
+        assert "for a module torchshard.parallel.fsdp.fully_shard in place of torch's" in message
+
+
 def empty_parts(rank, world):
     from torchshard import init_device_mesh
     from torchshard.errors import ShardingError

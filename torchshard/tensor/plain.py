@@ -43,18 +43,30 @@ def refuse_plain(where: str, argument: str, x: Tensor, written: bool = False) ->
             got=f"{kind.__name__} of shape {tuple(x.shape)}",
             fix=WITHOUT_TANGENTS,
         )
+    copied = where.startswith("copy_.")
+    if isinstance(x, upstream.DTensor):
+        fix = "DTensor.from_torch(it), which shares its memory"
+    elif copied and written:
+        fix = _COPYING
+    else:
+        fix = _DISTRIBUTING + (_LOADING if copied else _STATES if written else "")
     return UnsupportedOperatorError(
         f"{where}: the argument {argument!r} is a {what}.",
         expected="DTensors only, or scalars",
         got=f"{kind.__name__} of shape {tuple(x.shape)}",
-        fix="DTensor.from_torch(it), which shares its memory"
-        if isinstance(x, upstream.DTensor)
-        else "distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the"
-        " same on every rank, as what torch and modules make of numbers alone is, with"
-        " torchshard.implicit_replication(): ..."
-        + (_LOADING if where.startswith("copy_.") else _STATES if written else ""),
+        fix=fix,
     )
 
+
+_DISTRIBUTING = (
+    "distribute_tensor(it, mesh, placements) or DTensor.from_local(it, mesh, placements); or, if it is the same on"
+    " every rank, as what torch and modules make of numbers alone is, with torchshard.implicit_replication(): ..."
+)
+
+_COPYING = (  # so do wrappers of torch's that gather parameters
+    "copy from the DTensor's full_tensor(), or from its to_local(); for a module torchshard.parallel.fsdp.fully_shard"
+    " in place of torch's fully_shard and replicate"
+)
 
 _LOADING = (  # load_state_dict copies
     "; a whole state dict is loaded after torchshard.state_dict.to_dtensor(sd, mesh, placements), or, by torch's"
