@@ -107,10 +107,11 @@ def test_a_rank_whose_memory_is_gone_is_an_error_on_all():
 
 
 def test_who_holds_another_word_is_not_read():
-    from torchshard.comm.neighbours import _machine, _readable
+    from torchshard.comm.lines import machine
+    from torchshard.comm.neighbours import _readable
 
     word = torch.arange(4)
-    told = [_machine(), os.getpid(), word.data_ptr()]
+    told = [machine(), os.getpid(), word.data_ptr()]
     assert _readable([*told, 0, 1, 2, 3])
     assert not _readable([*told, 0, 1, 2, 4])  # a process elsewhere that has the same id
     assert not _readable([told[0] + 1, *told[1:], 0, 1, 2, 3])

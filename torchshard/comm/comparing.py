@@ -1,4 +1,4 @@
-"""Ranks that are about to do the same say what that is, by one small collective."""
+"""Ranks that are about to do the same say what that is, by a word, or by one small collective."""
 
 import hashlib
 from typing import Any
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchshard.comm import collectives
 from torchshard.comm.group import Group
+from torchshard.comm.words import words_of
 
 
 def differing(
@@ -25,10 +26,29 @@ def differing(
     """
     if group.size == 1 or dist.get_backend(process_group) == "fake":
         return None
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-    if all(told == [digest] for told in collectives.of_all_ranks([digest], device, group)):
+    alike = known_alike(text.encode(), device, process_group)
+    if alike is None:
+        mine = _digest(text.encode())
+        alike = all(told == [mine] for told in collectives.of_all_ranks([mine], device, group))
+    if alike:
         return None
     return list(zip(dist.get_process_group_ranks(process_group), said_by_all(text, device, process_group), strict=True))
+
+
+def known_alike(mine: bytes, device: torch.device, process_group: dist.ProcessGroup) -> bool | None:
+    """Whether all ranks hold the same bytes, if that can be told without a collective; else None, on all ranks.
+
+    Args:
+        mine: what this rank holds.
+        device: of the group's tensors.
+        process_group: who compares; every rank must ask.
+    """
+    words = words_of(process_group, device)
+    return None if words is None else words.same(_digest(mine))
+
+
+def _digest(said: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(said).digest()[:7])
 
 
 def said_by_all(mine: Any, device: torch.device, process_group: dist.ProcessGroup) -> list[Any]:

@@ -9,8 +9,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,17 @@ _IPV4, _IFADDR, _IFREQ = struct.Struct("4sI"), 0x8915, struct.Struct("256s")
 """An address and a port; how Linux is asked for the address of an interface (netdevice(7))."""
 
 Lines = Mapping[int, socket.socket]
+
+Tell = Callable[[bytes], list[bytes]]
+"""A collective: what each rank says, in as many bytes as the others, in the order of the group."""
+
+
+def machine() -> int:
+    """A number of the machine and of its last start."""
+    try:
+        return int(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:15], 16)
+    except OSError:
+        return 0
 
 
 class Near:
@@ -93,7 +106,7 @@ class Far:
         return True
 
 
-def connect(group: dist.ProcessGroup, places: Near | Far | None, limit: timedelta) -> Lines:
+def connect(group: dist.ProcessGroup, places: Near | Far | None, limit: timedelta, tell: Tell | None = None) -> Lines:
     """Rank -> a socket to it, for all other ranks in their order; nothing, on all ranks, if one is not reached.
 
     A collective of all ranks. What is sent keeps its order.
@@ -102,27 +115,27 @@ def connect(group: dist.ProcessGroup, places: Near | Far | None, limit: timedelt
         group: of the ranks.
         places: where they meet; None: this one does not want to.
         limit: for each message; then TimeoutError.
+        tell: how the ranks tell one another where that is, in multiples of 8 bytes; else the group gathers tensors on
+            the CPU.
 
     Raises:
         RuntimeError: a rank is lost.
     """
     found: dict[int, socket.socket] = {}
+    tell = tell or partial(_gathered, group=group)
     with contextlib.ExitStack() as undo:
         door, card = _open(places)
         if door is not None:
             undo.enter_context(door)
-        cards = [torch.empty_like(card) for _ in range(group.size())]
-        dist.all_gather(cards, card, group=group)
-        told = [c.numpy().tobytes() for c in cards]
+        told = tell(card)
         if places is None or door is None or not all(map(any, told)):
             return {}
         end = time.monotonic() + min(_TO_CONNECT, limit.total_seconds() / 2)
         with contextlib.suppress(OSError):  # told below
             found.update(_reached(group.rank(), told, places, end))
             found.update(_let_in(group.rank(), told, places, door, end))
-        able = torch.tensor([float(len(found) == group.size() - 1)], device="cpu")
-        dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
-        if not able:
+        able = len(found) == group.size() - 1
+        if not all(map(any, tell(bytes([able] * 8)))):
             for line in found.values():
                 undo.enter_context(line)
             return {}
@@ -160,7 +173,14 @@ def hang_up(lines: Lines) -> None:
         line.close()
 
 
-def _open(places: Near | Far | None) -> tuple[socket.socket | None, torch.Tensor]:
+def _gathered(said: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    others = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(others, mine, group=group)
+    return [other.numpy().tobytes() for other in others]
+
+
+def _open(places: Near | Far | None) -> tuple[socket.socket | None, bytes]:
     """The door of this rank, and what the others are told of it: its word and its place; zeros if it has none."""
     word, card = os.urandom(16), bytearray(16 + _IPV4.size)
     door = None
@@ -168,7 +188,7 @@ def _open(places: Near | Far | None) -> tuple[socket.socket | None, torch.Tensor
         if places is not None:
             door, place = places.open(word)
             card[: 16 + len(place)] = word + place
-    return door, torch.frombuffer(card, dtype=torch.uint8)
+    return door, bytes(card)
 
 
 def _reached(rank: int, cards: Sequence[bytes], places: Near | Far, end: float) -> Iterator[tuple[int, socket.socket]]:

@@ -12,7 +12,6 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard.comm.circle import Circle
+from torchshard.comm.lines import machine
 from torchshard.comm.spans import Addresses, Block, Spans, calls, extent, spans
 from torchshard.comm.transfers import Views, finish, start
 
@@ -80,7 +80,7 @@ def process_ids(group: dist.ProcessGroup, device: torch.device) -> tuple[int, ..
     if device.type != "cpu" or dist.get_backend(group) == "fake":
         return ()
     word = _word(os.getpid())
-    mine = torch.tensor([_machine(), os.getpid(), word.data_ptr(), *word.tolist()], dtype=torch.int64, device=_CPU)
+    mine = torch.tensor([machine(), os.getpid(), word.data_ptr(), *word.tolist()], dtype=torch.int64, device=_CPU)
     others = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(others, mine, group=group)
     told = [other.tolist() for other in others]
@@ -211,9 +211,9 @@ def _allowed() -> bool:
 
 
 def _readable(told: Sequence[int]) -> bool:
-    machine, pid, address, *word = told
+    where, pid, address, *word = told
     found = torch.empty(len(word), dtype=torch.int64, device=_CPU)
-    if _process_vm_readv is None or machine != _machine():
+    if _process_vm_readv is None or where != machine():
         return False
     try:
         _run(pid, [spans(found.shape, 8, _block(found), Block(address, (8,)))])
@@ -226,14 +226,6 @@ def _readable(told: Sequence[int]) -> bool:
 def _word(pid: int) -> Tensor:
     """What this process is known by; one that was forked off has its own."""
     return torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.int64)
-
-
-def _machine() -> int:
-    """A number of the machine and of its last start."""
-    try:
-        return int(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:15], 16)
-    except OSError:
-        return 0
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None

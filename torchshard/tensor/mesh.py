@@ -35,6 +35,7 @@ class BoundMesh(Mesh):
         "decisions",
         "device_mesh",
         "programs",
+        "said",
     )
     layout_type = TensorLayout
 
@@ -51,6 +52,7 @@ class BoundMesh(Mesh):
         self._bridges: dict[BoundMesh, Bridge] = {}
         self._ascending: dict[int, bool] = {}
         self.programs: dict[Any, Any] = {}  # see redistribute.py
+        self.said: dict[Any, str] = {}  # what ranks say of what from_local has taken for granted; see there
         self.decisions: dict[Any, Any] = {}  # see handlers/parts.py
 
     def group(self, axes: tuple[int, ...]) -> Group:

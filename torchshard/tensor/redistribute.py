@@ -267,13 +267,19 @@ def _differing(
     taken: Sequence[frozenset[TensorLayout]], device: torch.device, mesh: BoundMesh
 ) -> list[tuple[int, str]] | None:
     """What each rank of the mesh says of the layouts that were taken for granted, where not all say the same."""
-    everywhere, texts = tuple(range(mesh.ndim)), dict[frozenset[TensorLayout], str]()
-    for assumed in taken:
-        if assumed not in texts:
-            told = [f"{tuple(a.local_shape)} of {a}, strides {told_stride(a.shape, a.stride)}" for a in assumed]
-            texts[assumed] = "; ".join(sorted(told))
-    text = "\n".join([texts[assumed] for assumed in taken])
+    everywhere = tuple(range(mesh.ndim))
+    text = "\n".join([_said(assumed, mesh) for assumed in taken])
     return differing(text, device, mesh.group(everywhere), mesh.process_group(everywhere))
+
+
+def _said(assumed: frozenset[TensorLayout], mesh: BoundMesh) -> str:
+    found = mesh.said.get(assumed)
+    if found is None:
+        if len(mesh.said) >= MAX_PROGRAMS:
+            mesh.said.clear()
+        told = [f"{tuple(a.local_shape)} of {a}, strides {told_stride(a.shape, a.stride)}" for a in assumed]
+        found = mesh.said[assumed] = "; ".join(sorted(told))
+    return found
 
 
 def require_same(text: str, device: torch.device, axes: tuple[int, ...], mesh: BoundMesh, what: str) -> None:

@@ -1,8 +1,8 @@
 """Random operators: the same tensor for every layout, the one that a single device would have drawn.
 
-All ranks take the generator of the mesh's first rank, draw the whole tensor and keep their part. That costs one small
-broadcast and the memory of the whole tensor for a moment. A graph cannot take over a generator: there every rank draws,
-and takes what the first one has drawn.
+All ranks take the generator of the mesh's first rank, draw the whole tensor and keep their part. That costs the memory
+of the whole tensor for a moment, and one small broadcast where ranks do not know that their generators are alike. A
+graph cannot take over a generator: there every rank draws, and takes what the first one has drawn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchshard._torch import is_traced
 from torchshard.comm import collectives
+from torchshard.comm.comparing import known_alike
 from torchshard.layout import contiguous_stride
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, wrap
@@ -60,8 +61,10 @@ def agree_on_generator(mesh: BoundMesh, device: torch.device, generator: torch.G
     if mesh.size == 1 or mesh.coordinate is None:
         return
     state = _state_of(device) if generator is None else generator.get_state()
-    group = mesh.everyone
-    state = collectives.broadcast(state.to(device, non_blocking=True), 0, group).cpu()
+    everywhere = tuple(range(mesh.ndim))
+    if known_alike(state.numpy().tobytes(), device, mesh.process_group(everywhere)):
+        return
+    state = collectives.broadcast(state.to(device, non_blocking=True), 0, mesh.everyone).cpu()
     if generator is not None:
         generator.set_state(state)
     elif device.type == "cpu":
