@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -33,6 +34,18 @@ Lines = Mapping[int, socket.socket]
 
 Tell = Callable[[bytes], list[bytes]]
 """A collective: what each rank says, in as many bytes as the others, in the order of the group."""
+
+
+_connected: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+"""All lines of this process. One that it forks off, such as a loader's worker, would keep them open when it is gone."""
+
+
+def _leave_to_the_parent() -> None:
+    hang_up(dict(enumerate(_connected)))
+
+
+if hasattr(os, "register_at_fork"):  # not on every system
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def machine() -> int:
@@ -141,6 +154,7 @@ def connect(group: dist.ProcessGroup, places: Near | Far | None, limit: timedelt
             return {}
     for line in found.values():
         line.settimeout(limit.total_seconds())
+        _connected.add(line)
     return dict(sorted(found.items()))
 
 
