@@ -333,6 +333,16 @@ def let_ask_the_world() -> list[str]:
 _OF_THE_WORLD = ("is_initialized", "get_rank", "get_world_size", "get_process_group_ranks", "_get_group_size_by_name")
 
 
+def placements_are_values() -> bool:
+    """Whether Dynamo takes placements for values, which any call may be given, as since 2.12.
+
+    Before, it knows `redistribute` of a DTensor, and other methods with placements break graphs.
+    """
+    from torch.distributed.tensor.placement_types import Placement
+
+    return type(Placement).__module__.startswith("torch.")
+
+
 def _opaque_info(cls: type) -> Any:
     """What torch has registered for an opaque class that is not compared by value; None without, as before 2.13."""
     import torch.distributed.tensor  # noqa: F401  # where torch registers groups and meshes

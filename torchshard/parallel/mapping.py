@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from torchshard._torch import ends_graphs, leaves_of, tree_of
+from torchshard.parallel.styles import with_placements
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import from_torch
 from torchshard.tensor.mesh import bind
@@ -128,7 +129,7 @@ def _mapped(
 def _as_required(x: DTensor, required: Placements, redistribute_inputs: bool, k: int) -> DTensor:
     if required is None:
         raise AssertionError(f"argument {k} of local_map is a DTensor: its in_placements must not be None")
-    moved = x._placed(tuple(required)) if redistribute_inputs else x
+    moved = with_placements(x, tuple(required)) if redistribute_inputs else x
     if not redistribute_inputs and not _same(x, required):
         raise ValueError(
             f"argument {k} of local_map has the placements {x.placements}, and {tuple(required)} are required; "

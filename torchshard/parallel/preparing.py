@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard.parallel.styles import ParallelStyle, annotated
+from torchshard.parallel.styles import ParallelStyle, annotated, with_placements
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.naming import name_of_place
 
@@ -186,10 +186,10 @@ def prepare(x: Any, where: str | None, desired: Placement | None, local: bool) -
         return x
     if not isinstance(x, Tensor):
         raise AssertionError(f"a layout for a value that is no tensor: {type(x).__name__}; give None for it")
-    placed = x if isinstance(x, DTensor) else annotated(x, where)
+    x = x if isinstance(x, DTensor) else annotated(x, where)
     if desired is not None:
-        placed = placed._placed((desired,))
-    return placed.to_local() if local else placed
+        x = with_placements(x, (desired,))
+    return x.to_local() if local else x
 
 
 def prepare_all(

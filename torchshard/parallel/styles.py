@@ -5,14 +5,16 @@ the module wants, and bring the output to the layout that the user wants.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torchshard._torch import placements_are_values
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
@@ -78,7 +80,7 @@ class _CutWeights(ParallelStyle):
         wanted, length = self._wanted(module), self._length(module)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            output = output._placed((there,))
+            output = with_placements(output, (there,))
             return output.to_local() if local else output
 
         module.register_forward_pre_hook(taking(type(self).__name__, device_mesh, here, wanted, length))
@@ -204,7 +206,7 @@ def taking(style: str, mesh: DeviceMesh, here: Placement, wanted: Placement, len
         x = first_tensor(style, module, inputs)
         if not isinstance(x, DTensor):
             x = annotated(x, where, length)
-        return x._placed((wanted,)), *inputs[1:]
+        return with_placements(x, (wanted,)), *inputs[1:]
 
     return before
 
@@ -219,6 +221,16 @@ def first_tensor(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> Tens
         got = type(inputs[0]).__name__ if inputs else "none (keyword arguments are not looked at)"
         raise ValueError(f"{style} expects a tensor as the first positional input of {module}; got {got}")
     return inputs[0]
+
+
+_ANY_CALL_TAKES_PLACEMENTS = placements_are_values()
+
+
+def with_placements(x: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor with these placements: itself where nothing changes. For hooks, also in regions."""
+    if is_dynamo_compiling() and not _ANY_CALL_TAKES_PLACEMENTS:
+        return x.redistribute(placements=placements)
+    return x._placed(placements)
 
 
 @one_node
