@@ -12,7 +12,7 @@ UNKNOWN = {
         "masked rows", "join without buffers", "gradients of aminmax", "strides of results", "no default group",
         "names in graphs", "other strides", "scales of rows", "unchecked invariants",
         "gradients of nextafter", "subclasses in nested regions", "dtypes of single parameters", "dims of gather",
-        "DTensors between stages", "meshes of FSDP among others",
+        "DTensors between stages", "meshes of FSDP among others", "calls with placements",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.older import require
+from tests.older import known, require
 from tests.parallel import fsdp_cases as cases
 from tests.parallel.llama import Block, Config, Llama, loss, plan, rotary
 from tests.plain_graphs import assert_plain, collectives, recording
@@ -85,7 +85,7 @@ SENT = {  # forward, backward; the graphs hold nothing but plain tensors and the
 def test_one_graph_forward_and_backward(kind, world):
     for errors, sent in run_ranks(world, compare, kind, [(2, 8)] * 2, None, timeout=280):
         assert max(errors) < 1e-5, errors
-        assert sent == SENT[kind]
+        assert sent == SENT[kind] or not known("calls with placements")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_one_graph_for_all_batches_and_times(kind):
     sizes = [(6, 10), (4, 8), (3, 12)]  # at first unlike the other sizes there are, which would share their symbols
     for errors, sent in run_ranks(2, compare, kind, sizes, True, timeout=280):
         assert max(errors) < 1e-5, errors
-        assert sent == SENT[kind]
+        assert sent == SENT[kind] or not known("calls with placements")
 
 
 def compare_models(rank, world):

@@ -252,7 +252,7 @@ def test_results_are_no_parts_of_what_was_read(mesh):
 
 def test_torch_calls_the_entry_of_an_operator_itself(mesh, monkeypatch):
     """Whatever the operator is called with, and after a rule was changed, values are those of `__torch_dispatch__`."""
-    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None)
     seen = []
     method = DTensor.__torch_dispatch__
 
@@ -278,7 +278,7 @@ def test_torch_calls_the_entry_of_an_operator_itself(mesh, monkeypatch):
 
 
 def test_without_a_registry_of_torch_entries_go_by_the_method(mesh):
-    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None)
     clear_entries()
     with without_fast_paths():
         assert (x + x).to_local().tolist() == [0.0, 2.0]
@@ -295,7 +295,7 @@ def directly_called():
 
 
 def test_operators_of_users_and_functions_that_they_registered_are_left_to_them(mesh):
-    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None)
     called = []
     clear_entries()
     with torch.library._scoped_library("aten", "FRAGMENT") as theirs:
