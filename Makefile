@@ -5,7 +5,8 @@ PYTHON ?= python3.11
 TORCH  ?= 2.13.0
 VENV   := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
 RUN    := $(VENV)/bin/python
-JOBS   ?= 2
+# More than two cores: many tests wait, for ranks that are late, or lost.
+JOBS   ?= 3
 
 .PHONY: demo test test-full check bench coverage setup clean
 setup: $(VENV)/.ready
