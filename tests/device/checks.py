@@ -58,8 +58,9 @@ def steps_do_not_wait(rank: int, world: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn.parallel.distributed import _MixedPrecision
 
+    from torchshard import Shard
     from torchshard.ddp import DistributedDataParallel
-    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     for options in (
         {},
@@ -78,6 +79,12 @@ def steps_do_not_wait(rank: int, world: int) -> None:
         split = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         module = parallelize_module(split, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         _train(f"tensor parallel, {options}", module, torch.optim.AdamW(module.parameters(), **options))
+    # Of plain pieces ranks compare the sizes first, and before they draw, their generators.
+    split = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
+    rows = {"input_layouts": Shard(0), "use_local_output": False}
+    plan = {"0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(**rows)}
+    module = parallelize_module(split, mesh, plan | {"3": RowwiseParallel(output_layouts=Shard(0))})
+    _train("sequence parallel", module, torch.optim.AdamW(module.parameters()))
 
 
 _COUNT = ("bincount", "bincount of ones", "attention causal")  # how many there are is asked; a plain mask
