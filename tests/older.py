@@ -19,7 +19,7 @@ UNKNOWN = {
         "attributes that go in a region", "collectives of a fake group", "stagers that are used again",
         "masked rows", "join without buffers", "unchecked invariants", "gradients of nextafter",
         "subclasses in nested regions", "dtypes of single parameters", "dims of gather",
-        "DTensors between stages",
+        "DTensors between stages", "inference in a piece",
     },
     "2.13": {"writes in functions", "dtypes of single parameters"},
     "2.14": {"text", "dtypes of single parameters"},
