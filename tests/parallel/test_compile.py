@@ -88,6 +88,18 @@ def test_one_graph_forward_and_backward(kind, world):
         assert sent == SENT[kind] or not known("calls with placements")
 
 
+def by_redistribute_alone(rank, world):
+    from torchshard.parallel import styles
+
+    styles._ANY_CALL_TAKES_PLACEMENTS = False
+    return compare(rank, world, "sp", [(2, 8)], None)
+
+
+def test_where_dynamo_takes_placements_for_redistribute_alone():
+    for errors, _ in run_ranks(2, by_redistribute_alone, timeout=280):
+        assert max(errors) < 1e-5, errors
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param("tp", marks=pytest.mark.full), pytest.param("sp", marks=pytest.mark.full), "dtensor"]
 )

@@ -26,9 +26,10 @@ def differing(
     """
     if group.size == 1 or dist.get_backend(process_group) == "fake":
         return None
-    alike = known_alike(text.encode(), device, process_group)
+    said = text.encode()
+    alike = known_alike(said, device, process_group)
     if alike is None:
-        mine = _digest(text.encode())
+        mine = _digest(said)
         alike = all(told == [mine] for told in collectives.of_all_ranks([mine], device, group))
     if alike:
         return None

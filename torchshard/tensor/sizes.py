@@ -53,7 +53,7 @@ def asked_layout(
     kind = f"{local.ndim} dims of {local.dtype} as {sharding}{', with a gradient' if local.requires_grad else ''}"
     everywhere, mine = tuple(range(mesh.ndim)), [*local.shape, *local.stride()]
     require_same(kind, local.device, everywhere, mesh, "give from_local")
-    alike = mesh.size > 1 and known_alike(repr(mine).encode(), local.device, mesh.process_group(everywhere))
+    alike = known_alike(repr(mine).encode(), local.device, mesh.process_group(everywhere))
     said = [mine] * mesh.size if alike else collectives.of_all_ranks(mine, local.device, mesh.everyone)
     held = [tuple(numbers[: local.ndim]) for numbers in said]
     if shape is None or stride is None:
