@@ -16,13 +16,12 @@ import functools
 import statistics
 
 import torch
-import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 from benchmarks.harness import compare, interleaved, rounds_on_ranks, turn
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 CASES = {"MLP of 16, batch 4": (16, 4), "MLP of 1024, batch 128": (1024, 128)}  # width, batch
 
@@ -121,13 +120,11 @@ def _compare(rank, world, case, rounds):
 
 def beyond_by_hand(rounds: int = 15) -> str:
     """CPU time beyond that of the side by hand, of the small case on a fake group of two ranks, as a table."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from torchshard import init_device_mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_ranks(2):
         width, batch = next(iter(CASES.values()))
         sides = _sides(width, 0, init_device_mesh("cpu", (2,)))
         x = torch.randn(batch, width).requires_grad_()
@@ -144,8 +141,6 @@ def beyond_by_hand(rounds: int = 15) -> str:
             rows.append((what, found[0].theirs * 1e6, *beyond))
         headers = ["CPU time, us", "by hand", "torchshard: beyond", "torch's styles: beyond"]
         return str(tabulate(rows, headers, tablefmt="github", floatfmt=".0f"))
-    finally:
-        dist.destroy_process_group()
 
 
 def main(rounds: int = 41) -> str:

@@ -11,13 +11,13 @@ operator and wraps the result by the fastest ways that torch has, and looks noth
 import functools
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Comparison, geometric_mean, interleaved, table
+from tests.ranks import fake_ranks
 from torchshard._torch import local_callable, no_torch_function, wrapper_constructor
 
 R, S = Replicate(), Shard
@@ -126,13 +126,11 @@ def floors(ours, mesh):
 def compared() -> tuple[list[Comparison], list[Comparison]]:
     """All cases beside torch's, and some beside the floor."""
     import torch.distributed.tensor as upstream
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import torchshard as ours
 
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
-    try:
+    with fake_ranks(64):
         mesh = init_device_mesh("cpu", (8, 8))
         found = []
         for grad in (False, True):
@@ -145,8 +143,6 @@ def compared() -> tuple[list[Comparison], list[Comparison]]:
         ):
             found.append(interleaved(name, make(ours, mesh), make(upstream, mesh)))
         return found, list(floors(ours, mesh))
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> str:

@@ -16,11 +16,10 @@ import copy
 import functools
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.harness import Comparison, compare, geometric_mean, interleaved, rounds_on_ranks, table, turn
 from tests.parallel.llama import Config, Llama, loss, plan
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 SIZES = {  # configuration, and the shape of the tokens
     "4 layers of 64, 32 tokens": (Config(256, width=64, layers=4, hidden=128), (2, 16)),
@@ -86,16 +85,12 @@ def compared(rounds: int = 31) -> list[Comparison]:
 
 def cpu_time(rounds: int) -> list[Comparison]:
     """Of the small model, on a fake group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
     size, found = next(iter(SIZES)), []
     for name, (world, kind) in KINDS.items():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-        try:
+        with fake_ranks(world):
             found.append(interleaved(f"{name}; {size}", *_sides(world, kind, size)[1], rounds=rounds, seconds=0.2))
-        finally:
-            dist.destroy_process_group()
     return found
 
 

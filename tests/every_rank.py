@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.graph import GraphLowering
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.ranks import fake_ranks
 from torchshard import _torch
 
 
@@ -59,14 +59,11 @@ def sent_by_code(world, program, **options):
 def _graphs_of(rank, world, program, backend, options):
     graphs = []
     torch._dynamo.reset()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
+    with fake_ranks(world, rank):
         function, values = program(rank)
         both_at_once = torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
         with both_at_once, contextlib.suppress(Compiled):
             torch.compile(function, backend=backend(graphs), fullgraph=True, **options)(*values)
-    finally:
-        dist.destroy_process_group()
     return graphs
 
 

@@ -10,6 +10,7 @@ Ranks are forked from a server process that has imported torch and done nothing 
 one that compiles has its second of imports done.
 """
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -17,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -91,6 +92,21 @@ def by_messages() -> None:
     from torchshard.comm import neighbours
 
     neighbours._process_vm_readv = None
+
+
+@contextlib.contextmanager
+def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
+    """Within, this process is one rank of a group that computes nothing: for traces, plans, shapes and messages."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()
+        dist.destroy_process_group()
 
 
 def meet(place: str, rank: int, world: int) -> None:

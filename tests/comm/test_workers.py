@@ -9,8 +9,8 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.ranks import fake_ranks
 from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
 from torchshard.comm.workers import Worker, pause_at_exit
 from torchshard.ddp.exchange import Exchange
@@ -78,8 +78,7 @@ def test_threads_end_with_the_interpreter():
 
 def test_the_interpreter_pauses_for_gloo_where_backwards_communicate():
     """5 in 100 processes that ended right after a backward were aborted by one of gloo's threads (Python 3.11)."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_ranks(2):
         uses = (
             lambda: Exchange(dist.group.WORLD, torch.device("cpu")),
             lambda: distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)]).redistribute(
@@ -92,5 +91,3 @@ def test_the_interpreter_pauses_for_gloo_where_backwards_communicate():
             use()
             use()
             assert atexit._ncallbacks() == before + 1
-    finally:
-        dist.destroy_process_group()

@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import ranks
+from tests.ranks import fake_ranks
 from torchshard.compiler import rewrite
 
 
@@ -25,6 +25,5 @@ def slots_written(request, monkeypatch):
 @pytest.fixture
 def fake_group():
     """A group of 8 in which nothing is computed: for plans, messages and traces."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with fake_ranks(8):
+        yield dist.group.WORLD

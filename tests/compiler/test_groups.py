@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.compiler.regions import Holder, X, agree, follows, same, ways
 from tests.older import require
+from tests.ranks import fake_ranks
 from torchshard import _torch
 from torchshard.compiler import support_groups
 
@@ -19,11 +19,10 @@ from torchshard.compiler import support_groups
 def groups():
     """Rank 1 of 4, in two groups."""
     support_groups()
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     global FEW, MORE
-    FEW, MORE = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(4, 1):
+        FEW, MORE = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
+        yield
 
 
 OF_A_GROUP = {

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
 from tests.compiler.regions import X, agree, follows, same, ways
 from tests.older import require
+from tests.ranks import fake_ranks
 from torchshard.compiler import support_groups
 
 PAIR = Shard(1), Replicate()
@@ -20,11 +19,10 @@ PAIR = Shard(1), Replicate()
 def meshes():
     """Rank 1 of 4, on two meshes."""
     support_groups()
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     global SQUARE, LINE
-    SQUARE, LINE = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), init_device_mesh("cpu", (4,))
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(4, 1):
+        SQUARE, LINE = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), init_device_mesh("cpu", (4,))
+        yield
 
 
 OF_A_MESH = {

@@ -1,27 +1,15 @@
 """Which collectives a step issues, in which order and from where, on fake groups of 2, 8 and 1,024 ranks."""
 
-from contextlib import contextmanager
-
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.compiler.models import batch, make
 from tests.compiler.traced import traced
+from tests.ranks import fake_ranks
 from torchshard import _torch
 from torchshard.buckets import names_text, size_text
 from torchshard.comm import summing
 from torchshard.ddp import DistributedDataParallel, exchange
-
-
-@contextmanager
-def fake_ranks(world):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _collectives(name, world, monkeypatch, cap):

@@ -1,8 +1,8 @@
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import ranks
+from tests.ranks import fake_ranks
 from torchshard.comm.neighbours import SWITCH
 
 
@@ -18,6 +18,5 @@ def both_ways(request, monkeypatch):
 @pytest.fixture
 def fake_group(request):
     """A group of 8 in which nothing is computed: for plans, messages and shapes. This is rank 0, or the given one."""
-    dist.init_process_group("fake", store=FakeStore(), rank=getattr(request, "param", 0), world_size=8)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with fake_ranks(8, getattr(request, "param", 0)):
+        yield dist.group.WORLD

@@ -5,16 +5,14 @@ from collections import OrderedDict
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.older import known, require
 from tests.parallel import fsdp_cases as cases
 from tests.parallel.llama import Block, Config, Llama, loss, plan, rotary
 from tests.plain_graphs import assert_plain, collectives, recording
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 
 def compare(rank, world, kind, sizes, dynamic):
@@ -145,10 +143,8 @@ def grid():
     """Four ranks, of which this is one; the others are not there."""
     from torchshard import init_device_mesh
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 @pytest.mark.parametrize(

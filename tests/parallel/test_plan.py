@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_in_backward
 from torch.distributed.tensor import parallel as theirs
 
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 from torchshard import DeviceMesh, DTensor, Replicate, Shard, distribute_module, init_device_mesh
 from torchshard.errors import ShardingError
 from torchshard.parallel import (
@@ -29,9 +29,8 @@ from torchshard.parallel.fsdp import torch_parameters
 
 @pytest.fixture
 def mesh():
-    dist.init_process_group("fake", rank=0, world_size=4)
-    yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 
 
 @pytest.fixture

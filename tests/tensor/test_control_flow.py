@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._higher_order_ops.map import map as map_
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.every_rank import sent_by_ranks
 from tests.older import known, require
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 from torchshard import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
 
 WORLD = 3
@@ -156,10 +154,8 @@ def test_ranks_send_the_same(partition, programs):
 
 @pytest.fixture
 def mesh():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+    with fake_ranks(2):
+        yield init_device_mesh("cpu", (2,))
 
 
 def test_results_have_the_layout_of_the_first_branch(mesh):

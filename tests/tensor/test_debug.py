@@ -6,14 +6,13 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor as upstream
 import torch.distributed.tensor.debug as upstream_debug
 from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.ranks import fake_ranks
 from torchshard import DTensor, distribute_module, distribute_tensor, explain, zeros
 from torchshard.debug import CommDebugMode, ExplicitRedistributionContext, visualize_sharding
 from torchshard.errors import ImplicitRedistributionError
@@ -24,9 +23,8 @@ funcol = torch.ops.c10d_functional
 @pytest.fixture
 def mesh():
     """8 ranks that compute nothing, as 2 x 4."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-    dist.destroy_process_group()
+    with fake_ranks(8):
+        yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
 
 
 def matrices(mesh, cls=DTensor):

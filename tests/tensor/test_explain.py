@@ -4,13 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 from torchshard import DTensor, explain, fallback
 from torchshard.tensor import dispatch
 from torchshard.tensor.dispatch import clear_entries
@@ -27,9 +25,8 @@ KINDS = {
 @pytest.fixture
 def mesh():
     """512 ranks that compute nothing, as 64 x 8."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
-    yield init_device_mesh("cpu", (64, 8), mesh_dim_names=("dp", "tp"))
-    dist.destroy_process_group()
+    with fake_ranks(512):
+        yield init_device_mesh("cpu", (64, 8), mesh_dim_names=("dp", "tp"))
 
 
 def placed(mesh, shape, *placements):

@@ -4,7 +4,7 @@ import expecttest
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 from tests.saying import said
 
 
@@ -442,13 +442,11 @@ class Sequential:
 
 
 def test_placements_are_any_sequence():
-    import torch.distributed as dist
 
     from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
     from torchshard.errors import ShardingError
 
-    dist.init_process_group("fake", rank=0, world_size=4)
-    try:
+    with fake_ranks(4):
         mesh, rows = init_device_mesh("cpu", (2, 2)), Sequential(Shard(0), Replicate())
         for x in (
             DTensor.from_local(torch.ones(2, 3), mesh, rows, grad_placements=rows),
@@ -461,5 +459,3 @@ def test_placements_are_any_sequence():
         for wrong in (Sequential(Shard(0)), Shard(0), "SR", {0: Shard(0), 1: Replicate()}, {Shard(0), Replicate()}):
             with pytest.raises(ShardingError, match=r"Placements are a list|placement"):
                 DTensor.from_local(torch.ones(2, 3), mesh, wrong)
-    finally:
-        dist.destroy_process_group()

@@ -5,11 +5,10 @@ import subprocess
 import sys
 
 import pytest
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.inductor_cache import own_cache
 from tests.older import require
+from tests.ranks import fake_ranks
 
 BEGIN = """
 import io, os, sys, torch
@@ -163,11 +162,10 @@ def test_graphs_that_may_need_a_group_of_their_own_stay_with_their_process(monke
     from torchshard import init_device_mesh, zeros
     from torchshard.tensor import caching
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    shapes, keys = [(8,), (4,), (2, 4), (2, 2), (2, 2, 2)], []
-    for process in ("this", "another"):
-        monkeypatch.setattr(caching, "_this_process", process)
-        made = [zeros(8, 8, device_mesh=init_device_mesh("cpu", shape)) for shape in shapes]
-        keys.append([x._stable_hash_for_caching() for x in made])
-    dist.destroy_process_group()
+    with fake_ranks(8):
+        shapes, keys = [(8,), (4,), (2, 4), (2, 2), (2, 2, 2)], []
+        for process in ("this", "another"):
+            monkeypatch.setattr(caching, "_this_process", process)
+            made = [zeros(8, 8, device_mesh=init_device_mesh("cpu", shape)) for shape in shapes]
+            keys.append([x._stable_hash_for_caching() for x in made])
     assert [here == there for here, there in zip(*keys, strict=True)] == [True, True, True, False, False]

@@ -2,20 +2,17 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.ranks import fake_ranks
 from torchshard import Replicate, Shard, _torch, distribute_tensor, init_device_mesh
 
 
 @pytest.fixture(scope="module", autouse=True)
 def line():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     global MESH
-    MESH = init_device_mesh("cpu", (2,))
-    yield
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+    with fake_ranks(2):
+        MESH = init_device_mesh("cpu", (2,))
+        yield
 
 
 def rows():

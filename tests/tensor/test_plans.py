@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.ranks import fake_ranks
 from torchshard import (
     DeviceMesh,
     DTensor,
@@ -44,9 +44,8 @@ CALLS = {
 
 @pytest.fixture
 def mesh():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
+    with fake_ranks(2):
+        yield init_device_mesh("cpu", (2,))
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -170,29 +169,25 @@ def test_in_place_forms_follow_the_rule(mesh, name):
 
 
 def test_fake_groups_take_a_rank_that_gives_nothing():
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-    try:
+    with fake_ranks(8, 5):
         mesh = init_device_mesh("cpu", (8,))
         x = distribute_tensor(torch.ones(9, 4), mesh, [Shard(0)])
         assert x.redistribute(placements=[Shard(1)]).to_local().shape == (9, 0)
         few = distribute_tensor(torch.ones(3, 8), mesh, [Shard(0)])
         assert few.redistribute(placements=[Shard(1)]).to_local().shape == (3, 1)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_mesh_whose_groups_were_destroyed_is_not_used_again():
     meshes = []
     for groups_before in (3, 0):  # so that the new mesh's groups have other names
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-        for _ in range(groups_before):
-            dist.new_group([0, 1])
-        meshes.append(init_device_mesh("cpu", (2, 2)))
-        x = DTensor.from_local(torch.ones(4), meshes[-1], [Shard(0), Shard(0)])
-        if len(meshes) == 2:  # the first has never sent anything
-            x.full_tensor()
-        assert x.device_mesh is meshes[-1]
-        dist.destroy_process_group()
+        with fake_ranks(4):
+            for _ in range(groups_before):
+                dist.new_group([0, 1])
+            meshes.append(init_device_mesh("cpu", (2, 2)))
+            x = DTensor.from_local(torch.ones(4), meshes[-1], [Shard(0), Shard(0)])
+            if len(meshes) == 2:  # the first has never sent anything
+                x.full_tensor()
+            assert x.device_mesh is meshes[-1]
 
 
 def test_parts_that_are_only_read_are_not_copied(mesh):

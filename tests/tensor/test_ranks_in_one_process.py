@@ -4,11 +4,9 @@ import unittest
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
 from torchshard.errors import ShardingError
 
@@ -54,10 +52,9 @@ def test_ranks_that_are_threads():
 def played(rank, world):
     from torch.distributed._local_tensor import LocalTensorMode
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    with LocalTensorMode(4), pytest.raises(ShardingError, match="All ranks are played in one process"):
+    refused = pytest.raises(ShardingError, match="All ranks are played in one process")
+    with fake_ranks(4), LocalTensorMode(4), refused:
         distribute_tensor(torch.ones(8), init_device_mesh("cpu", (4,)), [Shard(0)])
-    dist.destroy_process_group()
 
 
 def test_ranks_that_are_played_are_refused():

@@ -6,13 +6,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
 from tests.plain_graphs import compiled_frames
+from tests.ranks import fake_ranks
 from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, layout_of, zeros
 from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
@@ -22,13 +21,11 @@ from torchshard.state_dict import to_dtensor, to_full, to_sharded_tensor
 
 @pytest.fixture(scope="module", autouse=True)
 def line():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     global ROWS, PLAIN
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    ROWS, PLAIN = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)]), torch.randn(4)
-    yield
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        ROWS, PLAIN = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)]), torch.randn(4)
+        yield
 
 
 @pytest.fixture(autouse=True)

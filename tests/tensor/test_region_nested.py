@@ -4,12 +4,10 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from tests.older import known, require
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 from torchshard import DTensor, Partial, Replicate, Shard, _torch, distribute_tensor, init_device_mesh, layout_of
 from torchshard.compiler.advice import way_around
 from torchshard.errors import ShardingError
@@ -23,12 +21,10 @@ nest = torch.compiler.nested_compile_region
 
 @pytest.fixture(scope="module", autouse=True)
 def line():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     global MESH
-    MESH = init_device_mesh("cpu", (2,))
-    yield
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+    with fake_ranks(2):
+        MESH = init_device_mesh("cpu", (2,))
+        yield
 
 
 class Block(torch.nn.Module):

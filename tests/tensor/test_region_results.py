@@ -6,16 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as mapped
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from tests.compiler.regions import same
 from tests.older import require
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 from torchshard import (
     DTensor,
     Partial,
@@ -36,14 +34,12 @@ from torchshard.state_dict import KeyRules, rename, to_full, to_sharded_tensor
 
 @pytest.fixture(scope="module", autouse=True)
 def line():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    support_groups()
     global MESH, ROWS
-    MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    ROWS = distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
-    yield
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        support_groups()
+        MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        ROWS = distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
+        yield
 
 
 def stored(x):

@@ -5,13 +5,12 @@ On a fake group, so layouts and local shapes are compared here; values are compa
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard
 from tests.older import known, require
 from tests.plain_graphs import collectives, recording
+from tests.ranks import fake_ranks
 from torchshard import DTensor, Partial, Replicate, Shard, ShardedTensor, distribute_tensor, init_device_mesh
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
@@ -20,17 +19,15 @@ from torchshard.tensor.sharded import factories, specs
 
 @pytest.fixture(scope="module", autouse=True)
 def line():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    support_groups()
     global MESH, ROWS, UNEVEN, WHOLE, PIECE
-    MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    ROWS = distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
-    UNEVEN = distribute_tensor(torch.randn(7, 4), MESH, [Shard(0)])
-    WHOLE = distribute_tensor(torch.randn(8, 4), MESH, [Replicate()])
-    PIECE = torch.randn(2, 4)
-    yield
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        support_groups()
+        MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        ROWS = distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
+        UNEVEN = distribute_tensor(torch.randn(7, 4), MESH, [Shard(0)])
+        WHOLE = distribute_tensor(torch.randn(8, 4), MESH, [Replicate()])
+        PIECE = torch.randn(2, 4)
+        yield
 
 
 def described(x):

@@ -5,10 +5,9 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.ranks import fake_ranks
 from torchshard import DTensor, _torch, explain, fallback, implicit_replication, init_device_mesh
 from torchshard.debug import CommDebugMode
 from torchshard.errors import UnsupportedOperatorError
@@ -40,9 +39,8 @@ def deep(function, depth=DEPTH):
 
 @pytest.fixture
 def x():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield DTensor.from_local(torch.ones(2, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
-    dist.destroy_process_group()
+    with fake_ranks(2):
+        yield DTensor.from_local(torch.ones(2, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
 
 
 def test_contexts_hold_in_the_threads_of_a_backward(x):

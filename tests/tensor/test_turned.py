@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.older import require
+from tests.ranks import fake_ranks
 from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 SHAPE, STRIDE = (8, 4, 3, 3), (36, 9, 3, 1)  # split by rows among 4 ranks
@@ -15,13 +14,11 @@ BY_CHANNELS = (36, 1, 12, 4)
 
 @pytest.fixture(scope="module", autouse=True)
 def line():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     global MESH, WEIGHT
-    MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    WEIGHT = torch.randn(4)
-    yield
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+    with fake_ranks(4):
+        MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        WEIGHT = torch.randn(4)
+        yield
 
 
 def told(part, stride=STRIDE):
