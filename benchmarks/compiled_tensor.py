@@ -120,7 +120,6 @@ def _compare(rank, world, case, rounds):
 
 def beyond_by_hand(rounds: int = 15) -> str:
     """CPU time beyond that of the side by hand, of the small case on a fake group of two ranks, as a table."""
-
     from torchshard import init_device_mesh
 
     torch.set_num_threads(1)
