@@ -85,7 +85,6 @@ def compared(rounds: int = 31) -> list[Comparison]:
 
 def cpu_time(rounds: int) -> list[Comparison]:
     """Of the small model, on a fake group."""
-
     torch.set_num_threads(1)
     size, found = next(iter(SIZES)), []
     for name, (world, kind) in KINDS.items():

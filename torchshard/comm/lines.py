@@ -18,6 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+MOST_RANKS = 32
+"""Of a group that has lines: each tells each."""
+
 _TO_CONNECT = 10.0
 """Seconds; all ranks connect at the same time. At most half of what a collective may take: one follows."""
 

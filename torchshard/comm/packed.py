@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard import _torch
-from torchshard.comm.lines import Far, Lines, connect, hang_up, receive, shut
+from torchshard.comm.lines import MOST_RANKS, Far, Lines, connect, hang_up, receive, shut
 from torchshard.comm.packing import can_pack, pack, unpack
-from torchshard.comm.summing import MOST_RANKS, Summand, require_same, segments
+from torchshard.comm.summing import Summand, require_same, segments
 from torchshard.comm.waiting import Promise
 from torchshard.comm.workers import Worker
 from torchshard.errors import RankMismatchError

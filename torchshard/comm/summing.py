@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard import _torch
-from torchshard.comm.lines import Lines, Near, connect, hang_up, shut
+from torchshard.comm.lines import MOST_RANKS, Lines, Near, connect, hang_up, shut
 from torchshard.comm.neighbours import process_ids, read
 from torchshard.comm.waiting import Promise
 from torchshard.comm.workers import Worker
@@ -33,9 +33,6 @@ from torchshard.errors import RankMismatchError
 
 SMALL = 64 * 1024
 """Bytes that a rank tells at most, to all others together: a tensor up to that goes without anybody's memory."""
-
-MOST_RANKS = 32
-"""Each tells each."""
 
 _READ = 128 * 1024
 """Elements that are read at a time: they stay in the cache until they are added."""

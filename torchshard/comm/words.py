@@ -16,11 +16,8 @@ import torch.distributed as dist
 from torchshard import _torch
 from torchshard.comm.collectives import of_all_ranks
 from torchshard.comm.group import Group
-from torchshard.comm.lines import Lines, Near, Tell, connect, machine, receive, shut
+from torchshard.comm.lines import MOST_RANKS, Lines, Near, Tell, connect, machine, receive, shut
 from torchshard.comm.lost import raise_lost
-
-MOST_RANKS = 32
-"""Each says it to each."""
 
 _WORD = struct.Struct("2q")
 """How many have been said; what is said."""
