@@ -41,7 +41,7 @@ def told_in_memory():
 
 def _values(rank, world):
     """Of packed tensors exactly what eager torch has when it adds the ranks' up in order, the owner's first."""
-    from torchshard.comm.summing import segments
+    from torchshard.comm.terms import segments
 
     all_reduce = all_reduce_of()
     found = []

@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ranks import by_messages, run_ranks
-from torchshard.comm.summing import segments
+from torchshard.comm.terms import segments
 from torchshard.errors import RankMismatchError
 
 CPU = torch.device("cpu")
 
 
-def all_reduce_of(group=None, told=0, owner=0):
-    """What sums without the group's transport: in memory, of whatever size, what is larger than may be told."""
-    from torchshard.comm import summing
+def all_reduce_of(group=None, said=0, owner=0, whole=0):
+    """What sums without the group's transport: in memory, of whatever size, what is larger than may be said."""
+    from torchshard.comm import reach, summing
 
-    summing.SMALL = told
+    reach.SAID, reach.WHOLE = said, whole
     group = group or dist.group.WORLD
     summing.look_for_neighbours(group, CPU)
     assert summing._known[group] is not None
@@ -58,8 +58,8 @@ def _is_sum(x, terms):
     return bool(((x.to(wide) - exact).abs() <= len(terms) * eps * size).all())
 
 
-def _values(rank, world, told):
-    all_reduce = all_reduce_of(told=told)
+def _values(rank, world, said, whole):
+    all_reduce = all_reduce_of(said=said, whole=whole)
     found = []
     shapes = [(1,), (2,), (7,), (1000,), (3, 5), (32 * 1024 * world + 1,), (400_001,)]
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64]
@@ -79,10 +79,10 @@ def _values(rank, world, told):
     return [x.view(-1).view(torch.uint8).numpy().tobytes() for x in found]
 
 
-@pytest.mark.parametrize("told", [0, 64 * 1024])
+@pytest.mark.parametrize(("said", "whole"), [(0, 0), (0, 2**20), (64 * 1024, 0)])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_values_are_right_and_the_same_bits_on_all_ranks(world, told):
-    first, *others = run_ranks(world, _values, told, timeout=60)
+def test_values_are_right_and_the_same_bits_on_all_ranks(world, said, whole):
+    first, *others = run_ranks(world, _values, said, whole, timeout=60)
     assert all(other == first for other in others)
 
 
@@ -153,18 +153,18 @@ def test_where_one_rank_cannot_all_use_the_group(why):
     run_ranks(2, _unable, why, timeout=60)
 
 
-def _different(rank, world, told):
-    all_reduce = all_reduce_of(told=told)
+def _different(rank, world, said):
+    all_reduce = all_reduce_of(said=said)
     with pytest.raises(RankMismatchError) as caught:
         all_reduce(torch.ones(10 + rank)).wait()
     with pytest.raises(RankMismatchError, match="as many for another wrapper"):
-        all_reduce_of(dist.new_group(), told, owner=rank)(torch.ones(10)).wait()
+        all_reduce_of(dist.new_group(), said, owner=rank)(torch.ones(10)).wait()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("told", [0, 42, 64 * 1024])
-def test_other_tensors_are_named(told):
-    first, second = run_ranks(2, _different, told, timeout=60)
+@pytest.mark.parametrize("said", [0, 42, 64 * 1024])
+def test_other_tensors_are_named(said):
+    first, second = run_ranks(2, _different, said, timeout=60)
     assert "rank 0 and rank 1 sum different tensors" in first
     assert "10 elements of torch.float32, as on rank 0" in first
     assert "got:      11 elements of the same dtype" in first
@@ -213,7 +213,7 @@ def test_a_rank_that_dies_is_named_at_once():
 
 def _profiled(rank, world):
     """A profiler sees a sum as one of the group, until it is done."""
-    all_reduce, x = all_reduce_of(told=100), [torch.ones(10), torch.ones(10_000)]
+    all_reduce, x = all_reduce_of(said=100), [torch.ones(10), torch.ones(10_000)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         for work in [all_reduce(t) for t in x]:
             work.wait()
@@ -242,7 +242,7 @@ def _ends_of(sums):
 
     group = dist.new_group()
     all_reduce = all_reduce_of(group)
-    lines = [weakref.ref(line) for line in summing._known[group]._meeting.args[-1].values()]
+    lines = [weakref.ref(line) for line in summing._known[group]._reach._words._lines.values()]
     x = torch.ones(100)
     for _ in range(sums):
         all_reduce(x).wait()

@@ -101,6 +101,12 @@ def profiled(name: str, future: "torch.futures.Future[Any]") -> None:
             event._call_end_callbacks_on_future(future)
 
 
+def spanned(name: str) -> AbstractContextManager[object]:
+    """A span for a profiler, if one runs (torch.autograd._profiler_enabled, 2.11-2.15; else it sees none)."""
+    enabled = find_once("autograd._profiler_enabled")
+    return recording(name) if enabled is not None and enabled() else nullcontext()
+
+
 def recording(name: str) -> AbstractContextManager[object]:
     """A span of this name for whoever observes: torch.autograd.profiler.record_function, by its functions in C++.
 

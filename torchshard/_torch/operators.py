@@ -257,6 +257,33 @@ def _interceptor() -> Any:
     return Intercepting
 
 
+def has_modes() -> bool:
+    """Whether modes see operators of this thread (torch._C._len_torch_dispatch_stack, 2.11-2.15; else nobody knows)."""
+    count = find_once("_C._len_torch_dispatch_stack")
+    return count is not None and count() > 0
+
+
+@contextmanager
+def beneath_modes(answer: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """What modes let through of an operator is answered, by its overload and arguments, in place of a kernel.
+
+    torch.utils._python_dispatch: _pop_mode, _push_mode (2.11-2.15).
+    """
+    from torch.utils import _python_dispatch as modes
+
+    above = [modes._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    with _interceptor()(lambda func, args, kwargs: answer(func, args)):
+        for mode in reversed(above):
+            modes._push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in above:
+                modes._pop_mode()
+    for mode in reversed(above):
+        modes._push_mode(mode)
+
+
 @contextmanager
 def beneath_intercepting(down_to: object = None) -> Iterator[None]:
     """For a mode that is entered or left within: it comes below those of `intercepting` that are on top.

@@ -8,26 +8,17 @@ Those that redistribution needs come in two forms: `start_all_gather(...)` sends
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import (
-    below_autograd,
-    flatten,
-    functional_collectives,
-    group_named,
-    is_gloo,
-    run_collectives_once,
-    unflatten,
-)
+from torchshard._torch import flatten, unflatten
 from torchshard.comm.group import Group
-from torchshard.comm.lost import NO_LOSS, raise_lost
+from torchshard.comm.nearby import nearby
 from torchshard.comm.reducing import only_gloo_reduces, prepare, reduced_bits
+from torchshard.comm.transport import Sender, Transport, waited
 from torchshard.comm.travelling import (
     CARRIED,
     by_seat,
@@ -41,8 +32,6 @@ from torchshard.comm.travelling import (
     padded,
     uncarried,
 )
-
-_c10d = functional_collectives()
 
 SMALL = 16 * 1024
 """Bytes up to which a tensor is sent with others: a link carries them while a collective starts."""
@@ -70,7 +59,7 @@ class Started(Generic[_Result]):
         Raises:
             RankMismatchError: a rank is lost; names it.
         """
-        return self.finish([_wait(x, self.group) for x in self.coming])
+        return self.finish([waited(x, self.group) for x in self.coming])
 
 
 def all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
@@ -93,7 +82,7 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
     longest = max(lengths)
     piece = dense(padded(x, dim, longest))
     shape = (group.size, *piece.shape)
-    coming = _gathered(piece, group)
+    coming = _by(group, piece).all_gather(piece)
     if group.seats is None and dim == 0 and min(lengths) == longest:
         return Started(group, (coming,), _first)
 
@@ -178,17 +167,7 @@ def _start_exchange(
         pieces, seats = got[0].split_with_sizes(taken), group.seats or range(group.size)
         return [pieces[seat].view(*shape) for seat, shape in zip(seats, shapes, strict=True)]
 
-    return Started(group, (_sent(group, _exchanged, packed, taken, given),), unpack)
-
-
-def _exchanged(packed: Tensor, taken: list[int], given: list[int], name: str) -> Tensor:
-    try:
-        sent: Tensor = _c10d.all_to_all_single(packed, taken, given, name)
-    except RuntimeError:
-        if any(given) or dist.get_backend(group_named(name)) != "fake":
-            raise
-        return packed.new_zeros(sum(taken))  # before torch 2.15 a fake group wants something to copy to what is taken
-    return sent
+    return Started(group, (_by(group, packed).all_to_all(packed, taken, given),), unpack)
 
 
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
@@ -203,12 +182,12 @@ def start_all_reduce(x: Tensor, op: str, group: Group) -> Started[Tensor]:
         term, name = terms[0]
         gathered = start_all_gather(term.unsqueeze(0), 0, [1] * group.size, group)
         return Started(group, gathered.coming, lambda got: finish([reduced_bits(gathered.finish(got), name)]))
-    return Started(group, [_sent(group, _c10d.all_reduce, dense(term), name) for term, name in terms], finish)
+    return Started(group, [_by(group, term).all_reduce(dense(term), name) for term, name in terms], finish)
 
 
 def all_reduce_largest(x: Tensor, group: Group) -> Tensor:
     """The largest of all ranks' values, of a dtype that is carried and none a NaN: one collective, not two."""
-    return _wait(_sent(group, _c10d.all_reduce, dense(x), "max"), group)
+    return waited(_by(group, x).all_reduce(dense(x), "max"), group)
 
 
 def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
@@ -240,7 +219,7 @@ def start_reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], g
 def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     longest, mine = max(lengths), lengths[group.position]
     if dim == 0 and min(lengths) == longest and group.seats is None:
-        return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, dense(x), name, group.size),), _first)
+        return Started(group, (_by(group, x).reduce_scatter(dense(x), name),), _first)
     # The collective splits the first dim: the pieces have to lie one after another in it.
     pieces = [padded(piece, dim, longest) for piece in by_seat(x.split_with_sizes(list(lengths), dim), group)]
     shape = pieces[0].shape
@@ -250,7 +229,7 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
         piece = got[0].view(shape)
         return piece if mine == longest else piece.narrow(dim, 0, mine).contiguous()
 
-    return Started(group, (_sent(group, _c10d.reduce_scatter_tensor, packed, name, group.size),), mine_of)
+    return Started(group, (_by(group, packed).reduce_scatter(packed, name),), mine_of)
 
 
 def _first(got: Sequence[Tensor]) -> Tensor:
@@ -279,14 +258,14 @@ def scatter(x: Tensor, dim: int, lengths: Sequence[int], source: int, group: Gro
     taken[_seat(source, group)], packed = numel(shape), x.new_empty(0)
     if group.position == source:
         packed, given = cut(carried_out(x), dim, lengths, group)
-    return _wait(_sent(group, _exchanged, packed, taken, given), group).view(shape)
+    return waited(_by(group, packed).all_to_all(packed, taken, given), group).view(shape)
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """The tensor of the rank at place `source` of the line, on every rank."""
     if x.dtype not in CARRIED:
         return uncarried(broadcast(carried(x), source, group), x.dtype)
-    return _wait(_sent(group, _c10d.broadcast, dense(x), _seat(source, group)), group)
+    return waited(_by(group, x).broadcast(dense(x), _seat(source, group)), group)
 
 
 def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tensor]:
@@ -304,51 +283,9 @@ def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[
     return found
 
 
-def _gathered(x: Tensor, group: Group) -> Tensor:
-    """Of GPUs' tensors gloo's goes by the host: this form of it ends the process (seen with 2.11)."""
-    if not x.is_cpu and is_gloo(group_named(group.name), x.device):
-        return _wait(_sent(group, _c10d.all_gather_into_tensor, x.cpu(), group.size), group).to(x.device)
-    return _sent(group, _c10d.all_gather_into_tensor, x, group.size)
-
-
-def _sent(group: Group, collective: Callable[..., Tensor], *args: Any) -> Tensor:
-    if group.size == 1:  # what comes is what was given
-        return args[0].clone()  # type: ignore[no-any-return]
-    try:
-        with _computing(args[0]):
-            return collective(*args, group.name)
-    except RuntimeError as error:  # a connection that is known to be broken
-        _blame(group, error, args[0])
-
-
-def _wait(x: Tensor, group: Group) -> Tensor:
-    if group.size == 1:
-        return x
-    if x.__class__ is not Tensor:
-        run_collectives_once()
-    try:
-        with _computing(x):
-            waited: Tensor = _c10d.wait_tensor(x)
-    except RuntimeError as error:
-        _blame(group, error, x)
-    return waited
-
-
-def read(x: Tensor) -> Tensor:
-    """In a trace: a tensor, and whatever made it, that no pass over the graph takes for unused, as it is waited for."""
-    run_collectives_once()
-    return _c10d.wait_tensor(x)  # type: ignore[no-any-return]
-
-
-def _computing(x: Tensor) -> AbstractContextManager[object]:
-    """Where a collective is called; gradients of DTensors cross ranks by formulas of their own."""
-    return below_autograd() if x.__class__ is Tensor else nullcontext()
-
-
-def _blame(group: Group, error: RuntimeError, x: Tensor) -> NoReturn:
-    if x.__class__ is not Tensor or isinstance(error, NO_LOSS):  # of a trace; of this rank alone
-        raise error
-    raise_lost(group_named(group.name), "a collective of DTensors", error)
+def _by(group: Group, x: Tensor) -> Sender:
+    """What sends such a tensor."""
+    return nearby(group, x) or Transport(group)
 
 
 def _seat(place: int, group: Group) -> int:

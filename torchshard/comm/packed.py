@@ -30,7 +30,7 @@ from torch import Tensor
 from torchshard import _torch
 from torchshard.comm.lines import MOST_RANKS, Far, Lines, connect, hang_up, receive, shut
 from torchshard.comm.packing import can_pack, pack, unpack
-from torchshard.comm.summing import Summand, require_same, segments
+from torchshard.comm.terms import Term, require_same, segments
 from torchshard.comm.waiting import Promise
 from torchshard.comm.workers import Worker
 from torchshard.errors import RankMismatchError
@@ -193,7 +193,7 @@ class _Sum:
     def __init__(self, number: int, x: Tensor, owner: int, peers: _Peers, future: "torch.futures.Future[Any]") -> None:
         self.number, self.x, self.peers, self._future = number, x, peers, future
         self.flat = x.data.view(-1)  # not counted as a change of the tensor, as of any collective
-        self.summand, self.bounds = Summand.of(x, owner), segments(x.numel(), peers.ranks)
+        self.term, self.bounds = Term.of(x, "sum", owner), segments(x.numel(), peers.ranks)
         self._lock, self._left, self._ended = threading.Lock(), len(_STEPS), threading.Event()
         self._failed: Exception | None = None
 
@@ -241,7 +241,7 @@ class _Sum:
     def send(self, lines: Lines, ranks: Sequence[int], begin: int, chunk: Tensor) -> None:
         """Pack a chunk, and send it to these ranks."""
         packed = pack(chunk)
-        data = _HEAD.pack(self.number, *self.summand, begin, len(packed)) + packed
+        data = _HEAD.pack(self.number, *self.term, begin, len(packed)) + packed
         for rank in ranks:
             try:
                 lines[rank].sendall(data)
@@ -252,7 +252,8 @@ class _Sum:
         """Fill a chunk with what comes from this rank; RankMismatchError if it is another tensor's."""
         try:
             number, *its, its_begin, size = _HEAD.unpack(receive(lines[rank], _HEAD.size))
-            require_same(self.flat, self.summand, Summand(*its), self.peers.rank, rank, self.number)
+            ranks, where = (self.peers.rank, rank), f"sum {self.number} of this process group"
+            require_same(self.flat, self.term, Term(*its), ranks, where)
             if (number, its_begin) != (self.number, begin):
                 raise RuntimeError(f"rank {rank} is at element {its_begin} of sum {number}, and this one at {begin}")
             packed = receive(lines[rank], size)

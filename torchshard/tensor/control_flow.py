@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import in_transform, is_traced, keep_operands_of_functions, pretending, skip_methods
-from torchshard.comm.collectives import read
+from torchshard.comm.transport import read
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R, Shard

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchshard._torch import flatten, is_traced, unflatten
 from torchshard.comm.collectives import SMALL
 from torchshard.comm.comparing import differing
+from torchshard.comm.nearby import by_transport
 from torchshard.errors import RankMismatchError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.layout.runs import Runs, route, unrolled_shape
@@ -132,7 +133,9 @@ def redistribute_later(x: Tensor, source: TensorLayout, target: TensorLayout) ->
     program = _program(source, target, traced=False)
     if program.last is None:
         return _run(program.runs, x)
-    started = program.last(_run(program.before, x))
+    x = _run(program.before, x)
+    with by_transport():
+        started = program.last(x)
     stride = dense_stride(target.local_shape, target.stride) if target.mesh.coordinate is not None else (1,)
     return Pending.of(lambda: _run(program.after, started.wait()), target.local_shape, stride, x.dtype, x.device)
 
