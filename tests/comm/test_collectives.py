@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import run_ranks
+from tests.ranks import by_messages, run_ranks
 from torchshard.comm import collectives as C
+from torchshard.comm import reach
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import only_gloo_reduces, prepare
 from torchshard.comm.travelling import cut
@@ -17,11 +18,17 @@ DTYPES = [
     torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
 ]  # fmt: skip
 SIZES = [0, 1, 2, 3, 4, 5, 7]
+WAYS = ["said", "read", "read whole", "transport"]
+"""How ranks of one machine, and others, send: with words, in one another's memory, by gloo."""
 
 
-def _group(rank, world):
+def _group(rank, world, way="said"):
     import torch.distributed as dist
 
+    if way == "transport":
+        by_messages()
+    elif way != "said":
+        reach.SAID, reach.WHOLE = 0, 0 if way == "read" else 2**20
     return Group(dist.group.WORLD.group_name, world, rank)
 
 
@@ -33,8 +40,8 @@ def _full(shape, dtype):
     return (torch.arange(math.prod(shape)) % 5).reshape(shape).to(dtype)
 
 
-def _moves(rank, world):
-    group = _group(rank, world)
+def _moves(rank, world, way):
+    group = _group(rank, world, way)
     done = 0
     for dtype in DTYPES:
         for n in SIZES:
@@ -64,13 +71,14 @@ def _same(got, want):
     )
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_pieces_of_every_length_and_type_are_gathered_exchanged_and_broadcast(world):
-    assert run_ranks(world, _moves) == [len(DTYPES) * len(SIZES) * 3] * world
+def test_pieces_of_every_length_and_type_are_gathered_exchanged_and_broadcast(world, way):
+    assert run_ranks(world, _moves, way) == [len(DTYPES) * len(SIZES) * 3] * world
 
 
-def _reduces(rank, world, gloo):
-    group = _group(rank, world)
+def _reduces(rank, world, way, gloo):
+    group = _group(rank, world, way)
     if not gloo:
         C.only_gloo_reduces = lambda term, op: op in ("band", "bor", "bxor")
     for op, dtypes, by in [
@@ -111,9 +119,10 @@ def _fold(terms, by):
     return total
 
 
-@pytest.mark.parametrize(("world", "gloo"), [(2, True), (3, False)])
-def test_reductions(world, gloo):
-    assert all(run_ranks(world, _reduces, gloo))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("world", "gloo"), [(2, True), (3, False), (3, True)])
+def test_reductions(world, gloo, way):
+    assert all(run_ranks(world, _reduces, way, gloo))
 
 
 def test_bits_are_reduced_by_gloo_alone():
@@ -123,8 +132,8 @@ def test_bits_are_reduced_by_gloo_alone():
         assert not only_gloo_reduces(x, "max")
 
 
-def _nan(rank, world):
-    group = _group(rank, world)
+def _nan(rank, world, way):
+    group = _group(rank, world, way)
     found = []
     for where in range(world):
         x = torch.tensor([1.0, 2.0, float(rank), -math.inf])
@@ -134,17 +143,19 @@ def _nan(rank, world):
     return [[t.tolist() for t in pair] for pair in found]
 
 
-def test_a_nan_of_any_rank_survives_max_and_min():
-    for answer in run_ranks(2, _nan):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_nan_of_any_rank_survives_max_and_min(way):
+    for answer in run_ranks(2, _nan, way):
         for largest, smallest in answer:
             assert math.isnan(largest[1])
             assert math.isnan(smallest[1])
             assert (largest[2], smallest[2], largest[3]) == (1.0, 0.0, -math.inf)
 
 
-def _seats(rank, world):
+def _seats(rank, world, way):
     import torch.distributed as dist
 
+    _group(rank, world, way)
     # A line that runs through the ranks backwards.
     group = Group(dist.group.WORLD.group_name, world, world - 1 - rank, tuple(reversed(range(world))))
     full, lengths = torch.arange(7.0), _lengths(7, world)
@@ -158,8 +169,9 @@ def _seats(rank, world):
     return True
 
 
-def test_a_line_need_not_follow_the_ranks_of_its_group():
-    assert all(run_ranks(3, _seats))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_line_need_not_follow_the_ranks_of_its_group(way):
+    assert all(run_ranks(3, _seats, way))
 
 
 @pytest.mark.parametrize(
@@ -181,9 +193,9 @@ def test_reductions_without_a_meaning_are_refused(dtype, op):
         prepare(torch.zeros(2, dtype=dtype), op, 2)
 
 
-def _half(rank, world):
+def _half(rank, world, way):
     """Averages and norms whose sums are out of the range of the terms, or below it."""
-    group = _group(rank, world)
+    group = _group(rank, world, way)
     found = []
     for dtype in (torch.float16, torch.bfloat16):
         for op, value in [
@@ -210,9 +222,10 @@ def _half(rank, world):
     return found
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_averages_and_norms_of_narrow_types_are_those_of_eager_torch(world):
-    for found in run_ranks(world, _half):
+def test_averages_and_norms_of_narrow_types_are_those_of_eager_torch(world, way):
+    for found in run_ranks(world, _half, way):
         assert found == [True] * 14
 
 
@@ -249,9 +262,9 @@ def _moves_and_sums(rank, plain, group):
     ]
 
 
-def _put_off(rank, world):
+def _put_off(rank, world, way):
     """Conjugated and negated tensors whose bits are still those of before."""
-    group = _group(rank, world)
+    group = _group(rank, world, way)
     source = torch.tensor([[1 + 2j, 3 - 1j], [0 + 1j, 2 + 0j], [4 - 3j, 1 + 1j]])
     for x in (source.conj(), source.conj().imag):
         assert x.is_conj() or x.is_neg()
@@ -263,8 +276,9 @@ def _put_off(rank, world):
     return True
 
 
-def test_what_torch_has_put_off_is_carried_out():
-    assert run_ranks(2, _put_off) == [True, True]
+@pytest.mark.parametrize("way", WAYS)
+def test_what_torch_has_put_off_is_carried_out(way):
+    assert run_ranks(2, _put_off, way) == [True, True]
 
 
 def test_pieces_along_the_first_dim_are_sent_where_they_lie():

@@ -258,20 +258,22 @@ def _interceptor() -> Any:
 
 
 def has_modes() -> bool:
-    """Whether modes see operators of this thread (torch._C._len_torch_dispatch_stack, 2.11-2.15; else nobody knows)."""
+    """Whether modes may see operators of this thread (torch._C._len_torch_dispatch_stack, 2.11-2.15; else they may)."""
     count = find_once("_C._len_torch_dispatch_stack")
-    return count is not None and count() > 0
+    return count is None or count() > 0
 
 
 @contextmanager
 def beneath_modes(answer: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
     """What modes let through of an operator is answered, by its overload and arguments, in place of a kernel.
 
-    torch.utils._python_dispatch: _pop_mode, _push_mode (2.11-2.15).
+    torch.utils._python_dispatch: _get_current_dispatch_mode, _pop_mode, _push_mode (2.11-2.15).
     """
     from torch.utils import _python_dispatch as modes
 
-    above = [modes._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    above = []
+    while modes._get_current_dispatch_mode() is not None:
+        above.append(modes._pop_mode())
     with _interceptor()(lambda func, args, kwargs: answer(func, args)):
         for mode in reversed(above):
             modes._push_mode(mode)

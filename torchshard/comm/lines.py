@@ -5,6 +5,7 @@ interface that gloo uses.
 """
 
 import contextlib
+import hashlib
 import os
 import socket
 import struct
@@ -33,6 +34,9 @@ _GREETING, _PEER = struct.Struct("q16s"), struct.Struct("3i")
 _IPV4, _IFADDR, _IFREQ = struct.Struct("4sI"), 0x8915, struct.Struct("256s")
 """An address and a port; how Linux is asked for the address of an interface (netdevice(7))."""
 
+_SHARED = "/proc/self/ns/net", "/proc/self/ns/pid"
+"""Namespaces of Linux (namespaces(7))."""
+
 Lines = Mapping[int, socket.socket]
 
 Tell = Callable[[bytes], list[bytes]]
@@ -52,11 +56,15 @@ if hasattr(os, "register_at_fork"):  # not on every system
 
 
 def machine() -> int:
-    """A number of the machine and of its last start."""
+    """A number of what processes that reach one another share: the machine's last start, its network, its processes.
+
+    Containers of one machine may have networks and process ids of their own.
+    """
     try:
-        return int(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:15], 16)
+        shared = Path("/proc/sys/kernel/random/boot_id").read_text() + "".join(map(os.readlink, _SHARED))
     except OSError:
         return 0
+    return int.from_bytes(hashlib.sha256(shared.encode()).digest()[:7])
 
 
 class Near:

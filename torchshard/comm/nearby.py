@@ -82,42 +82,40 @@ class Nearby:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See Sender."""
-        reach = self._reach
-        result = x.new_empty((reach.ranks * x.shape[0], *x.shape[1:]))
-        slots = result.view(reach.ranks, x.numel()).unbind()
-        slots[reach.rank].copy_(x.view(-1))
-        with self._making("all_gather") as what:
+        with self._making("all_gather") as (reach, what):
+            result = x.new_empty((reach.ranks * x.shape[0], *x.shape[1:]))
+            slots = result.view(reach.ranks, x.numel()).unbind()
+            slots[reach.rank].copy_(x.view(-1))
             reach.give(what, dict.fromkeys(reach.others, x), {other: slots[other] for other in reach.others})
         return result
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """See Sender."""
-        result = x.clone()
-        with self._making(f"all_reduce {op}") as what:
-            self._reach.reduce(result, op, what)
+        with self._making(f"all_reduce {op}") as (reach, what):
+            result = x.clone()
+            reach.reduce(result, op, what)
         return result
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """See Sender."""
-        reach = self._reach
-        parts = x.view(reach.ranks, x.shape[0] // reach.ranks, *x.shape[1:]).unbind()
-        with self._making(f"reduce_scatter {op}") as what:
+        with self._making(f"reduce_scatter {op}") as (reach, what):
+            parts = x.view(reach.ranks, x.shape[0] // reach.ranks, *x.shape[1:]).unbind()
             return reach.reduce_given({other: parts[other] for other in reach.others}, parts[reach.rank], op, what)
 
     def all_to_all(self, x: Tensor, taken: Sequence[int], given: Sequence[int]) -> Tensor:
         """See Sender."""
-        reach, result = self._reach, x.new_empty(sum(taken))
-        out, into = x.split_with_sizes(list(given)), result.split_with_sizes(list(taken))
-        into[reach.rank].copy_(out[reach.rank])
-        given_to, taken_of = ({other: s[other] for other in reach.others if len(s[other])} for s in (out, into))
-        with self._making("all_to_all") as what:
+        with self._making("all_to_all") as (reach, what):
+            result = x.new_empty(sum(taken))
+            out, into = x.split_with_sizes(list(given)), result.split_with_sizes(list(taken))
+            into[reach.rank].copy_(out[reach.rank])
+            given_to, taken_of = ({other: s[other] for other in reach.others if len(s[other])} for s in (out, into))
             reach.give(what, given_to, taken_of)
         return result
 
     def broadcast(self, x: Tensor, seat: int) -> Tensor:
         """See Sender."""
-        reach, result = self._reach, x.clone()
-        with self._making("broadcast") as what:
+        with self._making("broadcast") as (reach, what):
+            result = x.clone()
             if seat == reach.rank:
                 reach.give(what, dict.fromkeys(reach.others, x), {})
             else:
@@ -125,9 +123,11 @@ class Nearby:
         return result
 
     @contextmanager
-    def _making(self, what: str) -> Iterator[str]:
-        with self._words.failing("a collective of DTensors"), _torch.spanned(f"gloo:{what.split()[0]}"):
-            yield what
+    def _making(self, what: str) -> Iterator[tuple[Reach, str]]:
+        """Gradients of DTensors cross ranks by formulas of their own, so there is no history."""
+        seen = _torch.spanned(f"gloo:{what.split()[0]}")
+        with self._words.failing("a collective of DTensors"), seen, torch.no_grad():
+            yield self._reach, what
 
 
 class Watched(Transport):

@@ -6,7 +6,7 @@ ranks end with the same bits.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -107,7 +107,7 @@ class Reach:
         with self._telling(what, everyone, everyone, owner) as there:
             begin, end = bounds[self.rank]
             self._reduce_from({other: at + begin * x.itemsize for other, at in there.items()}, x[begin:end], op)
-            self._words.exchange(dict.fromkeys(self.others, _DONE), dict.fromkeys(self.others, NOTHING))
+            self._tell_done(self.others, self.others)
             for other, address in there.items():
                 begin, end = bounds[other]
                 if begin < end:
@@ -168,8 +168,10 @@ class Reach:
             there = {other: heard[other].address for other, x in taken.items() if x.nbytes > longest}
             readers = [other for other, x in held.items() if x.nbytes > longest]
             yield there
-            if there or readers:
-                words.exchange(dict.fromkeys(there, _DONE), dict.fromkeys(readers, NOTHING))
+            self._tell_done(there, readers)
+
+    def _tell_done(self, to: Iterable[int], of: Iterable[int]) -> None:
+        self._words.exchange(dict.fromkeys(to, _DONE), dict.fromkeys(of, NOTHING), again=True)
 
 
 def reduce_terms(terms: Mapping[int, Tensor], op: str, out: Tensor) -> Tensor:

@@ -22,9 +22,6 @@ from torchshard.comm.lines import MOST_RANKS, Lines, Near, Tell, connect, hang_u
 from torchshard.comm.lost import raise_lost
 from torchshard.comm.transport import Transport, waited
 
-SWITCH = "TORCHSHARD_WORDS"
-"""Environment variable; 0 on any rank: ranks say nothing to one another but by their transport."""
-
 _WORD = struct.Struct("5q")
 """How many times ranks have spoken; a Word."""
 
@@ -73,8 +70,7 @@ def _connected(group: dist.ProcessGroup, device: torch.device) -> "Words | None"
         machines, pids = zip(*_of_all_ranks([machine(), os.getpid()], device, ranks), strict=True)
         if len({*machines}) > 1 or len({*pids}) < len(pids):  # ranks that are threads have one
             return None
-        places = Near(pids) if os.environ.get(SWITCH, "1") != "0" else None
-        lines = connect(group, places, _torch.group_timeout(group, device), _telling(ranks, device))
+        lines = connect(group, Near(pids), _torch.group_timeout(group, device), _telling(ranks, device))
     return Words(group, lines) if lines else None
 
 
@@ -120,18 +116,21 @@ class Words:
             heard = self.exchange(dict.fromkeys(self._lines, (mine, NOTHING)), dict.fromkeys(self._lines, NOTHING))
         return all(word == mine for word in heard.values())
 
-    def exchange(self, said: Mapping[int, tuple[Word, Bytes]], into: Mapping[int, Bytes]) -> dict[int, Word]:
+    def exchange(
+        self, said: Mapping[int, tuple[Word, Bytes]], into: Mapping[int, Bytes], again: bool = False
+    ) -> dict[int, Word]:
         """Say a word and some bytes to ranks, and hear those of ranks; the words, by rank.
 
         Args:
             said: to whom.
             into: of whom, and where the bytes go; as many as that rank says, if its word is the one that is expected.
+            again: whether it belongs to what was said last, and is no turn of all ranks.
 
         Raises:
             OSError: a line is broken, or has ended, or the time is over; names the rank.
         """
         with self.turn:
-            self._count += 1
+            self._count += not again
             for rank, (word, data) in said.items():
                 self._say(rank, word, data)
             return {rank: self._hear(rank, data) for rank, data in into.items()}
