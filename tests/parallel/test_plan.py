@@ -23,6 +23,7 @@ from torchshard.parallel import (
     context_parallel,
     local_parameters,
     parallelize_module,
+    placed_parameters,
 )
 from torchshard.parallel.fsdp import torch_parameters
 
@@ -241,6 +242,7 @@ def test_parameters_that_take_the_places_of_others_have_gradients_of_the_same_dt
     model[:2](torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     found = [p.grad.dtype for p in model[:2].parameters()]
     assert found == [*[torch.float32] * 3, torch.bfloat16]
+    assert [p.grad.dtype for p in placed_parameters(model[:2])] == found
 
 
 def test_styles_as_text():
