@@ -283,6 +283,8 @@ def chosen_parameters(rank, world):
         for module in (*model, model):
             shard(module, mesh=mesh["dp"], **options)
         found.append({name: getattr(p, "placements", None) for name, p in model.named_parameters()})
+        assert shard.state(model) is model._get_fsdp_state()
+        assert shard.state(model[0].up) is None
     assert found[0] == found[1]
 
     theirs = torch_fully_shard(cases.parallel(mesh), mesh=mesh["dp"])

@@ -23,6 +23,7 @@ from torchshard.parallel import (
     context_parallel,
     local_parameters,
     parallelize_module,
+    placed_parameters,
 )
 from torchshard.parallel.fsdp import torch_parameters
 
@@ -225,6 +226,23 @@ def test_parameters_are_replaced_all_or_none_and_go_with_their_module(mesh_of_on
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("replace", [local_parameters, torch_parameters, None])
+def test_parameters_that_take_the_places_of_others_have_gradients_of_the_same_dtype(mesh_of_one, replace):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)).to(torch.bfloat16)
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    model[1].bias.grad_dtype = None
+    parallelize_module(model[:2], mesh_of_one, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    distribute_module(model[2], mesh_of_one)
+    if replace:
+        replace(model[:2])
+    assert [p.grad_dtype for p in model.parameters()] == [*[torch.float32] * 3, None, *[torch.float32] * 2]
+    model[:2](torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    found = [p.grad.dtype for p in model[:2].parameters()]
+    assert found == [*[torch.float32] * 3, torch.bfloat16]
+    assert [p.grad.dtype for p in placed_parameters(model[:2])] == found
 
 
 def test_styles_as_text():

@@ -212,3 +212,11 @@ def test_values_without_private_fast_paths(group):
     for done, complaints in run_ranks(2, without_fast_paths, group):
         assert not complaints, complaints[:3]
         assert done > 10
+
+
+@pytest.mark.parametrize("arguments", [(), (torch.ones(2),), ((2, 3),), (2, 3)])
+def test_the_class_itself_makes_no_tensors(arguments):
+    from torchshard import DTensor
+
+    with pytest.raises(TypeError, match=r"DTensor\(\.\.\.\) does not make one; DTensor\.from_local\(part"):
+        DTensor(*arguments)

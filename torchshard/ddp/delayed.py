@@ -9,7 +9,7 @@ import torch
 from torchshard import _torch
 from torchshard.ddp import messages
 from torchshard.ddp.backwards import Leaves
-from torchshard.ddp.flat import gradient_strides
+from torchshard.ddp.flat import gradient_dtype, gradient_strides
 from torchshard.ddp.passes import Mode
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Delayed:
 
     def _lay_out(self) -> None:
         """Buffers for the parameters as they are now: modules may be converted between two steps."""
-        kinds = [(p.dtype, p.device, p.shape, gradient_strides(p)) for p in self._params]
+        kinds = [(gradient_dtype(p), p.device, p.shape, gradient_strides(p)) for p in self._params]
         if kinds == self._kinds:
             return
         self._kinds, self._buffers = kinds, []

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from torchshard import _torch
+from torchshard.ddp import messages
 
 _grad, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
 
@@ -21,7 +22,7 @@ class FlatBucket:
 
     Args:
         members: the parameters by their numbers in the wrapper, in the order in which gradients are expected; of one
-            dtype and device.
+            device, and their gradients of one dtype.
         scale: what gradients are multiplied with on their way in: 1 / world size.
         views_stay: whether each `.grad` is a view of the bucket for good (gradient_as_bucket_view=True).
         never: members that are known to get no gradient.
@@ -44,7 +45,7 @@ class FlatBucket:
         never: Collection[int] = (),
         small: int = SMALL,
     ) -> None:
-        apart = {i: p for i, p in members.items() if p.numel() < small and p.is_contiguous()}
+        apart = {i: p for i, p in members.items() if p.numel() < small and p.is_contiguous() and p.grad_dtype}
         self.members = {**apart, **members}  # the small ones first
         self.large = members.keys() - apart.keys()
         self.order, self.parameters = [*members], [*members.values()]  # as hooks see them
@@ -107,6 +108,8 @@ class FlatBucket:
             return
         if grad.is_sparse:
             _refuse_sparse(grad)
+        if grad.dtype is not place.dtype:  # possible only where grad_dtype is None
+            raise RuntimeError(messages.other_dtype_text(index, grad.dtype, place.dtype))
         torch.mul(grad, self.scale, out=place)
         stays = grad.requires_grad or index in self._existing or index in self.watched
         if stays or not self._becomes_gradient(index):
@@ -232,7 +235,7 @@ class FlatBucket:
     def zeros(self) -> torch.Tensor:
         """What a rank without gradients would contribute."""
         like = next(iter(self.members.values()))
-        return torch.zeros(self._shown[1], dtype=like.dtype, device=like.device)
+        return torch.zeros(self._shown[1], dtype=gradient_dtype(like), device=like.device)
 
     def views(self) -> list[torch.Tensor]:
         """The members' parts of it, in their order."""
@@ -255,7 +258,7 @@ class FlatBucket:
         with torch.no_grad():
             for i, p in self.members.items():
                 if i in used:
-                    p.grad = self._piece(flat, i, self._shown[0]).detach().to(p.dtype)
+                    p.grad = self._piece(flat, i, self._shown[0]).detach().to(gradient_dtype(p))
 
     # ---------------------------------------------------------------------------------------------- out
 
@@ -351,7 +354,7 @@ class FlatBucket:
 
     def _dtype_like(self, like: torch.Tensor) -> torch.dtype:
         """Of the bucket, for a member as it is now: modules may be converted between two steps."""
-        return like.dtype
+        return gradient_dtype(like)
 
     def _held_by_others(self) -> bool:
         """Whether anybody but this bucket and the present gradients holds the memory."""
@@ -368,6 +371,11 @@ class FlatBucket:
             if grad is not None and grad.data_ptr() == start + size * self._offsets[i]:
                 strangers -= 1
         return strangers > 0
+
+
+def gradient_dtype(param: torch.Tensor) -> torch.dtype:
+    """Of its gradient: the parameter's own, unless `grad_dtype` says otherwise (None leaves it to each gradient)."""
+    return param.grad_dtype or param.dtype
 
 
 def gradient_strides(param: torch.Tensor) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 
 from torchshard import _torch
 from torchshard.buckets import slices
-from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.flat import FlatBucket, gradient_dtype
 
 _grad = attrgetter("grad")
 
@@ -176,7 +176,7 @@ class GraphBucket(FlatBucket):
         self._before.clear()
 
     def _fits(self, dtype: torch.dtype) -> bool:
-        return dtype is next(iter(self.members.values())).dtype
+        return dtype is gradient_dtype(next(iter(self.members.values())))
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(

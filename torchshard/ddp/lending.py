@@ -3,14 +3,14 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from torchshard import _torch
 from torchshard.buckets import ONE_BUCKET, BucketPolicy, MiB
 from torchshard.ddp import messages
-from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.flat import FlatBucket, gradient_dtype
 from torchshard.ddp.graphs import GraphBucket
 
 if TYPE_CHECKING:
@@ -176,7 +176,11 @@ class Lending:
             counts = self._reducer.exchange.totals([int(i in self.late) for i in range(len(self._reducer.params))])()
             numbers = (i for i, count in enumerate(counts) if count)
         late = {i: self.late.get(i) for i in sorted(numbers)}
-        return {i: torch.zeros_like(self._reducer.params[i]) if grad is None else grad for i, grad in late.items()}
+        for i, grad in late.items():
+            if grad is None:
+                param = self._reducer.params[i]
+                late[i] = torch.zeros_like(param, dtype=gradient_dtype(param))
+        return cast(dict[int, torch.Tensor], late)
 
     def somebody_wishes(self) -> bool:
         """Whether the buckets do not fit the graphs of some rank; all ranks ask at the same point."""

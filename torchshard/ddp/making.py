@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchshard.buckets import Gradient
-from torchshard.ddp.flat import SMALL, FlatBucket
+from torchshard.ddp.flat import SMALL, FlatBucket, gradient_dtype
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.layouts import LaidBucket
 from torchshard.ddp.mixed import MixedBucket, MixedGraphBucket
@@ -34,11 +34,11 @@ class Recipe:
 
     def gradient(self, index: int, name: str) -> Gradient:
         """The gradient of one parameter, for the planner: what can share a bucket has equal kinds."""
-        p = self.params[index]
-        kind: tuple[str, ...] = (str(p.dtype).removeprefix("torch."), str(p.device))
+        p, dtype = self.params[index], gradient_dtype(self.params[index])
+        kind: tuple[str, ...] = (str(dtype).removeprefix("torch."), str(p.device))
         if index in self.sparse:
             kind = (*kind, f"sparse, of {name}")
-        return Gradient(index, name, p.numel() * p.element_size(), kind)
+        return Gradient(index, name, p.numel() * dtype.itemsize, kind)
 
     def make(self, layout: Iterable[LaidBucket], reduction: Sum | Hooked, never: Collection[int]) -> list[FlatBucket]:
         """The buckets of a layout, in its order.

@@ -134,6 +134,14 @@ def twice_text(index: int, name: str) -> str:
     )
 
 
+def other_dtype_text(index: int, came: torch.dtype, bucket: torch.dtype) -> str:
+    """A gradient is of another dtype than the bucket that it goes to, whose reduction would round it."""
+    return (
+        f"DistributedDataParallel: the gradient of the parameter at index {index} is of {came}, and goes to a bucket "
+        f"of {bucket}, as its grad_dtype is None; set parameter.grad_dtype = {came} on every rank"
+    )
+
+
 def excluded_text(setting: str) -> str:
     """A setting with which gradients cannot be averaged in a backward that compiled autograd traces."""
     return f"DistributedDataParallel: {setting} does not work under compiled autograd; run backward without it"

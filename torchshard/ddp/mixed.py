@@ -13,7 +13,7 @@ from torchshard import _torch
 from torchshard.ddp import messages
 from torchshard.ddp.composite import is_composite
 from torchshard.ddp.copying import Filling
-from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.flat import FlatBucket, gradient_dtype
 from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.options import reduced
 from torchshard.ddp.passes import ForwardPass
@@ -156,7 +156,7 @@ class MixedBucket(FlatBucket):
             if i in self._absent and i not in used:
                 continue
             raise_precision(p)
-            result = torch.empty_like(p).copy_(places[i].detach()).detach()
+            result = torch.empty_like(p, dtype=gradient_dtype(p)).copy_(places[i].detach()).detach()
             if p.grad is None:
                 p.grad = result
             else:
@@ -205,7 +205,7 @@ def raise_precision(param: torch.Tensor) -> None:
         param.data = param._fp_param  # type: ignore[attr-defined]
         param._mp_param = param._mp_param.new_empty(0)  # type: ignore[attr-defined]
         if param.grad is not None:
-            param.grad.data = param.grad.to(param.dtype)
+            param.grad.data = param.grad.to(gradient_dtype(param))
 
 
 def _version(param: torch.Tensor) -> int:

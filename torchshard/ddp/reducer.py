@@ -37,7 +37,7 @@ from torchshard.ddp.reduction import Hooked, Sum
 from torchshard.ddp.traced import Traced
 from torchshard.ddp.usage import Usage
 
-_dtype = attrgetter("dtype")
+_dtype = attrgetter("grad_dtype")
 
 
 class Reducer(Launching, ReducerCompatibility):
@@ -366,7 +366,7 @@ class Reducer(Launching, ReducerCompatibility):
         self._gradients = [self._recipe.gradient(i, n) for i, n in enumerate(self.names)]
 
     def _follow_conversion(self) -> None:
-        """Parameters are of another dtype than before: new buckets, which the ranks compare before the first leaves."""
+        """Gradients are of another dtype than before: new buckets, which the ranks compare before the first leaves."""
         self._look_at_dtypes()
         if all(len({self._dtypes[i] for i in laid.members}) == 1 for laid in self._layout):
             self._adopt(self._layout, agreed=False)

@@ -15,6 +15,13 @@ class WithoutMemory:
     __slots__ = ()
     _local_tensor: Tensor
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Refused: torch.Tensor's would make one of no parts."""
+        raise TypeError(
+            f"{cls.__name__}(...) does not make one; DTensor.from_local(part, mesh, placements) does of a part, "
+            "distribute_tensor(whole, mesh, placements) of a whole tensor"
+        )
+
     def data_ptr(self) -> int:
         """Nowhere; also where this rank's part begins within other memory, which torch would take for an address."""
         return 0

@@ -164,6 +164,7 @@ def _placed(parameter: nn.Parameter, layout: "Placed | None", first: "Placed | N
         saved = (layout or first.replicated(parameter)).saved  # type: ignore[union-attr]
     x = saved(parameter.detach())
     if parameter.grad is not None:
+        x.grad_dtype = parameter.grad.dtype  # as the parameter's grad_dtype allows
         x.grad = saved(parameter.grad)
     return x.requires_grad_(parameter.requires_grad)
 

@@ -41,7 +41,7 @@ def require_replaceable(old: nn.Parameter, module: nn.Module, name: str) -> None
 
 
 def successor(old: nn.Parameter, value: Tensor, module: nn.Module, name: str) -> nn.Parameter:
-    """A parameter that takes the place of another, with the attributes that users have given that one.
+    """A parameter that takes the place of another, with the attributes and `grad_dtype` that users have given that one.
 
     Args:
         old, module, name: as for require_replaceable, which raises.
@@ -50,6 +50,8 @@ def successor(old: nn.Parameter, value: Tensor, module: nn.Module, name: str) ->
     require_replaceable(old, module, name)
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})
+    if old.grad_dtype is not old.dtype:  # by default it follows the dtype
+        new.grad_dtype = old.grad_dtype
     _new[old] = new
     return new
 

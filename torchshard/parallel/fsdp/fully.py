@@ -79,6 +79,9 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
     return sharded
 
 
+fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]  # what it knows of a module, as torch has it
+
+
 def _owners(modules: Sequence[nn.Module]) -> "Iterator[tuple[nn.Module, _TorchOwner]]":
     """The modules below, and these, that lend parameters, and what they do it by."""
     for submodule in chain.from_iterable(each.modules() for each in modules):
