@@ -16,12 +16,14 @@ from torch import Tensor
 
 from torchshard import _torch
 from torchshard.comm.group import Group
+from torchshard.comm.lost import raise_lost
 from torchshard.comm.neighbours import process_ids
 from torchshard.comm.reach import Reach
 from torchshard.comm.transport import Sender, Transport
 from torchshard.comm.words import Words, words_of
 
 _CPU = torch.device("cpu")
+_WHAT = "a collective of DTensors"
 
 _known: "weakref.WeakKeyDictionary[dist.ProcessGroup, Nearby | None]" = weakref.WeakKeyDictionary()
 """A fact about each group, asked for by all its ranks in the same order."""
@@ -64,8 +66,11 @@ def by_transport() -> Iterator[None]:
 def _found(group: dist.ProcessGroup) -> "Nearby | None":
     if not _torch.is_gloo(group) or (words := words_of(group, _CPU)) is None:
         return None
-    with _torch.outside_of_traces():
-        pids = process_ids(group, _CPU)
+    try:
+        with _torch.outside_of_traces():
+            pids = process_ids(group, _CPU)
+    except RuntimeError as error:
+        raise_lost(group, _WHAT, error)
     return Nearby(Reach(group.rank(), pids, words), words) if pids else None
 
 
@@ -126,7 +131,7 @@ class Nearby:
     def _making(self, what: str) -> Iterator[tuple[Reach, str]]:
         """Gradients of DTensors cross ranks by formulas of their own, so there is no history."""
         seen = _torch.spanned(f"gloo:{what.split()[0]}")
-        with self._words.failing("a collective of DTensors"), seen, torch.no_grad():
+        with self._words.failing(_WHAT), seen, torch.no_grad():
             yield self._reach, what
 
 
