@@ -1,6 +1,8 @@
 """FSDP2 on tensor-parallel modules, and every option of torch's functions for state dicts."""
 
 import contextlib
+import importlib
+import re
 from functools import partial
 
 import pytest
@@ -205,20 +207,32 @@ def test_tied_weights_uneven_lengths_and_hybrid_sharding():
 
 
 def unsayable(rank, world):
-    from torchshard import init_device_mesh
+    from torchshard import Shard, init_device_mesh
     from torchshard.errors import ShardingError
+    from torchshard.parallel.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ShardingError) as caught:
         fully(cases.parallel(mesh, hidden=(7,)), mesh)
-    return str(caught.value)
+    theirs, where = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common"), []
+    for dim in (0, 1):  # on a mesh of the parameter's own
+        said = theirs.ShardPlacementResult(Shard(dim), theirs.FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0))
+        with pytest.raises(ShardingError) as of_its_own:
+            fully_shard(
+                cases.parallel(mesh, hidden=(7,)),
+                mesh=mesh["dp"],
+                shard_placement_fn=lambda p, said=said: said if p.ndim == 2 else None,
+            )
+        where.append(re.search(r"where: +([^,]+)", str(of_its_own.value))[1])
+    return str(caught.value), where
 
 
 def test_lengths_that_torch_could_not_save_are_refused():
-    messages = run_ranks(6, unsayable)
-    assert len(set(messages)) == 1
+    (message, where), *others = run_ranks(6, unsayable)
+    assert others == [(message, where)] * 5
+    assert where == ["0.up.weight", "0.up.bias"]  # the weight's second dim is not cut by others
     assert_expected_inline(
-        messages[0],
+        message,
         """\
 FSDP would cut a parameter in pieces that torch cannot save, having no placements for them.
   expected: a length that 3 x 2 ranks divide

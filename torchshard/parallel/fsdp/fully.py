@@ -119,12 +119,18 @@ def _require_torch_can_say(
             where=name,
             fix="leave it out of the plan, or replicate it; or DistributedDataParallel(device_mesh=) instead of FSDP",
         )
-    placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+    placement: Any = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+    own = getattr(placement, "mesh_info", None)  # a ShardPlacementResult: on a mesh of the parameter's own
+    if own is not None:
+        mesh, placement = own.mesh, placement.placement
     dim = getattr(placement, "dim", 0) % max(layout.ndim, 1)
     axes = layout.sharding.splits.get(dim, ())
     if mesh is None or not axes:
         return
-    cutting = (mesh.ndim - 1,) if dp_mesh_dims is None else _named(mesh, dp_mesh_dims.shard_names)
+    if own is not None:
+        cutting: tuple[int, ...] = (own.shard_mesh_dim,)
+    else:
+        cutting = (mesh.ndim - 1,) if dp_mesh_dims is None else _named(mesh, dp_mesh_dims.shard_names)
     ranks, names = math.prod([mesh.shape[axis] for axis in cutting]), mesh.mesh_dim_names or "?" * mesh.ndim
     along = " and ".join([names[axis] for axis in cutting])
     try:
