@@ -1,19 +1,20 @@
 """Eager tensor parallelism: a training step of a small Llama with our styles beside one with torch's own.
 
-    python -m benchmarks.tensor_parallel --rounds 31
+    python -m benchmarks.tensor_parallel --rounds 31 [--messages]
 
 A step is zero_grad, forward, cross entropy over the split vocabulary (loss_parallel), backward and AdamW. "tp" cuts
 weights, "sp" also splits the sequence between blocks; "sp, 2 x fully_shard" is the latter under FSDP2 on 2x2 ranks.
 
 Both models hold the same weights, take turns in one run, and their parameters are compared after three steps; what
-counts is the ratio of each round. The first table is of gloo ranks with one thread each, in wall time on rank 0. There
-a step of the small model mostly waits for its collectives, so the second table has the CPU time of a rank, on a fake
-group.
+counts is the ratio of each round. The first table is of gloo ranks with one thread each, in wall time on rank 0. They
+are on one machine, so our collectives are made in their memory; with --messages they go by gloo, as torch's do. The
+second table has the CPU time of a rank, on a fake group.
 """
 
 import argparse
 import copy
 import functools
+import os
 
 import torch
 
@@ -97,10 +98,15 @@ def main() -> str:
     """Both tables, and their geometric means."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=31)
-    rounds, parts = parser.parse_args().rounds, []
+    parser.add_argument("--messages", action="store_true", help="our collectives by gloo, too")
+    args = parser.parse_args()
+    if args.messages:
+        os.environ["TORCHSHARD_READ_NEIGHBOURS"] = "0"  # read where ranks are started
+    rounds, parts = args.rounds, []
     for what, found in (("wall time", compared(rounds)), ("CPU time, a fake group", cpu_time(rounds))):
         parts += [f"{what}\n\n{table(found, 'ms')}\n\ngeometric mean of the ratios: {geometric_mean(found):.2f}\n"]
-    return "\n".join([*parts, f"torch {torch.__version__}, one thread a rank"])
+    way = "by messages" if args.messages else "in memory"
+    return "\n".join([*parts, f"torch {torch.__version__}, one thread a rank, our collectives {way}"])
 
 
 if __name__ == "__main__":

@@ -193,6 +193,8 @@ def _independent(rank, world):
         found.append(made.requires_grad)
         made.add_(1)
     assert torch.equal(x, torch.arange(6.0).view(2, 3))
+    held = torch.nn.Parameter(torch.ones(3)) if rank else torch.ones(3)
+    assert C.all_reduce(held, "sum", group).tolist() == [2.0] * 3
     with torch.inference_mode():
         y = C.all_gather(torch.ones(2, 3), 0, [2, 2], group)
     assert torch.equal(y, torch.ones(4, 3))

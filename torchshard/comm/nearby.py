@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchshard import _torch
 from torchshard.comm.group import Group
@@ -24,6 +24,9 @@ from torchshard.comm.words import Words, words_of
 
 _CPU = torch.device("cpu")
 _WHAT = "a collective of DTensors"
+
+_PLAIN = Tensor, nn.Parameter
+"""Classes of tensors with memory; a rank may hold a piece as the one, and another as the other."""
 
 _known: "weakref.WeakKeyDictionary[dist.ProcessGroup, Nearby | None]" = weakref.WeakKeyDictionary()
 """A fact about each group, asked for by all its ranks in the same order."""
@@ -43,7 +46,9 @@ def nearby(group: Group, x: Tensor) -> Sender | None:
     Raises:
         RankMismatchError: a rank is lost; names it.
     """
-    if x.__class__ is not Tensor or not x.is_cpu or group.size == 1 or getattr(_apart, "on", False):
+    if group.size == 1 or not x.is_cpu or x.__class__ not in _PLAIN or getattr(_apart, "on", False):
+        return None
+    if _torch.is_traced(x):
         return None
     process_group = _torch.group_named(group.name)
     try:

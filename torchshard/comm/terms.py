@@ -1,8 +1,10 @@
 """What ranks bring to a collective that they make themselves, and whether it fits together."""
 
 import zlib
+from functools import cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchshard.errors import RankMismatchError
@@ -24,7 +26,12 @@ class Term(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, what: str, owner: int = 0) -> "Term":
         """Of this tensor, from which `what` is made."""
-        return cls(x.numel(), zlib.crc32(f"{what} {x.dtype}".encode()), owner)
+        return cls(x.numel(), _kind(what, x.dtype), owner)
+
+
+@cache
+def _kind(what: str, dtype: torch.dtype) -> int:
+    return zlib.crc32(f"{what} {dtype}".encode())
 
 
 def require_same(x: Tensor, mine: Term, its: Term, ranks: tuple[int, int], where: str) -> None:
