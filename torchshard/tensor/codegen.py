@@ -19,7 +19,8 @@ What is no argument begins with two underscores: an operator of a user's may hav
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 How = Literal["local", "move", "locals", "moves", "constant", "given"]
@@ -49,10 +50,26 @@ KeyPart = Literal["tensor", "tensors", "number", "numbers", "number read", "numb
 
 
 class Argument(NamedTuple):
-    """One argument of a plan: its name, and how the local call gets it."""
+    """One argument of a plan: its name, how the local call gets it, and an argument before it that is moved alike.
+
+    Where the same tensors are given for both, as in `x * x`, what was moved is taken for both.
+    """
 
     name: str
     how: How
+    alike: str | None = None
+
+
+def noting_alike(arguments: Sequence[Argument], moves: Mapping[str, Hashable]) -> tuple[Argument, ...]:
+    """The arguments, with those found that are moved as one before them; `moves` says how each is, by name."""
+    first: dict[Hashable, str] = {}
+    found = []
+    for a in arguments:
+        moved = (a.how, moves[a.name]) if a.how in ("move", "moves") and a.name in moves else None
+        found.append(a._replace(alike=first.get(moved)) if moved else a)
+        if moved:
+            first.setdefault(moved, a.name)
+    return tuple(found)
 
 
 def make_entry(
@@ -98,9 +115,11 @@ def plan_maker(arguments: tuple[Argument, ...], positional: int, result: str) ->
     Returns:
         A function of (fn, new, D, outs, **bound) that returns the plan; bound has what `_BOUND` names.
     """
-    call = "__fn(" + ", ".join([_passed(a, i < positional) for i, a in enumerate(arguments)]) + ")"
+    again = {a.alike for a in arguments if a.alike}
+    call = "__fn(" + ", ".join([_passed(a, i < positional, again) for i, a in enumerate(arguments)]) + ")"
     names = [a.name for a in arguments]
-    lines = _result_lines(call, names, result)
+    lines = [f"__moved_{a.name} = {_ARGUMENT[a.how].format(n=a.name)}" for a in arguments if a.name in again]
+    lines += _result_lines(call, names, result)
     bound = [_BOUND[a.how].format(n=a.name) for a in arguments if a.how in _BOUND]
     body = "\n        ".join(lines)
     source = f"""\
@@ -110,7 +129,7 @@ def make(__fn, __new, __D, __outs, *, __copying=None, __severed=None{"".join(f",
         {body}
     return plan
 """
-    make: Callable[..., Callable[..., Any]] = _compiled(source, {})["make"]
+    make: Callable[..., Callable[..., Any]] = _compiled(source, {"same": _same})["make"]
     return lambda *known, **bound: make(*known, **{f"__{name}": value for name, value in bound.items()})
 
 
@@ -122,8 +141,19 @@ def _compiled(source: str, scope: Mapping[str, Any]) -> Mapping[str, Any]:
     return space
 
 
-def _passed(argument: Argument, by_position: bool) -> str:
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _passed(argument: Argument, by_position: bool, again: Collection[str]) -> str:
+    """How an argument is passed; `again` are those that were moved before, for one after them as well."""
     code = _ARGUMENT[argument.how].format(n=argument.name)
+    if argument.name in again:
+        code = f"__moved_{argument.name}"
+    elif argument.alike:
+        same = "{n} is {m}" if argument.how == "move" else "__same({n}, {m})"
+        code = f"__moved_{{m}} if {same} else {code}".format(n=argument.name, m=argument.alike)
     return code if by_position else f"{argument.name}={code}"
 
 

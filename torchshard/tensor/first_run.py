@@ -1,6 +1,6 @@
 """The first run of a call on local tensors: its result, and the plan for further calls of its kind."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
 from torchshard.tensor import guards, outside
 from torchshard.tensor.call import Call, Operand, lasting, run_on_meta
-from torchshard.tensor.codegen import Argument, How, plan_maker
+from torchshard.tensor.codegen import Argument, How, noting_alike, plan_maker
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
 from torchshard.tensor.once import brought
@@ -121,6 +121,7 @@ class FirstRun:
         call, bound = self.call, dict[str, Any]()
         how: list[How] = ["given"] * len(call.names)
         lists: dict[int, dict[int, tuple[TensorLayout, TensorLayout]]] = {}
+        ways: dict[str, Hashable] = {}  # by identity, as symbolic layouts have no hash
         for o, target, moves in zip(self.operands, self.targets, self.moves, strict=True):
             name = call.names[o.at]
             if o.item is not None:
@@ -129,14 +130,17 @@ class FirstRun:
                 moves = moves or self._is_turned(o)
                 how[o.at] = "move" if moves else "local"
                 if moves:
-                    bound[f"move_{name}"] = mover(o.layout, target, self.reading and self._takes_part(o, target))
+                    reading = self.reading and self._takes_part(o, target)
+                    ways[name] = id(o.layout), id(target), reading
+                    bound[f"move_{name}"] = mover(o.layout, target, reading)
         for at, pairs in lists.items():
             still = all(a.sharding is b.sharding and not a.marks & TURNED for a, b in pairs.values())
             how[at] = "locals" if still else "moves"
             if not still:
                 bound[f"move_{call.names[at]}"] = list_mover(pairs)
+                ways[call.names[at]] = way_of_list(pairs)
         self._constants(how, bound, results)
-        return tuple(map(Argument, call.names, how)), bound
+        return noting_alike(list(map(Argument, call.names, how)), ways), bound
 
     def _takes_part(self, o: Operand, target: TensorLayout) -> bool:
         """Whether the operator takes a part of what is here: gradients' kernels believe strides of layouts, and read
@@ -159,7 +163,7 @@ class FirstRun:
         """The arguments of a plan that is handed the moved first operand."""
         base = self.call.names[self.operands[0].at]
         bound.pop(f"move_{base}", None)
-        return tuple([Argument(a.name, "given") if a.name == base else a for a in arguments])
+        return tuple([Argument(a.name, "given") if a.name == base else a._replace(alike=None) for a in arguments])
 
     def _constants(self, how: list[How], bound: dict[str, Any], results: Sequence[Sharding] | None) -> None:
         """Arguments that are sizes of the result become those of this rank's part."""
@@ -314,6 +318,11 @@ def local_mover(source: TensorLayout, target: TensorLayout) -> Callable[[Tensor]
     if source.marks & TURNED:
         return lambda x: in_memory_order(redistribute_local(x, source, target), source)
     return lambda x: redistribute_local(x, source, target)
+
+
+def way_of_list(pairs: Mapping[int, tuple[TensorLayout, TensorLayout]]) -> Hashable:
+    """What tells two list_movers apart, as long as these layouts are there."""
+    return tuple([(k, id(source), id(target)) for k, (source, target) in pairs.items()])
 
 
 def list_mover(pairs: dict[int, tuple[TensorLayout, TensorLayout]]) -> Callable[[Sequence[Any]], list[Any]]:

@@ -1,6 +1,6 @@
 """Operators on lists of tensors (optimizers): one plan for the whole list."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -10,13 +10,13 @@ from torch.autograd.graph import increment_version
 
 from torchshard._torch import memory_of
 from torchshard.layout.layout import Sharding
-from torchshard.layout.placements import Partial
+from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import narrowed
 from torchshard.tensor import handlers, linearity, outside
 from torchshard.tensor.call import Call, Operand, lasting, refuse_as_eager, require_one_mesh, run_on_meta
-from torchshard.tensor.codegen import Argument, How, plan_maker
+from torchshard.tensor.codegen import Argument, How, noting_alike, plan_maker
 from torchshard.tensor.dtensor import DTensor, new, wrap
-from torchshard.tensor.first_run import Plan, list_mover, mover
+from torchshard.tensor.first_run import Plan, list_mover, mover, way_of_list
 from torchshard.tensor.guards import refuse_unwritable, write_back
 from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
 from torchshard.tensor.list_numbers import local_function
@@ -137,7 +137,8 @@ def _count(values: Sequence[Any], written: Iterable[int]) -> None:
 def _made(call: Call, first: int, operands: Sequence[Operand]) -> tuple[Any, Plan]:
     written = call.written()
     items = _leading(first, operands)
-    goals = _goals(call, first, items)
+    together = _added_together(call, first, items, operands)
+    goals = _goals(call, first, items, together)
     if any(layout.mesh.coordinate is None for layout, _ in goals):
         return outside.for_lists(call, _away(call, items, goals))
     how: list[How] = ["given"] * len(call.names)
@@ -148,7 +149,7 @@ def _made(call: Call, first: int, operands: Sequence[Operand]) -> tuple[Any, Pla
             continue
         alone = o.item is None or o.layout.shape != goals[o.item][0].shape
         sharding = o.layout.mesh.replicated() if alone else goals[o.item or 0][1]
-        if o.at != first:
+        if o.at != first and (alone or o.item not in together):
             sharding = sharding.without_partial()
         if o.item is None:
             how[o.at] = "local" if o.layout.sharding is sharding else "move"
@@ -160,7 +161,8 @@ def _made(call: Call, first: int, operands: Sequence[Operand]) -> tuple[Any, Pla
         how[at], bound[f"move_{call.names[at]}"] = "locals", list_mover(by_item)
         if away := {k: (a, b) for k, (a, b) in by_item.items() if a.sharding is not b.sharding}:
             moved[at], how[at] = away, "given" if at in written else "moves"  # the given ones: see _giving_back
-    arguments = tuple(map(Argument, call.names, how))
+    ways = {call.names[at]: way_of_list(by_item) for at, by_item in pairs.items()}
+    arguments = noting_alike(list(map(Argument, call.names, how)), ways)
     needed = {
         k: v for k, v in bound.items() if any(k == f"move_{a.name}" for a in arguments if a.how in ("move", "moves"))
     }
@@ -251,7 +253,28 @@ def _in_turn(plan: Plan, call: Call, moved: Mapping[int, _Pairs]) -> Plan:
     return run
 
 
-def _goals(call: Call, first: int, operands: Sequence[Operand]) -> list[tuple[TensorLayout, Sharding]]:
+def _added_together(call: Call, first: int, items: Sequence[Operand], operands: Sequence[Operand]) -> set[int]:
+    """Items whose tensors are all to be terms, as the first: of an operator that is linear in all lists together.
+
+    So momentum is added to gradients without a word sent. What is whole goes with terms only where they are written to,
+    for terms that are new would have to be added up as well.
+    """
+    if not any(len(group) > 1 for group in linearity.of_lists(call.name).linear):
+        return set()
+    found = {o.item for o in items if o.at == first and not o.fixed and o.item is not None}
+    for o in operands:
+        leading = items[o.item or 0]
+        pairs = list(zip(leading.layout.sharding.placements, o.layout.sharding.placements, strict=True))
+        kept = all(b == a or (b == R and bool(call.written())) for a, b in pairs if isinstance(a, Partial))
+        like = (o.layout.shape, o.layout.dtype) == (leading.layout.shape, leading.layout.dtype)
+        if o.fixed or not (kept and like):
+            found.discard(o.item)
+    return {k for k in found if k is not None}
+
+
+def _goals(
+    call: Call, first: int, operands: Sequence[Operand], together: Collection[int]
+) -> list[tuple[TensorLayout, Sharding]]:
     """For each item, of these operands: the layout, and the sharding that all tensors of its place get."""
     goals = []
     options = linearity.of_lists(call.name)
@@ -266,6 +289,8 @@ def _goals(call: Call, first: int, operands: Sequence[Operand]) -> list[tuple[Te
         ops = {p.op for p in sharding.placements if isinstance(p, Partial)}
         # An item of the results is made of the same item of the list.
         linear = ops and narrowed(options, {0: o.layout.dtype}, [results[o.item or 0]] if results else ()).linear
+        if linear and len(linear[0]) > 1 and o.item not in together:
+            linear = ()
         if not (linear and o.at == first and ops <= {"sum", "avg"}):
             sharding = sharding.without_partial()
         goals.append((o.layout, sharding))

@@ -131,8 +131,18 @@ def _is_number(call: Call, at: int) -> bool:
     return part in ("number", "numbers") or (part == "tensor" and value is not None and type(value) is not DTensor)
 
 
+_LINEAR_IN_LISTS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("mul", "div", "neg", "zero"), (0,)),
+    **dict.fromkeys(("add.List", "sub.List", "lerp.Scalar"), (0, 1)),
+}
+
+
 def of_lists(name: str) -> Options:
-    """What is true of an operator on lists of tensors: some are linear in the first list, while all else is whole."""
-    linear = name.startswith(("_foreach_mul", "_foreach_div", "_foreach_neg", "_foreach_zero"))
-    per = ("scalar", "scalars", "other", "tensor") if name.startswith("_foreach_div") else ()
-    return Options(linear=((0,),) if linear else (), per=per)
+    """What is true of an operator on lists of tensors: some are linear in the first list, while all else is whole, and
+    some in two lists together.
+    """
+    kind, _, overload = name.removeprefix("_foreach_").partition(".")
+    kind = kind.removesuffix("_")
+    lists = _LINEAR_IN_LISTS.get(kind) or _LINEAR_IN_LISTS.get(f"{kind}.{overload}")
+    per = ("scalar", "scalars", "other", "tensor") if kind == "div" else ()
+    return Options(linear=(lists,) if lists and name.startswith("_foreach_") else (), per=per)

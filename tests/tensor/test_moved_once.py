@@ -1,0 +1,110 @@
+"""What is moved, and how often: terms that lists are added up of stay terms, and an operand given twice goes once."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from tests.ranks import fake_ranks, run_ranks
+from torchshard import DTensor, distribute_tensor, init_device_mesh
+from torchshard.debug import CommDebugMode
+
+TOGETHER = {
+    "add": lambda x, y: torch._foreach_add(x, y, alpha=0.5),
+    "sub": lambda x, y: torch._foreach_sub(x, y),
+    "lerp": lambda x, y: torch._foreach_lerp(x, y, 0.3),
+    "add_": lambda x, y: torch._foreach_add_(x, y, alpha=-2) or x,
+    "lerp_": lambda x, y: torch._foreach_lerp_(x, y, 0.3) or x,
+    "infinite": lambda x, y: torch._foreach_add(x, y, alpha=float("inf")),
+}
+OTHERS = [[Partial()], [Replicate()], [Shard(0)], [Partial("avg")]]
+TWICE = {
+    "atan2": lambda x: torch.atan2(x, x),
+    "addcmul": lambda x: torch.addcmul(torch.zeros_like(x, dtype=torch.float32), x, x),
+    "by keyword": lambda x: torch.where(condition=x > 0, input=x, other=x),
+    "lists": lambda x: torch._foreach_maximum([x], [x])[0],
+}
+
+
+def _terms(rank, whole, kind, mesh):
+    """A DTensor of this value whose terms, where it has some, are alike on no two ranks."""
+    if not isinstance(kind, Partial):
+        return distribute_tensor(whole, mesh, [kind])
+    generator, world = torch.Generator().manual_seed(7), mesh.size()
+    parts = [torch.randint(-8, 8, whole.shape, generator=generator).to(whole.dtype) for _ in range(world - 1)]
+    scale = world if kind.reduce_op == "avg" else 1
+    parts.append(whole * scale - sum(parts))
+    return DTensor.from_local(parts[rank], mesh, [kind])
+
+
+def _added(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    wrong = []
+    for name, run in TOGETHER.items():
+        for first in ([Partial()], [Partial("avg")], [Replicate()]):
+            for other in OTHERS:
+                for dtypes in ((torch.float32, torch.float32), (torch.float32, torch.int64)):
+                    if dtypes[1] == torch.int64 and ("lerp" in name or other[0] == Partial("avg")):
+                        continue
+                    whole = [
+                        torch.arange(35).reshape(5, 7).remainder(k).to(d) for k, d in zip((4, 3), dtypes, strict=True)
+                    ]
+                    x, y = ([_terms(rank, w, p[0], mesh)] for w, p in zip(whole, (first, other), strict=True))
+                    want, found = run([whole[0].clone()], [whole[1]])[0], run(x, y)[0].full_tensor()
+                    if not torch.allclose(want, found, equal_nan=True) or want.dtype != found.dtype:
+                        wrong.append((name, first, other, dtypes))
+    for name, run in TWICE.items():
+        whole = torch.arange(35.0).reshape(5, 7) - 9
+        terms = [_terms(rank, whole, kind, mesh) for kind in (Partial(), Shard(0), Shard(1))]
+        wrong += [(name, x.placements) for x in terms if not torch.allclose(run(x).full_tensor(), run(whole))]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_values_are_those_of_plain_lists(world):
+    assert run_ranks(world, _added) == [[]] * world
+
+
+def _sent(run):
+    run()
+    with CommDebugMode() as mode:
+        run()
+    return mode.get_total_counts()
+
+
+@pytest.mark.parametrize(("name", "expected"), [("add", 0), ("sub", 0), ("lerp_", 0), ("infinite", 2)])
+def test_terms_that_are_added_to_terms_stay(name, expected):
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        lists = [[DTensor.from_local(torch.ones(4, 3), mesh, [Partial()]) for _ in range(3)] for _ in range(2)]
+        assert _sent(lambda: TOGETHER[name](*lists)) == expected
+        whole = [distribute_tensor(torch.ones(4, 3), mesh, [Replicate()]) for _ in range(3)]
+        if expected == 0:
+            assert _sent(lambda: TOGETHER[name](lists[0], whole)) == (name[-1] != "_")
+            assert _sent(lambda: TOGETHER[name](whole, lists[0])) == 1  # all in one
+
+
+@pytest.mark.parametrize("name", list(TWICE))
+def test_an_operand_that_is_given_twice_is_moved_once(name):
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x, y = (DTensor.from_local(torch.ones(4, 3), mesh, [Partial()]) for _ in range(2))
+        moves_of_condition = name == "by keyword"
+        assert _sent(lambda: TWICE[name](x)) == 1 + moves_of_condition
+        assert _sent(lambda: torch.addcmul(x, x, y)) == 2  # the plan of one tensor is not that of two
+        assert _sent(lambda: torch.atan2(x, y)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [("AdamW", {}, 2), ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, 1), ("RMSprop", {}, 2)],
+)
+def test_gradients_of_a_split_batch_are_reduced_by_few_collectives(kind, options, expected):
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        parameters = [nn.Parameter(distribute_tensor(torch.ones(4, n), mesh, [Replicate()])) for n in (3, 5)]
+        optimizer = getattr(torch.optim, kind)(parameters, lr=0.1, foreach=True, **options)
+        for p in parameters:
+            p.grad = DTensor.from_local(torch.ones(p.shape), mesh, [Partial()])
+        optimizer.step()
+        assert _sent(optimizer.step) == expected
