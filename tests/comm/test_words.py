@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.ranks import meet, run_ranks
-from torchshard.comm import words
+from torchshard.comm import lines, words
 from torchshard.comm.comparing import differing, known_alike
 from torchshard.comm.group import Group
 from torchshard.errors import RankMismatchError
@@ -118,3 +118,14 @@ def test_generators_that_are_alike_are_not_sent():
     torch.manual_seed(0)
     whole = torch.stack([torch.nn.functional.dropout(torch.ones(8, 3)) for _ in range(3)])
     assert torch.equal(torch.cat([torch.tensor(made) for made, _ in found], 1), whole)
+
+
+def test_a_container_with_a_network_of_its_own_is_a_machine_of_its_own(monkeypatch):
+    here = lines.machine()
+    assert here == lines.machine() != 0
+    for namespace in lines._SHARED:
+        with monkeypatch.context() as patched:
+            patched.setattr(lines, "_SHARED", [at for at in lines._SHARED if at != namespace])
+            assert lines.machine() not in (0, here)
+    monkeypatch.setattr(lines, "_SHARED", ["/proc/nowhere"])
+    assert lines.machine() == 0

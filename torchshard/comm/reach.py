@@ -17,7 +17,7 @@ from torchshard.comm.terms import Term, require_same, segments
 from torchshard.comm.words import NOTHING, Bytes, Word, Words
 
 SAID = 96 * 1024
-"""Bytes that a rank says at most, to all others together; a message has to fit into a socket, whole."""
+"""Bytes that a rank says at most, to all others together; each message has to fit into a socket, whole."""
 
 WHOLE = 512 * 1024
 """Bytes of all others up to which each rank reduces all of a tensor: that saves a turn."""
@@ -56,7 +56,7 @@ class Reach:
     def __init__(self, rank: int, pids: Sequence[int], words: Words) -> None:
         self.rank, self.ranks, self._pids, self._words = rank, len(pids), pids, words
         self.others = [other for other in range(len(pids)) if other != rank]
-        self._made, self._longest = 0, SAID // len(self.others)
+        self._made, self._longest = 0, min(SAID // len(self.others), words.longest)
 
     def give(self, what: str, given: Mapping[int, Tensor], taken: Mapping[int, Tensor], owner: int = 0) -> None:
         """Fill what is taken from other ranks with what they give; return when they have what is given to them.
@@ -87,7 +87,7 @@ class Reach:
             OSError, RankMismatchError: as give().
         """
         flat = x.view(-1)
-        if x.nbytes * len(self.others) > max(WHOLE, SAID):
+        if x.nbytes > max(self._longest, WHOLE // len(self.others)):
             self._reduce_by_segments(flat, op, what, owner)
             return
         terms = {other: torch.empty_like(flat) for other in self.others}

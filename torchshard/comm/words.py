@@ -6,6 +6,7 @@ there. Words go from host to host, while devices work.
 
 import ctypes
 import os
+import socket
 import struct
 import threading
 import weakref
@@ -68,7 +69,7 @@ def _connected(group: dist.ProcessGroup, device: torch.device) -> "Words | None"
     ranks = Group(group.group_name, group.size(), group.rank())
     with _torch.outside_of_traces():
         machines, pids = zip(*_of_all_ranks([machine(), os.getpid()], device, ranks), strict=True)
-        if len({*machines}) > 1 or len({*pids}) < len(pids):  # ranks that are threads have one
+        if 0 in machines or len({*machines}) > 1 or len({*pids}) < len(pids):  # ranks that are threads have one
             return None
         lines = connect(group, Near(pids), _torch.group_timeout(group, device), _telling(ranks, device))
     return Words(group, lines) if lines else None
@@ -97,10 +98,12 @@ class Words:
 
     Attributes:
         turn: held by whoever speaks; more than once, for what belongs together.
+        longest: bytes that surely fit into a socket with a word; the system's setting, and so the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, lines: Lines) -> None:
         self._lines, self._count, self.turn = lines, 0, threading.RLock()
+        self.longest = min(line.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for line in lines.values()) // 2
         weakref.finalize(self, hang_up, lines).atexit = False
         self._group: Callable[[], dist.ProcessGroup] = weakref.ref(group)  # type: ignore[assignment]  # who asks has it
 
