@@ -35,24 +35,25 @@ def _serve(pipe: Any, rank: int, mesh_shape: tuple[int, ...], store: str) -> Non
     )
     mesh = init_device_mesh("cpu", mesh_shape)
     gathered: list[int] = []
-    collectives._c10d = _Gathers(collectives._c10d, gathered)
+    by = collectives._by
+    collectives._by = lambda group, x: _Gathers(by(group, x), group.size, gathered)
     while (task := pipe.recv()) is not None:
         run_operator(task, mesh, gathered, pipe.send)
         pipe.send(("end", None))
 
 
 class _Gathers:
-    """torch's collectives; how many elements each all-gather brings together is kept."""
+    """What sends tensors; how many elements each all-gather brings together is kept."""
 
-    def __init__(self, ops: Any, gathered: list[int]) -> None:
-        self.ops, self.gathered = ops, gathered
+    def __init__(self, sender: Any, ranks: int, gathered: list[int]) -> None:
+        self.sender, self.ranks, self.gathered = sender, ranks, gathered
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.ops, name)
+        return getattr(self.sender, name)
 
-    def all_gather_into_tensor(self, piece: Any, size: int, *args: Any) -> Any:
-        self.gathered.append(piece.numel() * size)
-        return self.ops.all_gather_into_tensor(piece, size, *args)
+    def all_gather(self, piece: Any) -> Any:
+        self.gathered.append(piece.numel() * self.ranks)
+        return self.sender.all_gather(piece)
 
 
 class Pool:
