@@ -187,7 +187,8 @@ def start_all_reduce(x: Tensor, op: str, group: Group) -> Started[Tensor]:
 
 def all_reduce_largest(x: Tensor, group: Group) -> Tensor:
     """The largest of all ranks' values, of a dtype that is carried and none a NaN: one collective, not two."""
-    return waited(_by(group, x).all_reduce(dense(x), "max"), group)
+    x = dense(x)
+    return waited(_by(group, x).all_reduce(x, "max"), group)
 
 
 def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
@@ -265,7 +266,8 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """The tensor of the rank at place `source` of the line, on every rank."""
     if x.dtype not in CARRIED:
         return uncarried(broadcast(carried(x), source, group), x.dtype)
-    return waited(_by(group, x).broadcast(dense(x), _seat(source, group)), group)
+    x = dense(x)
+    return waited(_by(group, x).broadcast(x, _seat(source, group)), group)
 
 
 def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tensor]:

@@ -68,10 +68,13 @@ def joined(join: Callable[..., Tensor], pieces: Sequence[Tensor], dim: int = 0) 
 
 
 def carried_out(x: Tensor) -> Tensor:
-    """With the conjugation or negation carried out that torch may have put off.
+    """With the conjugation or negation carried out that torch may have put off; what is on its way, once it is here.
 
-    In operators of DTensors torch does not do it for those that join, pad or mask.
+    In operators of DTensors torch does not do it for those that join, pad or mask. And what stands for a tensor that is
+    on its way, and so can be waited for, would not go the way of one that is here, as another rank's may be.
     """
+    if x.__class__ is not Tensor and (wait := getattr(x, "wait", None)) is not None:
+        x = wait()
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
