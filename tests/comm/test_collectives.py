@@ -1,3 +1,5 @@
+import functools
+import itertools
 import math
 
 import pytest
@@ -29,7 +31,17 @@ def _group(rank, world, way="said"):
         by_messages()
     elif way != "said":
         reach.SAID, reach.WHOLE = 0, 0 if way == "read" else 2**20
-    return Group(dist.group.WORLD.group_name, world, rank)
+    return Group(dist.new_group().group_name, world, rank)
+
+
+def _every_way(body):
+    """What ranks find, way by way."""
+
+    @functools.wraps(body)
+    def run(rank, world, *args):
+        return [body(rank, world, _group(rank, world, way), *args) for way in WAYS]
+
+    return run
 
 
 def _lengths(n, world):
@@ -40,8 +52,8 @@ def _full(shape, dtype):
     return (torch.arange(math.prod(shape)) % 5).reshape(shape).to(dtype)
 
 
-def _moves(rank, world, way):
-    group = _group(rank, world, way)
+@_every_way
+def _moves(rank, world, group):
     done = 0
     for dtype in DTYPES:
         for n in SIZES:
@@ -71,14 +83,13 @@ def _same(got, want):
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_pieces_of_every_length_and_type_are_gathered_exchanged_and_broadcast(world, way):
-    assert run_ranks(world, _moves, way) == [len(DTYPES) * len(SIZES) * 3] * world
+def test_pieces_of_every_length_and_type_are_gathered_exchanged_and_broadcast(world):
+    assert run_ranks(world, _moves) == [[len(DTYPES) * len(SIZES) * 3] * len(WAYS)] * world
 
 
-def _reduces(rank, world, way, gloo):
-    group = _group(rank, world, way)
+@_every_way
+def _reduces(rank, world, group, gloo):
     if not gloo:
         C.only_gloo_reduces = lambda term, op: op in ("band", "bor", "bxor")
     for op, dtypes, by in [
@@ -119,10 +130,9 @@ def _fold(terms, by):
     return total
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world", "gloo"), [(2, True), (3, False), (3, True)])
-def test_reductions(world, gloo, way):
-    assert all(run_ranks(world, _reduces, way, gloo))
+def test_reductions(world, gloo):
+    assert run_ranks(world, _reduces, gloo) == [[True] * len(WAYS)] * world
 
 
 def test_bits_are_reduced_by_gloo_alone():
@@ -132,8 +142,8 @@ def test_bits_are_reduced_by_gloo_alone():
         assert not only_gloo_reduces(x, "max")
 
 
-def _nan(rank, world, way):
-    group = _group(rank, world, way)
+@_every_way
+def _nan(rank, world, group):
     found = []
     for where in range(world):
         x = torch.tensor([1.0, 2.0, float(rank), -math.inf])
@@ -143,21 +153,18 @@ def _nan(rank, world, way):
     return [[t.tolist() for t in pair] for pair in found]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_nan_of_any_rank_survives_max_and_min(way):
-    for answer in run_ranks(2, _nan, way):
+def test_a_nan_of_any_rank_survives_max_and_min():
+    for answer in itertools.chain(*run_ranks(2, _nan)):
         for largest, smallest in answer:
             assert math.isnan(largest[1])
             assert math.isnan(smallest[1])
             assert (largest[2], smallest[2], largest[3]) == (1.0, 0.0, -math.inf)
 
 
-def _seats(rank, world, way):
-    import torch.distributed as dist
-
-    _group(rank, world, way)
+@_every_way
+def _seats(rank, world, group):
     # A line that runs through the ranks backwards.
-    group = Group(dist.group.WORLD.group_name, world, world - 1 - rank, tuple(reversed(range(world))))
+    group = Group(group.name, world, world - 1 - rank, tuple(reversed(range(world))))
     full, lengths = torch.arange(7.0), _lengths(7, world)
     mine = full.split(lengths)[group.position]
     assert torch.equal(C.all_gather(mine, 0, lengths, group), full)
@@ -169,9 +176,8 @@ def _seats(rank, world, way):
     return True
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_line_need_not_follow_the_ranks_of_its_group(way):
-    assert all(run_ranks(3, _seats, way))
+def test_a_line_need_not_follow_the_ranks_of_its_group():
+    assert run_ranks(3, _seats) == [[True] * len(WAYS)] * 3
 
 
 @pytest.mark.parametrize(
@@ -193,9 +199,9 @@ def test_reductions_without_a_meaning_are_refused(dtype, op):
         prepare(torch.zeros(2, dtype=dtype), op, 2)
 
 
-def _half(rank, world, way):
+@_every_way
+def _half(rank, world, group):
     """Averages and norms whose sums are out of the range of the terms, or below it."""
-    group = _group(rank, world, way)
     found = []
     for dtype in (torch.float16, torch.bfloat16):
         for op, value in [
@@ -222,10 +228,9 @@ def _half(rank, world, way):
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_averages_and_norms_of_narrow_types_are_those_of_eager_torch(world, way):
-    for found in run_ranks(world, _half, way):
+def test_averages_and_norms_of_narrow_types_are_those_of_eager_torch(world):
+    for found in itertools.chain(*run_ranks(world, _half)):
         assert found == [True] * 14
 
 
@@ -262,9 +267,9 @@ def _moves_and_sums(rank, plain, group):
     ]
 
 
-def _put_off(rank, world, way):
+@_every_way
+def _put_off(rank, world, group):
     """Conjugated and negated tensors whose bits are still those of before."""
-    group = _group(rank, world, way)
     source = torch.tensor([[1 + 2j, 3 - 1j], [0 + 1j, 2 + 0j], [4 - 3j, 1 + 1j]])
     for x in (source.conj(), source.conj().imag):
         assert x.is_conj() or x.is_neg()
@@ -276,9 +281,8 @@ def _put_off(rank, world, way):
     return True
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_torch_has_put_off_is_carried_out(way):
-    assert run_ranks(2, _put_off, way) == [True, True]
+def test_what_torch_has_put_off_is_carried_out():
+    assert run_ranks(2, _put_off) == [[True] * len(WAYS)] * 2
 
 
 def test_pieces_along_the_first_dim_are_sent_where_they_lie():
