@@ -13,7 +13,6 @@ from tests.ranks import by_messages, meet, run_ranks
 from torchshard.comm import collectives as C
 from torchshard.comm import nearby, reach, words
 from torchshard.comm.group import Group
-from torchshard.comm.transport import Transport
 from torchshard.debug import CommDebugMode
 from torchshard.errors import RankMismatchError
 from torchshard.tensor.pending import Pending
@@ -77,8 +76,10 @@ def _modes_of_one_rank(rank, world):
         with outer, counts, names:
             seen = _all_kinds(group)
         assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-        with pytest.raises(ZeroDivisionError), names, torch._C._AutoDispatchBelowAutograd():
-            Transport(group)._call(lambda x, name: 1 / 0, torch.ones(2))
+        with _Names() as mode:
+            with pytest.raises(ZeroDivisionError):
+                nearby.Watched(group, None)._call(lambda x, name: 1 / 0, torch.ones(2))
+            assert torch.utils._python_dispatch._get_current_dispatch_mode() is mode
     else:
         seen = _all_kinds(group)
     assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))

@@ -274,16 +274,16 @@ def beneath_modes(answer: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[Non
     above = []
     while modes._get_current_dispatch_mode() is not None:
         above.append(modes._pop_mode())
-    with _interceptor()(lambda func, args, kwargs: answer(func, args)):
+    bottom = _interceptor()(lambda func, args, kwargs: answer(func, args))
+    for mode in (bottom, *reversed(above)):
+        modes._push_mode(mode)
+    try:
+        yield
+    finally:
+        while modes._pop_mode() is not bottom:
+            pass
         for mode in reversed(above):
             modes._push_mode(mode)
-        try:
-            yield
-        finally:
-            for _ in above:
-                modes._pop_mode()
-    for mode in reversed(above):
-        modes._push_mode(mode)
 
 
 @contextmanager
