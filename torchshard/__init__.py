@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchshard.tensor.modes import fallback, implicit_replication
     from torchshard.tensor.register import register_rule
     from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+    from torchshard.tensor.torch_placements import UnitShard
     from torchshard.tensor.validate import validate_rule
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "ShardedTensor",
+    "UnitShard",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -74,6 +76,7 @@ _HOMES = {
     "torchshard.tensor.modes": "fallback implicit_replication",
     "torchshard.tensor.register": "register_rule",
     "torchshard.tensor.sharded.sharded_tensor": "ShardedTensor",
+    "torchshard.tensor.torch_placements": "UnitShard",
     "torchshard.tensor.validate": "validate_rule",
 }
 __getattr__, __dir__ = lazily(

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torchshard._torch import beneath_intercepting, end_modules_once, intercepting
 from torchshard.errors import ImplicitRedistributionError, ShardingError
 from torchshard.layout.boxes import Box
-from torchshard.layout.runs import route
+from torchshard.layout.cuts import route
 from torchshard.tensor.dispatch import call_of
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout

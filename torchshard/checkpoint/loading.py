@@ -287,8 +287,8 @@ def _check_room(local: "Tensor", box: Box, where: str) -> None:
 def _of_torch(tensor: Any) -> "list[tuple[Box, Tensor]]":
     """The box that this rank holds of a DTensor of torch."""
     from torchshard.tensor.interop import require_ascending
-    from torchshard.tensor.layout import from_torch
     from torchshard.tensor.mesh import bind
+    from torchshard.tensor.torch_placements import from_torch
 
     mesh = bind(tensor.device_mesh)
     sharding = from_torch(tensor.placements, mesh, tensor.shape)

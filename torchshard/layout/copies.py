@@ -4,12 +4,13 @@ The answer for one rank costs what it returns, so that it can be asked on meshes
 one rank, and a rank that has a part itself takes it from itself.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchshard.layout.boxes import Box
-from torchshard.layout.grid import Coordinate, holders
+from torchshard.layout.grid import Coordinate
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Shard
 
@@ -33,12 +34,30 @@ class Copies:
     def receives(self, coordinate: Coordinate) -> list[Part]:
         """What the rank at `coordinate` takes: from which coordinate, and which box."""
         box = self.target.box(self.shape, coordinate)
-        return list(holders(self.shape, self.source.splits, self.source.mesh.shape, box, self._fixed(coordinate)))
+        return list(self.source.holders(self.shape, box, self._fixed(coordinate)))
 
     def sends(self, coordinate: Coordinate) -> list[Part]:
         """What the rank at `coordinate` gives: to which coordinate, and which box."""
         box = self.source.box(self.shape, coordinate)
-        return list(holders(self.shape, self.target.splits, self.target.mesh.shape, box, self._fixed(coordinate)))
+        return list(self.target.holders(self.shape, box, self._fixed(coordinate)))
+
+    def most_lacked(self, axes: Sequence[int]) -> int:
+        """The most elements that a rank does not hold yet; all it will hold where there are too many ranks to ask each.
+
+        Args:
+            axes: those that the change concerns.
+        """
+        mesh, most = self.source.mesh, 0
+        if math.prod([mesh.shape[a] for a in axes]) > MANY:
+            return math.prod(self.target.largest(self.shape))
+        coordinate = [0] * mesh.ndim  # elsewhere 0, where parts are largest
+        for place in itertools.product(*[range(mesh.shape[a]) for a in axes]):
+            for a, k in zip(axes, place, strict=True):
+                coordinate[a] = k
+            wanted = self.target.box(self.shape, coordinate)
+            held = wanted.meet(self.source.box(self.shape, coordinate))
+            most = max(most, wanted.numel - (held.numel if held else 0))
+        return most
 
     def _fixed(self, coordinate: Coordinate) -> Mapping[int, int]:
         return {a: coordinate[a] for a, p in enumerate(self.source.placements) if type(p) is not Shard}
@@ -60,13 +79,13 @@ class Crossing:
         """What the rank at `coordinate` of the target mesh takes: from which coordinate of the source, which box."""
         box = self.target.box(self.shape, coordinate)
         first_replica = {a: 0 for a, p in enumerate(self.source.placements) if type(p) is not Shard}
-        pieces = holders(self.shape, self.source.splits, self.source.mesh.shape, box, first_replica)
+        pieces = self.source.holders(self.shape, box, first_replica)
         return [(self._chosen(coordinate, at), part) for at, part in pieces]
 
     def sends(self, coordinate: Coordinate) -> list[Part]:
         """What the rank at `coordinate` of the source mesh gives: to which coordinate of the target, which box."""
         box = self.source.box(self.shape, coordinate)
-        asked = holders(self.shape, self.target.splits, self.target.mesh.shape, box, {})
+        asked = self.target.holders(self.shape, box, {})
         return [(to, part) for to, part in asked if self._chosen(to, coordinate) == coordinate]
 
     def most_lacked(self) -> int:

@@ -1,6 +1,7 @@
 """Boxes of a regular sharding: dims split by axes, as pure functions of sizes and coordinates.
 
-`splits` says for each sharded dim which axes split it, the first one first; axes in no split replicate.
+`splits` says for each sharded dim which axes split it, the first one first; axes in no split replicate. `units` says
+of dims whose items stay together in units how long these are.
 Cost: a few integer operations a dim for one coordinate; one tuple a rank for all of them.
 """
 
@@ -12,10 +13,14 @@ from torchshard.layout.boxes import Box
 from torchshard.layout.pieces import largest_piece, nested_piece, nested_pieces, piece
 
 Splits = Mapping[int, tuple[int, ...]]
+Units = Mapping[int, int]
 Coordinate = tuple[int, ...]
+NO_UNITS: Units = {}
 
 
-def box_at(shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Box:
+def box_at(
+    shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int], coordinate: Sequence[int], units: Units = NO_UNITS
+) -> Box:
     """The part of a tensor of global `shape` held at `coordinate`.
 
     Axes split in the order that `splits` gives: each splits what the axes before it left, in ceil(n / parts) pieces
@@ -23,13 +28,14 @@ def box_at(shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int], coor
     """
     offset, size = [0] * len(shape), list(shape)
     for dim, axes in splits.items():
-        offset[dim], size[dim] = nested_piece(shape[dim], [mesh_shape[a] for a in axes], [coordinate[a] for a in axes])
+        place = [mesh_shape[a] for a in axes], [coordinate[a] for a in axes]
+        offset[dim], size[dim] = nested_piece(shape[dim], *place, units.get(dim, 1))
     return Box(tuple(offset), tuple(size))
 
 
-def boxes(shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int]) -> list[Box]:
+def boxes(shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int], units: Units = NO_UNITS) -> list[Box]:
     """The boxes of all coordinates, the last axis fastest (the order of a mesh's ranks)."""
-    tables = [_pieces_by_rank(n, splits.get(dim, ()), mesh_shape) for dim, n in enumerate(shape)]
+    tables = [_pieces_by_rank(n, splits.get(d, ()), mesh_shape, units.get(d, 1)) for d, n in enumerate(shape)]
     if not tables:
         return [Box((), ())] * math.prod(mesh_shape)
     starts = zip(*[[start for start, _ in table] for table in tables], strict=True)
@@ -37,9 +43,9 @@ def boxes(shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int]) -> li
     return list(map(Box, starts, lengths))
 
 
-def _pieces_by_rank(n: int, axes: tuple[int, ...], mesh_shape: Sequence[int]) -> list[tuple[int, int]]:
+def _pieces_by_rank(n: int, axes: tuple[int, ...], mesh_shape: Sequence[int], unit: int) -> list[tuple[int, int]]:
     """For every rank in order, its interval of a dim of length n."""
-    pieces = nested_pieces(n, [mesh_shape[a] for a in axes])
+    pieces = nested_pieces(n, [mesh_shape[a] for a in axes], unit)
     strides = _strides(axes, mesh_shape)
     ranks = [0]
     for axis, parts in enumerate(mesh_shape):
@@ -57,16 +63,23 @@ def _strides(axes: tuple[int, ...], mesh_shape: Sequence[int]) -> dict[int, int]
     return strides
 
 
-def largest_shape(shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+def largest_shape(
+    shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int], units: Units = NO_UNITS
+) -> tuple[int, ...]:
     """Shape of the largest box; the same on every rank, so decisions are made with it."""
     size = list(shape)
     for dim, axes in splits.items():
-        size[dim] = largest_piece(size[dim], [mesh_shape[a] for a in axes])
+        size[dim] = largest_piece(size[dim], [mesh_shape[a] for a in axes], units.get(dim, 1))
     return tuple(size)
 
 
 def holders(
-    shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int], box: Box, fixed: Mapping[int, int]
+    shape: Sequence[int],
+    splits: Splits,
+    mesh_shape: Sequence[int],
+    box: Box,
+    fixed: Mapping[int, int],
+    units: Units = NO_UNITS,
 ) -> Iterator[tuple[Coordinate, Box]]:
     """Coordinates that hold a part of `box`, with that part; `fixed` pins axes to a coordinate.
 
@@ -74,10 +87,10 @@ def holders(
     """
     if not box.numel:
         return
-    found = [
-        list(_meeting(shape[dim], axes, mesh_shape, box.offset[dim], box.offset[dim] + box.size[dim], fixed))
-        for dim, axes in splits.items()
-    ]
+    found = []
+    for dim, axes in splits.items():
+        low, high = box.offset[dim], box.offset[dim] + box.size[dim]
+        found.append(list(_meeting(shape[dim], axes, mesh_shape, low, high, fixed, units.get(dim, 1))))
     free = [a for a in range(len(mesh_shape)) if not any(a in axes for axes in splits.values())]
     choices = [[fixed[a]] if a in fixed else range(mesh_shape[a]) for a in free]
     coordinate = [0] * len(mesh_shape)
@@ -95,7 +108,7 @@ def holders(
 
 
 def _meeting(
-    n: int, axes: tuple[int, ...], mesh_shape: Sequence[int], low: int, high: int, fixed: Mapping[int, int]
+    n: int, axes: tuple[int, ...], mesh_shape: Sequence[int], low: int, high: int, fixed: Mapping[int, int], unit: int
 ) -> Iterator[tuple[Coordinate, int, int]]:
     """Pieces of one dim that meet [low, high): (coordinates on `axes`, start, length) of the common part."""
     if low >= high:
@@ -104,10 +117,10 @@ def _meeting(
         yield (), low, high - low
         return
     axis, *inner = axes
-    step = -(-n // mesh_shape[axis])
+    step = piece(n, mesh_shape[axis], 0, unit)[1]
     for k in range(low // step, (high - 1) // step + 1):
         if fixed.get(axis, k) == k:
-            start, length = piece(n, mesh_shape[axis], k)
+            start, length = piece(n, mesh_shape[axis], k, unit)
             below = max(low - start, 0), min(high - start, length)
-            for ks, at, common in _meeting(length, tuple(inner), mesh_shape, *below, fixed):
+            for ks, at, common in _meeting(length, tuple(inner), mesh_shape, *below, fixed, unit):
                 yield (k, *ks), start + at, common

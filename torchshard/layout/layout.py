@@ -17,7 +17,7 @@ from torchshard.errors import ShardingError
 from torchshard.layout import grid
 from torchshard.layout.boxes import Box
 from torchshard.layout.pieces import Symbolic
-from torchshard.layout.placements import Partial, Placement, Placements, R, Shard, without_partial
+from torchshard.layout.placements import WHOLE, Cut, Partial, Placement, Placements, R, Shard, without_partial
 from torchshard.layout.reductions import may_mix
 
 Order = tuple[tuple[int, tuple[int, ...]], ...]
@@ -38,17 +38,9 @@ class Mesh:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_index",
-        "_shardings",
-        "coordinate",
-        "names",
-        "ndim",
-        "ranks",
-        "shape",
-        "size",
-        "transitions",
-    )
+        "__weakref__", "_index", "_shardings", "coordinate", "names", "ndim", "ranks", "shape", "size",
+        "transitions"
+    )  # fmt: skip
     layout_type: "ClassVar[type[Layout]]"
 
     def __init__(
@@ -126,12 +118,15 @@ class Sharding:
 
     Attributes:
         splits: dim -> axes that split it, first to split first; only for dims that are split.
-        runs: dim -> number of runs, for dims that are split in several.
+        cuts: dim -> what of it is split, for dims that are split in runs or in units.
+        units: dim -> length of its units, where that is not 1.
         order: the part of `splits` that is not left to right, as in the argument of Mesh.sharding.
         partial: the axes with a Partial placement.
     """
 
-    __slots__ = ("__weakref__", "_layouts", "_let_go", "mesh", "order", "partial", "placements", "runs", "splits")
+    __slots__ = (
+        "__weakref__", "_layouts", "_let_go", "cuts", "mesh", "order", "partial", "placements", "splits", "units"
+    )  # fmt: skip
 
     def __init__(self, mesh: Mesh, placements: Placements, order: Order) -> None:
         if len(placements) != mesh.ndim or not all(isinstance(p, Placement) for p in placements):
@@ -143,7 +138,8 @@ class Sharding:
             )
         self.mesh, self.placements = mesh, placements
         self.splits = _splits(mesh, placements, order)
-        self.runs = _runs(placements, self.splits)
+        self.cuts = _cuts(placements, self.splits)
+        self.units = {dim: cut.unit for dim, cut in self.cuts.items() if cut.unit > 1}
         self.order = tuple([(d, axes) for d, axes in self.splits.items() if axes != tuple(sorted(axes))])
         self.partial = tuple([a for a, p in enumerate(placements) if type(p) is Partial])
         ops = [p.op for p in placements if type(p) is Partial]
@@ -186,8 +182,8 @@ class Sharding:
     def _held(self) -> tuple[object, ...]:
         ranks = self.mesh.shape
         splits = {d: cut for d, axes in self.splits.items() if (cut := [a for a in axes if ranks[a] > 1])}
-        runs = {d: n for d, n in self.runs.items() if d in splits}
-        return splits, runs, [(a, self.placements[a]) for a in self.partial]
+        cuts = {d: cut for d, cut in self.cuts.items() if d in splits}
+        return splits, cuts, [(a, self.placements[a]) for a in self.partial]
 
     def replace(self, axis: int, placement: Placement) -> "Sharding":
         """This sharding with another placement on one axis; a Shard is appended last to its dim's order."""
@@ -205,22 +201,45 @@ class Sharding:
         """The boxes of all ranks, in the order of mesh.ranks.
 
         Raises:
-            ShardingError: a dim is split in runs, so that parts are no boxes; see runs.py.
+            ShardingError: a dim is split in runs, so that parts are no boxes; see cuts.py.
         """
         self._require_boxes()
-        return grid.boxes(shape, self.splits, self.mesh.shape)
+        return grid.boxes(shape, self.splits, self.mesh.shape, self.units)
 
     def box(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
         """The box of one coordinate; raises ShardingError as `boxes` does."""
         self._require_boxes()
-        return grid.box_at(shape, self.splits, self.mesh.shape, coordinate)
+        return grid.box_at(shape, self.splits, self.mesh.shape, coordinate, self.units)
+
+    def holders(
+        self, shape: Sequence[int], box: Box, fixed: Mapping[int, int]
+    ) -> Iterator[tuple[grid.Coordinate, Box]]:
+        """Who holds which part of a box; see grid.holders. Raises ShardingError as `boxes` does."""
+        self._require_boxes()
+        return grid.holders(shape, self.splits, self.mesh.shape, box, fixed, self.units)
 
     def part(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
         """The shape of the part of one coordinate, in runs or not."""
-        return grid.box_at(shape, self.splits, self.mesh.shape, coordinate).size
+        run = self._run(shape)
+        return self._runs_of(grid.box_at(run, self.splits, self.mesh.shape, coordinate, self.units).size)
+
+    def _run(self, shape: Sequence[int]) -> Sequence[int]:
+        """The shape with one run of each dim."""
+        return [n // self.cuts[d].runs if d in self.cuts else n for d, n in enumerate(shape)] if self.cuts else shape
+
+    def _runs_of(self, part: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of all runs, of that of a part of one run of each dim."""
+        if not self.cuts:
+            return part
+        return tuple([n * self.cuts[d].runs if d in self.cuts else n for d, n in enumerate(part)])
+
+    @property
+    def boxed(self) -> bool:
+        """Whether parts are boxes: no dim is split in runs."""
+        return all(cut.runs == 1 for cut in self.cuts.values())
 
     def _require_boxes(self) -> None:
-        if self.runs:
+        if not self.boxed:
             raise ShardingError(
                 "A part of a tensor that is split in runs is no box.",
                 expected="each rank to hold an interval of every dim",
@@ -230,7 +249,7 @@ class Sharding:
 
     def largest(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the largest part, the same on every rank."""
-        return grid.largest_shape(shape, self.splits, self.mesh.shape)
+        return self._runs_of(grid.largest_shape(self._run(shape), self.splits, self.mesh.shape, self.units))
 
     @property
     def replicas(self) -> int:
@@ -257,17 +276,8 @@ class Layout:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_held",
-        "dtype",
-        "local_shape",
-        "mesh",
-        "ndim",
-        "placements",
-        "shape",
-        "sharding",
-        "stride",
-    )
+        "__weakref__", "_box", "dtype", "local_shape", "mesh", "ndim", "placements", "shape", "sharding", "stride"
+    )  # fmt: skip
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> None:
         self.sharding, self.mesh, self.placements = sharding, sharding.mesh, sharding.placements
@@ -280,25 +290,24 @@ class Layout:
                 got=repr(sharding),
                 where=f"axis {', '.join(self.mesh.names[a] for a in sharding.splits[dim])} of the mesh, shape {shape}",
             )
-        for dim, runs in sharding.runs.items():
-            parts = runs * math.prod([self.mesh.shape[a] for a in sharding.splits[dim]])
-            if shape[dim] % parts:
+        for dim, cut in sharding.cuts.items():
+            if shape[dim] % (cut.runs * cut.unit):
                 raise ShardingError(
-                    "A dim that is split in runs has equal pieces.",
-                    expected=f"a length that {parts} divides",
+                    "A dim that is split in runs, or in units, has runs of equal length, and whole units.",
+                    expected=f"a length that {cut.runs * cut.unit} divides",
                     got=f"length {shape[dim]} of dim {dim}",
                     where=sharding,
                 )
         coordinate = self.mesh.coordinate
-        held = None if coordinate is None else grid.box_at(shape, sharding.splits, self.mesh.shape, coordinate)
-        self._held, self.local_shape = held, (0,) if held is None else held.size
+        self.local_shape = (0,) if coordinate is None else sharding.part(shape, coordinate)
+        self._box: Box | None = None
 
     @property
     def box(self) -> Box | None:
         """Offsets and sizes of this rank's part; None on a rank outside of the mesh. Raises as Sharding.boxes does."""
-        if self.sharding.runs and self._held is not None:
-            self.sharding._require_boxes()
-        return self._held
+        if self._box is None and self.mesh.coordinate is not None:
+            self._box = self.sharding.box(self.shape, self.mesh.coordinate)
+        return self._box
 
     def to(self, sharding: Sharding) -> "Layout":
         """The same tensor in another sharding."""
@@ -346,19 +355,19 @@ def _splits(mesh: Mesh, placements: Placements, order: Order) -> dict[int, tuple
     return dict(sorted(splits.items()))
 
 
-def _runs(placements: Placements, splits: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    runs: dict[int, int] = {}
+def _cuts(placements: Placements, splits: Mapping[int, Sequence[int]]) -> dict[int, Cut]:
+    cuts: dict[int, Cut] = {}
     for dim, axes in splits.items():
-        found = {p.runs for p in (placements[a] for a in axes) if isinstance(p, Shard)}
+        found = {Cut(p.runs, p.unit) for p in (placements[a] for a in axes) if isinstance(p, Shard)}
         if len(found) > 1:
             raise ShardingError(
-                "All axes that split a dim split it in the same number of runs.",
-                expected=f"one number of runs for dim {dim}",
+                "All axes that split a dim split it in the same number of runs, and in the same units.",
+                expected=f"one number of runs, and one length of units, for dim {dim}",
                 got=placements,
             )
-        if found != {1}:
-            runs[dim] = found.pop()
-    return runs
+        if found != {WHOLE}:
+            cuts[dim] = found.pop()
+    return cuts
 
 
 def _sharding(mesh: Mesh, placements: Placements, order: Order) -> Sharding:

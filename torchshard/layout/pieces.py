@@ -2,14 +2,15 @@
 
 Piece k is [min(k c, n), min((k + 1) c, n)) with c = ceil(n / p): torch.chunk's rule, which torch's DTensor and its
 distributed checkpoint share. Tail pieces may be short or empty. Several axes on one dim nest: each splits, by its
-actual size, the piece that the axis before it in the order left.
+actual size, the piece that the axis before it in the order left. Where items come in units that are not taken apart,
+the rule is for the units, and n is a multiple of their length.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 Interval = tuple[int, int]  # start and length
-_Ts = TypeVarTuple("_Ts")
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -31,13 +32,13 @@ class Symbolic:
     renewed: Callable[[], bool] = staticmethod(lambda: True)
 
 
-def _unrecorded(function: Callable[[int, *_Ts], _T]) -> Callable[[int, *_Ts], _T]:
+def _unrecorded(function: Callable[Concatenate[int, _P], _T]) -> Callable[Concatenate[int, _P], _T]:
     """The function, no part of a trace when lengths are symbolic."""
 
-    def called(n: int, *args: *_Ts) -> _T:
+    def called(n: int, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         known = Symbolic.number(n)
         if type(known) is int:
-            return function(known, *args)
+            return function(known, *args, **kwargs)
         return _numbers(Symbolic.unrecorded(function, n, *args))  # type: ignore[no-any-return]
 
     called.__doc__ = function.__doc__
@@ -51,11 +52,11 @@ def _numbers(found: Any) -> Any:
     return Symbolic.number(found)
 
 
-def _piece(n: int, parts: int, k: int) -> Interval:
+def _piece(n: int, parts: int, k: int, unit: int = 1) -> Interval:
     """Start and length of piece k of n items split in `parts`."""
     if parts == 1:
         return 0, n
-    step = -(-n // parts)
+    step = -(-n // (parts * unit)) * unit
     if k == 0:
         return 0, step
     start = k * step
@@ -69,33 +70,33 @@ piece = _unrecorded(_piece)
 
 
 @_unrecorded
-def nested_piece(n: int, sizes: Sequence[int], coordinate: Sequence[int]) -> Interval:
+def nested_piece(n: int, sizes: Sequence[int], coordinate: Sequence[int], unit: int = 1) -> Interval:
     """Start and length of the piece at `coordinate` when axes of these sizes split n items one after another."""
     start = 0
     for parts, k in zip(sizes, coordinate, strict=True):
-        offset, n = _piece(n, parts, k)
+        offset, n = _piece(n, parts, k, unit)
         start += offset
     return start, n
 
 
 @_unrecorded
-def nested_pieces(n: int, sizes: Sequence[int]) -> list[Interval]:
+def nested_pieces(n: int, sizes: Sequence[int], unit: int = 1) -> list[Interval]:
     """All pieces, the first axis slowest: starts never decrease."""
     pieces = [(0, n)]
     for parts in sizes:
         pieces = [
             (start + offset, length)
             for start, whole in pieces
-            for offset, length in (_piece(whole, parts, k) for k in range(parts))
+            for offset, length in (_piece(whole, parts, k, unit) for k in range(parts))
         ]
     return pieces
 
 
 @_unrecorded
-def largest_piece(n: int, sizes: Sequence[int]) -> int:
+def largest_piece(n: int, sizes: Sequence[int], unit: int = 1) -> int:
     """Length of the largest piece, which is the one at coordinate 0 everywhere."""
     for parts in sizes:
-        n = _piece(n, parts, 0)[1]
+        n = _piece(n, parts, 0, unit)[1]
     return n
 
 

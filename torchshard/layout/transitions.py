@@ -29,9 +29,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchshard.errors import ShardingError
-from torchshard.layout.copies import MANY, Copies
+from torchshard.layout.copies import Copies
 from torchshard.layout.cost import DEFAULT_LINK, Link, slowest
-from torchshard.layout.grid import box_at
 from torchshard.layout.layout import Mesh, Sharding
 from torchshard.layout.pieces import largest_piece
 from torchshard.layout.placements import Partial, R, Shard
@@ -367,6 +366,12 @@ def _mixes(here: Sharding, wanted: Partial) -> bool:
     return all(may_mix(wanted.op, p.op) for p in here.placements if isinstance(p, Partial))
 
 
+def exchange(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> Transition:
+    """An exchange that leads as near to the target as one can; the parts of both are boxes, in units or not."""
+    sizes, after = _Sizes(source.mesh, shape, itemsize, {}), _exchanged(source, target)
+    return Transition(source, after, shape, (_exchange(source, after, sizes.part(source), sizes),))
+
+
 def _exchanged(here: Sharding, target: Sharding) -> Sharding:
     """The sharding nearest to the target that has the Partial axes of `here`."""
     placements, kept = [], {}
@@ -378,23 +383,12 @@ def _exchanged(here: Sharding, target: Sharding) -> Sharding:
 
 
 def _exchange(here: Sharding, after: Sharding, part: int, sizes: _Sizes) -> Step:
-    dims = [d for d in {*here.splits, *after.splits} if here.splits.get(d) != after.splits.get(d)]
-    axes = tuple(sorted({a for d in dims for a in (*here.splits.get(d, ()), *after.splits.get(d, ()))}))
-    lacks = _most_lacked(here, after, axes, sizes)
+    changed = [d for d in {*here.splits, *after.splits} if _split(here, d) != _split(after, d)]
+    axes = tuple(sorted({a for d in changed for a in (*here.splits.get(d, ()), *after.splits.get(d, ()))}))
+    lacks = Copies(here, after, sizes.shape).most_lacked(axes) * sizes.itemsize
     peak = part + lacks + max(lacks, sizes.part(after))  # cut and packed, packed and received, received and put
     return Step("exchange", axes, here, after, lacks, sizes.group(axes) - 1, peak)
 
 
-def _most_lacked(here: Sharding, after: Sharding, axes: Sequence[int], sizes: _Sizes) -> int:
-    """The most bytes that a rank does not hold yet; all it will hold where there are too many ranks to ask each."""
-    if sizes.group(axes) > MANY:
-        return sizes.part(after)
-    mesh, most = sizes.mesh, 0
-    coordinate = [0] * mesh.ndim  # elsewhere 0, where parts are largest
-    for place in itertools.product(*[range(mesh.shape[a]) for a in axes]):
-        for a, k in zip(axes, place, strict=True):
-            coordinate[a] = k
-        wanted = box_at(sizes.shape, after.splits, mesh.shape, coordinate)
-        held = wanted.meet(box_at(sizes.shape, here.splits, mesh.shape, coordinate))
-        most = max(most, wanted.numel - (held.numel if held else 0))
-    return most * sizes.itemsize
+def _split(sharding: Sharding, dim: int) -> tuple[object, ...]:
+    return sharding.splits.get(dim), sharding.cuts.get(dim)

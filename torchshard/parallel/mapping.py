@@ -11,9 +11,9 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torchshard._torch import ends_graphs, leaves_of, tree_of
 from torchshard.parallel.styles import with_placements
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.layout import from_torch
 from torchshard.tensor.mesh import bind
 from torchshard.tensor.sizes import asked_layout, even_shape
+from torchshard.tensor.torch_placements import from_torch
 
 Placements = Sequence[Placement] | None
 InputPlacements = tuple[Placements, ...] | None

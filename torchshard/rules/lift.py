@@ -1,23 +1,24 @@
 """From a rule to a decision: each axis of the mesh on its own, the cheapest way to run the operator there.
 
-On one axis an operator can run with everything whole; with one factor split between the ranks, wherever it occurs; or
-on Partial terms, where it is linear in them. The price of a way is what it costs to bring the operands there; a way
-without communication is always taken; beyond that, what a Partial result will cost to reduce counts too. Axes are
-decided one after another, so the work grows with their number, not exponentially; what an axis splits is smaller for
-the next. All numbers are those of the largest pieces: every rank decides the same.
+Of the ways that ways.py knows, the price is what it costs to bring the operands there; a way without communication is
+always taken; beyond that, what a Partial result will cost to reduce counts too. Axes are decided one after another, so
+the work grows with their number, not exponentially; what an axis splits is smaller for the next. All numbers are those
+of the largest pieces: every rank decides the same.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchshard.layout.cuts import is_as
 from torchshard.layout.layout import Layout, Mesh, Sharding
-from torchshard.layout.pieces import Symbolic, piece
-from torchshard.layout.placements import Partial, Placement, Placements, R, Shard
-from torchshard.layout.reductions import exists_of_nothing, masking, may_mix
+from torchshard.layout.pieces import Symbolic
+from torchshard.layout.placements import Partial, Placement, R, Shard
+from torchshard.layout.reductions import masking
 from torchshard.rules.bind import Bound
-from torchshard.rules.notation import Operand, is_whole
+from torchshard.rules.notation import Operand
 from torchshard.rules.rule import Options
+from torchshard.rules.ways import Way, cut_pieces, evened, is_possible, padding_of, settle, ways
 
 _LAUNCH = 20_000.0  # bytes that a link carries in the time that starting a collective takes
 _COPY = 1.0  # a slice: next to nothing, but not nothing
@@ -29,29 +30,6 @@ class Lifted:
 
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run on one axis.
-
-    Attributes:
-        operands: what the axis does to each operand.
-        results: what it then does to each result.
-        factor: the one that is split; None where nothing is.
-        runs: how many runs it is split in.
-        even: every rank must hold an equal piece of each run of the factor.
-        full: no rank may hold an empty piece of it.
-        told: symbolic lengths, whose numbers the placements are for.
-    """
-
-    operands: Placements
-    results: Placements
-    factor: str | None = None
-    runs: int = 1
-    even: bool = False
-    full: bool = False
-    told: tuple[int, ...] = ()
 
 
 def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mapping[int, int | None]) -> Lifted | None:
@@ -68,11 +46,11 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     """
     mesh = layouts[0].mesh
     kinds = [p for layout in layouts for p in layout.placements if isinstance(p, Partial)]
-    runs = {n for layout in layouts for n in layout.sharding.runs.values()}
-    possible = list(ways(bound, options, kinds, runs))
-    if runs:  # with which numbers of runs are compared, also those that a way would be for
+    cuts = {cut for layout in layouts for cut in layout.sharding.cuts.values()}
+    possible = list(ways(bound, options, kinds, cuts))
+    if cuts:  # with which numbers of runs are compared, also those that a way would be for
         for way in possible:
-            _settle(way)
+            settle(way)
     if options.like and len(possible) == 1:  # results that share no dim with the operands, of which nothing is read
         return Lifted(tuple([o.sharding for o in layouts]), (mesh.replicated(),) * len(bound.results))
     nbytes = [layout.largest_nbytes() for layout in layouts]
@@ -83,7 +61,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     for axis in sorted(range(mesh.ndim), key=lambda a: mesh.shape[a] == 1):  # one rank goes along with any way
         parts, ranked = mesh.shape[axis], []
         for at, way in enumerate(possible):
-            price = _price(way, axis, parts, layouts, estimate, fixed, options, _padding(way, parts, pieces))
+            price = _price(way, axis, parts, layouts, estimate, fixed, options, padding_of(way, parts, pieces))
             if price < math.inf:
                 # What runs where it lies is taken: users place tensors to have it so.
                 cost = price + _pending(way, layouts, axis, parts, estimate)
@@ -91,17 +69,17 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
         ranked.sort()
         # Lengths are asked about last, and no more than it takes: those of a trace are guarded then.
         before = chosen.values()
-        first = next((k for k, (*_, at) in enumerate(ranked) if _possible(possible[at], parts, pieces, before)), None)
+        first = next((k for k, (*_, at) in enumerate(ranked) if is_possible(possible[at], parts, pieces, before)), None)
         if first is None:
             return None
         launches, _, at = ranked[first]
         best = possible[at]
-        _settle(best)
+        settle(best)
         chosen[axis] = best
         if any(type(n) is not int for n in nbytes):
             dearer = [possible[other] for also, _, other in ranked[first + 1 :] if also == launches]
             Symbolic.asked(_ask_whether_cheapest, best, dearer, axis, parts, layouts, nbytes, fixed, options, pieces)
-        _cut(pieces, best, parts)
+        cut_pieces(pieces, best, parts)
     return _assembled(mesh, bound, [chosen[axis] for axis in range(mesh.ndim)], layouts, fixed, options)
 
 
@@ -119,109 +97,10 @@ def take(bound: Bound, chosen: Sequence[Way], layouts: Sequence[Layout]) -> Lift
     mesh = layouts[0].mesh
     pieces = {f: [n] for f, n in bound.sizes.items()}
     for axis, (way, parts) in enumerate(zip(chosen, mesh.shape, strict=True)):
-        if not _possible(way, parts, pieces, chosen[:axis]):
+        if not is_possible(way, parts, pieces, chosen[:axis]):
             return None
-        _cut(pieces, way, parts)
+        cut_pieces(pieces, way, parts)
     return _assembled(mesh, bound, chosen, layouts, {}, Options())
-
-
-def ways(bound: Bound, options: Options, kinds: Iterable[Partial], runs: Iterable[int] = ()) -> Iterator[Way]:
-    """All ways to run on one axis, where operands may hold Partials of these kinds, and splits in so many runs."""
-    count, results = len(bound.operands), len(bound.results)
-    yield Way((R,) * count, (R,) * results)
-    factors = dict.fromkeys(f for dims in bound.operands for dim in dims for f in dim if not is_whole(f))
-    for factor in factors:
-        for count_of_runs in (1, *sorted(runs)):
-            way = _split(bound, options, factor, count_of_runs)
-            if way is not None:
-                yield way
-    for partial in dict.fromkeys(kinds):
-        for group in _passing(partial, options):
-            if max(group) < count:
-                operands = tuple([partial if k in group else R for k in range(count)])
-                yield Way(operands, (partial,) * results)
-
-
-def _split(bound: Bound, options: Options, factor: str, runs: int) -> Way | None:
-    """The way that splits one factor in `runs` runs; None where some operand or result does not allow it.
-
-    Where other factors of its dim are slower, each of their steps is a run of the dim.
-    """
-    length = bound.sizes.get(factor)
-    if isinstance(length, int) and 1 < runs >= length:
-        return None  # runs of one step: nothing to split
-    lacking = options.reduces.get("..." if factor[0] == "." else factor)
-    partial = lacking if isinstance(lacking, Partial) else None
-    reduced = not any(factor in dim for dims in bound.results for dim in dims)
-    even = runs > 1
-    operands: list[Placement] = []
-    results: list[Placement] = []
-    told: list[int] = []
-    for side, placements in ((bound.operands, operands), (bound.results, results)):
-        for k, dims in enumerate(side):
-            at = [d for d, dim in enumerate(dims) if factor in dim]
-            if len(at) > 1:
-                return None
-            if at:
-                dim = dims[at[0]]
-                before = dim[: dim.index(factor)]
-                slower = [bound.sizes[f] for f in before if f in bound.sizes]
-                symbolic = [n for n in slower if type(n) is not int]
-                if len(slower) < len(before) or (symbolic and not Symbolic.renewed()):
-                    return None  # a number of runs that is not known
-                told += symbolic
-                even = even or len(dim) > 1
-                placements.append(Shard(at[0], math.prod([Symbolic.expected(n) or 1 for n in slower]) * runs))
-            elif side is bound.operands:
-                placements.append(partial if reduced and partial and k in options.plus else R)
-            elif lacking is None:
-                return None
-            else:
-                placements.append(lacking)
-    # Terms of an average count alike only where pieces are equal.
-    lossy = partial if any(p is partial for p in results) else None
-    even = even or (lossy is not None and lossy.op == "avg")
-    full = options.full or (lossy is not None and not exists_of_nothing(lossy.op))
-    return Way(tuple(operands), tuple(results), factor, runs, even, full, tuple(told))
-
-
-def _settle(way: Way) -> None:
-    """A way may be gone: a trace is for just those lengths from here on that its numbers of runs are made of."""
-    for n in way.told:
-        int(n)
-
-
-def _passing(partial: Partial, options: Options) -> tuple[tuple[int, ...], ...]:
-    """Groups of operands that may be Partial in this way while the others are whole."""
-    if options.moves:
-        return ((0,),)
-    if partial.op in ("sum", "avg"):
-        return options.linear
-    groups = {"max": options.max, "min": options.min}.get(partial.op)
-    return groups or (((0,),) if options.mono and groups is not None else ())
-
-
-def _cut(pieces: dict[str, list[int]], way: Way, parts: int) -> None:
-    """Note in `pieces` the lengths that a way leaves of its factor: the longest and the shortest."""
-    if way.factor is not None:
-        pieces[way.factor] = [piece(n, parts, k)[1] for n in pieces[way.factor] for k in (0, parts - 1)]
-
-
-def _possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Iterable[Way]) -> bool:
-    if way.factor is not None:
-        lengths = pieces[way.factor]
-        if way.even and any(n % (parts * way.runs) for n in lengths):
-            return False
-        if way.full and any(piece(n, parts, parts - 1)[1] == 0 for n in lengths):
-            return False
-    for before in chosen:
-        for one, other in zip(before.results + before.operands, way.results + way.operands, strict=True):
-            if isinstance(one, Partial) and isinstance(other, Partial) and not may_mix(one.op, other.op):
-                return False
-            one_dim = isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim
-            if one_dim and (one is not other or before.factor != way.factor):
-                return False  # axes split a dim in the same runs, and the same factor of it
-    return True
 
 
 def _price(
@@ -244,22 +123,28 @@ def _price(
             return math.inf
         if k in fixed:
             becomes = fixed[k]
-            if now is not wanted or (becomes is not None and way.results[becomes] is not now):
+            if not _is_as(now, wanted, layout):
                 return math.inf
-        elif now is not wanted:
+            if becomes is not None and not _is_as(now, way.results[becomes], layout):
+                return math.inf
+        elif not _is_as(now, wanted, layout):
             price += _move(now, wanted, nbytes[k], parts, padding)
     return price
+
+
+def _is_as(now: Placement, wanted: Placement, layout: Layout) -> bool:
+    """Whether an operand is as it is wanted."""
+    if now is wanted:
+        return True
+    if not (isinstance(now, Shard) and isinstance(wanted, Shard) and now.dim == wanted.dim):
+        return False
+    sizes = [layout.mesh.shape[a] for a in layout.sharding.splits[now.dim]]
+    return is_as(now, wanted, layout.shape[now.dim], sizes)
 
 
 def _needs_no_terms(options: Options, k: int) -> bool:
     """Whether nothing is read of operand k that its terms, or their sum, would tell: so it need not be reduced."""
     return options.like or k in options.unread
-
-
-def _padding(way: Way, parts: int, pieces: Mapping[str, Sequence[int]]) -> float:
-    """How much more is sent where a factor is too short for all ranks to have some of it."""
-    lengths = map(Symbolic.expected, pieces[way.factor] if way.factor is not None else ())
-    return max([parts / n for n in lengths if 0 < n < parts], default=1.0)
 
 
 def _move(now: Placement, wanted: Placement, nbytes: float, parts: int, padding: float) -> float:
@@ -307,7 +192,7 @@ def _ask_whether_cheapest(
         return round(parts * (price + _pending(way, layouts, axis, parts, sizes)))
 
     def terms(way: Way) -> list[int]:
-        padding = _padding(way, parts, pieces)
+        padding = padding_of(way, parts, pieces)
         start = cost(way, known, padding)
         found = [start, *[cost(way, [*known[:k], 1.0, *known[k + 1 :]], padding) - start for k in symbolic]]
         if (way is best or padding > 1) and cost(way, expected, 1.0) != cost(way, expected, 2.0):
@@ -331,6 +216,7 @@ def _assembled(
     fixed: Mapping[int, int | None],
     options: Options,
 ) -> Lifted | None:
+    chosen = evened(bound, chosen, mesh.shape)
     orders = _orders(bound, chosen, layouts, fixed)
     operands, results = [], []
     for k, layout in enumerate(layouts):

@@ -26,10 +26,10 @@ from torchshard.state_dict.forms import Form, take_replicas
 from torchshard.state_dict.targets import AsOn, InParts, OnMesh, Target, Whole
 from torchshard.state_dict.trees import identity, leaves, with_leaves
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.layout import from_torch as sharding_from_torch
 from torchshard.tensor.mesh import bind
 from torchshard.tensor.sharded import specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+from torchshard.tensor.torch_placements import from_torch as sharding_from_torch
 
 Placed = Sequence[Any] | None
 Placements = Sequence[Any] | Mapping[str, Placed] | Callable[[str, Tensor], Placed]

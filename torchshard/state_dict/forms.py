@@ -21,12 +21,13 @@ from torchshard.state_dict.trees import not_dense
 from torchshard.tensor.declared import declared
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import require_ascending
-from torchshard.tensor.layout import TensorLayout, from_torch
+from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.pending import arrived
 from torchshard.tensor.redistribute import redistribute_local
 from torchshard.tensor.sharded import moving, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of
+from torchshard.tensor.torch_placements import from_torch
 
 
 @dataclass(slots=True)

@@ -28,9 +28,7 @@ from torchshard.tensor.layout import (
     TURNED,
     TensorLayout,
     dense_stride,
-    from_torch,
     layout_for,
-    or_replicated,
     require_strided,
     same_order,
 )
@@ -46,6 +44,7 @@ from torchshard.tensor.redistribute import (
     redistribute_local,
 )
 from torchshard.tensor.sizes import asked_layout, check_part, even_layout, even_shape
+from torchshard.tensor.torch_placements import from_torch, or_replicated
 
 
 @skip_methods()

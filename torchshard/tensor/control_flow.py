@@ -288,7 +288,7 @@ def _stacked(layout: TensorLayout | None, times: int) -> TensorLayout | None:
 def _moved(layout: TensorLayout, by: int, shape: Sequence[int], stride: Sequence[int]) -> TensorLayout:
     """A layout with the same split of dims that have other numbers."""
     sharding: Sharding = layout.sharding
-    placements = [Shard(p.dim + by, p.runs) if isinstance(p, Shard) else p for p in sharding.placements]
+    placements = [p.at(p.dim + by) if isinstance(p, Shard) else p for p in sharding.placements]
     order = {dim + by: axes for dim, axes in sharding.order}
     return layout_for(sharding.mesh.sharding(placements, order), tuple(shape), tuple(stride), layout.dtype)
 

@@ -16,18 +16,19 @@ from torchshard.comm import collectives
 from torchshard.comm.comparing import differing
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
+from torchshard.layout.cuts import without
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
-from torchshard.layout.runs import without
 from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.caching import one_node, tie
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.layout import from_torch, global_stride, layout_for, or_replicated, require_strided
+from torchshard.tensor.layout import global_stride, layout_for, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.pending import pending
 from torchshard.tensor.redistribute import in_memory_order, redistribute_local, refuse_others
 from torchshard.tensor.replacing import replacing, successor
+from torchshard.tensor.torch_placements import from_torch, or_replicated
 
 
 @skip_alone
@@ -78,7 +79,7 @@ def _distributed(
     local = pending(tensor.detach())
     if local.device.type != device_mesh.device_type and not local.is_meta:
         local = local.to(device_mesh.device_type)
-    stride, given = global_stride(tensor.shape, local.stride()), without(sharding.without_partial(), sharding.runs)
+    stride, given = global_stride(tensor.shape, local.stride()), without(sharding.without_partial(), sharding.cuts)
     asks = mesh.coordinate is not None and src_data_rank is not None and not is_traced(local)
     if asks and src_data_rank is not None:
         local, stride = _given_out(local, stride, given, src_data_rank, mesh)

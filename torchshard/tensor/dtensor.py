@@ -13,11 +13,12 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard import _torch
 from torchshard.errors import ShardingError
 from torchshard.tensor.caching import digest, tie
-from torchshard.tensor.layout import SEVERED, TensorLayout, Told, from_torch, sized, told_of
+from torchshard.tensor.layout import SEVERED, TensorLayout, Told, sized, told_of
 from torchshard.tensor.memory import WithoutMemory, no_memory
 from torchshard.tensor.mesh import PICKLED, bind, restored
 from torchshard.tensor.pending import arrived
 from torchshard.tensor.tangents import Tangent
+from torchshard.tensor.torch_placements import from_torch
 from torchshard.tensor.turning import TurnsInPlace
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from tabulate import tabulate
 
 from torchshard._torch import Inherited, beneath_intercepting, intercepting
+from torchshard.layout.cuts import Route, route
 from torchshard.layout.layout import Layout
-from torchshard.layout.runs import Route, route
 from torchshard.tensor.dispatch import call_of
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.layout import TensorLayout

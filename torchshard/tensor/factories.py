@@ -15,9 +15,10 @@ from torchshard.tensor.autograd import as_leaf
 from torchshard.tensor.caching import one_node, tie
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.random import draw
-from torchshard.tensor.layout import TensorLayout, from_torch, layout_for, or_replicated
+from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import bind
 from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.torch_placements import from_torch, or_replicated
 
 Placements = Sequence[TorchPlacement] | None
 

@@ -112,7 +112,7 @@ def _kept(query: DTensor, key: DTensor, value: DTensor) -> Sharding:
         for dim in (_BATCH, _HEADS):
             axes = tuple([a for a in sharding.splits.get(dim, ()) if placements[a] is R])
             tried = (*order.get(dim, ()), *axes)
-            if axes and dim not in sharding.runs and _divides(query, key, value, dim, [mesh.shape[a] for a in tried]):
+            if axes and dim not in sharding.cuts and _divides(query, key, value, dim, [mesh.shape[a] for a in tried]):
                 order[dim] = tried
                 for axis in axes:
                     placements[axis] = Shard(dim)

@@ -22,8 +22,8 @@ def to_torch(x: DTensor) -> Tensor:
     """torch's DTensor of the same local tensor, mesh and placements.
 
     Raises:
-        ShardingError: axes nest in an order, or split a dim in runs, that torch cannot be told; or ranks do not ascend
-            along an axis that splits.
+        ShardingError: axes nest in an order, or split a dim in runs or units, that torch cannot be told; or ranks do
+            not ascend along an axis that splits.
         UnsupportedOperatorError: in a compiled region, which takes the mesh of a result from its inputs: ours have none
             in their graph, so it would be that of a gradient, a stand-in, or, from a cache, None.
     """
@@ -49,13 +49,13 @@ def told(layout: TensorLayout) -> tuple[TorchPlacement, ...]:
     Raises:
         ShardingError: there are none.
     """
-    for dim, runs in layout.sharding.runs.items():
+    for dim, cut in layout.sharding.cuts.items():
         axes = layout.sharding.splits[dim]
-        if len(axes) > 1:
+        if len(axes) > 1 or cut.unit > 1:
             raise ShardingError(
-                "torch's DTensor cannot be told of a dim that several axes split in runs.",
-                expected="at most one axis for each dim that is split in runs",
-                got=f"dim {dim} in {runs} runs, split by {', '.join(layout.mesh.names[a] for a in axes)}",
+                "torch's DTensor cannot be told of a dim that is split in units, or in runs by several axes.",
+                expected="no units, and at most one axis for each dim that is split in runs",
+                got=f"dim {dim} in {cut}, split by {', '.join(layout.mesh.names[a] for a in axes)}",
                 where=layout,
                 fix=f"redistribute it to Shard({dim}) on these axes first",
             )

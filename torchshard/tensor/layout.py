@@ -1,8 +1,8 @@
-"""Layouts of actual tensors, and the border where torch's placement objects become ours and back."""
+"""Layouts of actual tensors."""
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +14,15 @@ from torchshard._torch import (
     asked,
     expected,
     mend_trace,
-    norm_partial,
     number,
     renewed,
     skip_alone,
-    strided_shard,
     unrecorded,
 )
 from torchshard.errors import ShardingError
-from torchshard.layout.layout import Layout, Mesh, Sharding, contiguous_stride
+from torchshard.layout.layout import Layout, Sharding, contiguous_stride
 from torchshard.layout.pieces import Symbolic
-from torchshard.layout.placements import Partial, Placement, R, Shard
-from torchshard.layout.reductions import parse_norm
-from torchshard.layout.strided import factors_from_order, order_from_factors
+from torchshard.tensor.torch_placements import to_torch
 
 if TYPE_CHECKING:
     from torchshard.tensor.dtensor import DTensor
@@ -207,113 +203,6 @@ def sized(shape: tuple[int, ...], part: Sequence[int], told: Told) -> tuple[int,
         if expected(n) == held * math.prod([sharding.mesh.shape[a] for a in axes]):
             shape = (*shape[:dim], int(n), *shape[dim + 1 :])
     return shape
-
-
-def or_replicated(placements: Sequence[TorchPlacement] | None, mesh: Mesh) -> Sequence[TorchPlacement]:
-    """These placements, or for None those of a tensor that every rank has as a whole; an empty list is no None.
-
-    Raises:
-        ShardingError: something that is no sequence, or the wrong number of placements.
-    """
-    return [upstream.Replicate()] * mesh.ndim if placements is None else _one_an_axis(placements, mesh)
-
-
-def _one_an_axis(placements: Sequence[TorchPlacement], mesh: Mesh) -> Sequence[TorchPlacement]:
-    if not isinstance(placements, (list, tuple)) and hasattr(placements, "__getitem__"):
-        placements = tuple(placements)  # of another sequence
-    if not isinstance(placements, (list, tuple)) or len(placements) != mesh.ndim:
-        raise ShardingError(
-            "Placements are a list with one for each axis of the mesh.",
-            expected=f"{mesh.ndim} placements for the mesh {mesh}",
-            got=repr(placements),
-            fix=f"[{', '.join(['Replicate()'] * mesh.ndim)}], with Shard(dim) or Partial() where it applies",
-        )
-    return placements
-
-
-def from_torch(placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence[int]) -> Sharding:
-    """The sharding that torch's placements mean for a tensor of this global shape; negative dims count from the end.
-
-    Raises:
-        ShardingError: something that is no placement, the wrong number of them, a dim out of range, or a strided split
-            whose pieces are no nesting of axes.
-    """
-    placements = _one_an_axis(placements, mesh)
-    ours = [_from_torch(p, axis, mesh, len(shape)) for axis, p in enumerate(placements)]
-    factors: dict[int, dict[int, int]] = {}
-    for axis, (theirs, p) in enumerate(zip(placements, ours, strict=True)):
-        if isinstance(p, Shard):
-            factors.setdefault(p.dim, {})[axis] = getattr(theirs, "split_factor", 1)
-    orders: dict[int, tuple[int, ...]] = {}
-    for dim, by_axis in factors.items():
-        if any(factor != 1 for factor in by_axis.values()):
-            runs, orders[dim] = _nesting(placements, dim, shape[dim], by_axis, mesh)
-            ours = [Shard(dim, runs) if axis in by_axis else p for axis, p in enumerate(ours)]
-    return mesh.sharding(ours, orders)
-
-
-def _nesting(
-    placements: Sequence[TorchPlacement], dim: int, n: int, factors: Mapping[int, int], mesh: Mesh
-) -> tuple[int, tuple[int, ...]]:
-    """The runs of a strided split, and the order in which axes split each: what its factors share, and the rest."""
-    runs = math.gcd(*factors.values())
-    parts = math.prod([mesh.shape[a] for a in factors])
-    order = order_from_factors(n // runs, {a: f // runs for a, f in factors.items()}, mesh.shape)
-    if order is None or (runs > 1 and n % (runs * parts)):
-        raise ShardingError(
-            "A strided split whose pieces are no nesting of axes.",
-            expected="split factors that nest, and a length that they divide",
-            got=f"{placements} of dim {dim}, length {n}, on the mesh {mesh}",
-            fix="redistribute to Shard(dim) with torch's own class first",
-        )
-    return runs, order
-
-
-def _from_torch(placement: TorchPlacement, axis: int, mesh: Mesh, ndim: int) -> Placement:
-    if type(placement) is not upstream.Shard:  # what is one passes by a metaclass, and names that have to be found
-        if isinstance(placement, upstream.Replicate):
-            return R
-        if type(placement) is upstream.Partial:
-            return Partial(placement.reduce_op)
-        if type(placement) is norm_partial():
-            return Partial(f"norm({float(placement.norm_type)})")  # type: ignore[attr-defined]
-    if isinstance(placement, (upstream.Shard, strided_shard())):
-        dim = placement.dim + ndim if placement.dim < 0 else placement.dim
-        if not 0 <= dim < ndim:
-            raise ShardingError(
-                f"Shard({placement.dim}) on a tensor of {ndim} dims.",
-                expected=f"a dim from {-ndim} to {ndim - 1}" if ndim else "no Shard: a scalar has no dims",
-                got=str(placement),
-                where=f"axis {mesh.names[axis]} of the mesh {mesh}",
-            )
-        return Shard(dim)
-    raise ShardingError(
-        "A placement of a kind that is not known here.",
-        expected="Shard(dim), Replicate() or Partial(op)",
-        got=f"{type(placement).__name__}: {placement!r}",
-        where=f"axis {mesh.names[axis]} of the mesh {mesh}",
-    )
-
-
-def to_torch(layout: Layout) -> tuple[TorchPlacement, ...]:
-    """The placements of a layout as torch's objects."""
-    factors: dict[int, int] = {}
-    for dim, order in layout.sharding.order:
-        runs = layout.sharding.runs.get(dim, 1)
-        factors.update(factors_from_order(layout.shape[dim] // runs, order, layout.mesh.shape))
-    return tuple([_to_torch(p, factors.get(axis, 1)) for axis, p in enumerate(layout.placements)])
-
-
-def _to_torch(placement: Placement, factor: int) -> TorchPlacement:
-    if isinstance(placement, Shard):
-        factor *= placement.runs
-        made = upstream.Shard(placement.dim) if factor == 1 else strided_shard()(placement.dim, split_factor=factor)
-    elif isinstance(placement, Partial):
-        order = parse_norm(placement.op)
-        made = upstream.Partial(placement.op) if order is None else norm_partial()(order)
-    else:
-        made = upstream.Replicate()
-    return made
 
 
 def global_stride(shape: Sequence[int], local: Sequence[int]) -> tuple[int, ...]:

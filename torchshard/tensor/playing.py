@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torchshard.comm.reducing import prepare
 from torchshard.errors import UnsupportedOperatorError
+from torchshard.layout.cuts import unrolled, unrolled_shape
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, Placement
-from torchshard.layout.runs import unrolled, unrolled_shape
 from torchshard.tensor.layout import dense_stride
 
 _FOLD: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -102,9 +102,8 @@ def _cut(full: Tensor, coordinate: tuple[int, ...], sharding: Sharding) -> Tenso
 
 def _part(full: Tensor, coordinate: tuple[int, ...], sharding: Sharding) -> Tensor:
     """The elements of one coordinate."""
-    runs = sharding.runs
-    box = unrolled(sharding, runs).box(unrolled_shape(full.shape, runs), coordinate)
-    part = full.reshape(unrolled_shape(full.shape, runs))[box.slices]
+    shape = unrolled_shape(full.shape, sharding.cuts)
+    part = full.reshape(shape)[unrolled(sharding, sharding.cuts).box(shape, coordinate).slices]
     return part.reshape(sharding.part(full.shape, coordinate))
 
 

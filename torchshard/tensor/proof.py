@@ -13,11 +13,12 @@ from torch import Tensor
 
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh
-from torchshard.layout.placements import Partial
+from torchshard.layout.placements import Cut, Partial
 from torchshard.rules.bind import Bound, bind
-from torchshard.rules.lift import Lifted, Way, take, ways
+from torchshard.rules.lift import Lifted, take
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made, Options, Rule
+from torchshard.rules.ways import Way, ways
 from torchshard.tensor.call import Call
 from torchshard.tensor.layout import global_stride
 from torchshard.tensor.linearity import for_values
@@ -26,7 +27,7 @@ from torchshard.tensor.playing import complaint, has_terms, noise, spread, toler
 Verdict = Literal["right", "wrong", "not possible"]
 
 _KINDS = tuple(map(Partial, ("sum", "avg", "max", "min")))
-_RUNS = (2,)
+_CUTS = (Cut(runs=2), Cut(unit=2))
 
 # Results of which only shape and dtype are known.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -173,7 +174,7 @@ class _Proof:
             yield Outcome(self.call.name, call, line, (), (), "not possible", detail)
             return
         options = for_values(self.call, self.options, self.tensors, self.expected)
-        possible = list(ways(self.bound, options, _KINDS, _RUNS))
+        possible = list(ways(self.bound, options, _KINDS, _CUTS))
         for shape in meshes:
             mesh = Mesh(shape)
             count = len(possible) ** len(shape)
@@ -308,8 +309,7 @@ def described(value: Any) -> str:
 
 def _in_words(way: Way) -> str:
     """ "k split: S(1), S(0) -> P(sum)" """
-    runs = f" in {way.runs} runs" if way.runs > 1 else ""
-    name = f"{way.factor} split{runs}" if way.factor else "whole" if not _is_partial(way) else "terms"
+    name = f"{way.factor} split {way.cut}".rstrip() if way.factor else "whole" if not _is_partial(way) else "terms"
     return f"{name}: {', '.join(map(str, way.operands))} -> {', '.join(map(str, way.results))}"
 
 

@@ -16,8 +16,8 @@ from torchshard.comm.collectives import SMALL
 from torchshard.comm.comparing import differing
 from torchshard.comm.nearby import by_transport
 from torchshard.errors import RankMismatchError, UnsupportedOperatorError
+from torchshard.layout.cuts import Cuts, route, unrolled_shape
 from torchshard.layout.layout import Layout, contiguous_stride
-from torchshard.layout.runs import Runs, route, unrolled_shape
 from torchshard.tensor import crossing
 from torchshard.tensor.layout import TensorLayout, dense_stride, told_stride
 from torchshard.tensor.mesh import BoundMesh
@@ -200,19 +200,19 @@ def _actions_within(mesh: BoundMesh, source: TensorLayout, target: TensorLayout,
     steps: list[Action] = []
     for hop in route(source.sharding, target.sharding, source.shape, source.dtype.itemsize, regular=traced).hops:
         inner = actions(hop.transition, mesh)
-        if hop.runs:
-            inner = [Action(partial(_unrolled, runs=hop.runs)), *inner, Action(partial(_rolled, runs=hop.runs))]
+        if hop.cuts:
+            inner = [Action(partial(_unrolled, cuts=hop.cuts)), *inner, Action(partial(_rolled, cuts=hop.cuts))]
         steps += inner
     return steps
 
 
-def _unrolled(x: Tensor, runs: Runs) -> Tensor:
-    return x.reshape(unrolled_shape(x.shape, runs))
+def _unrolled(x: Tensor, cuts: Cuts) -> Tensor:
+    return x.reshape(unrolled_shape(x.shape, cuts))
 
 
-def _rolled(x: Tensor, runs: Runs) -> Tensor:
-    for dim in sorted(runs):
-        x = x.flatten(dim, dim + 1)
+def _rolled(x: Tensor, cuts: Cuts) -> Tensor:
+    for dim in sorted(cuts):
+        x = x.flatten(dim, dim + sum(n > 1 for n in cuts[dim]))
     return x
 
 

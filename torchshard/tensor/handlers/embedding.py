@@ -106,7 +106,7 @@ def _table_sharding(grad: DTensor, rows: int) -> Sharding | None:
     """How the table is split whose gradient is being made; None where that is not known, or has another mesh."""
     leaf = leaf_of_gradient()
     table = leaf._spec if type(leaf) is DTensor else noted_of_gradient()
-    if table is None or table.mesh is not grad._spec.mesh or table.sharding.runs:
+    if table is None or table.mesh is not grad._spec.mesh or table.sharding.cuts:
         return None
     return table.sharding.without_partial() if table.shape == (rows, grad.shape[-1]) else None
 

@@ -48,7 +48,7 @@ def _has_places(x: DTensor, dims: list[int]) -> bool:
     """The same, and each rank's part has a place, and kernels compare its values."""
     sharding = x._spec.sharding
     kernels = x.dtype in FLOATS + INTEGERS
-    return kernels and _found_along(x, dims) and not sharding.partial and not sharding.runs
+    return kernels and _found_along(x, dims) and not sharding.partial and not sharding.cuts
 
 
 def _first(x: DTensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import is_traced
+from torchshard.layout.cuts import without
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.pieces import nested_pieces
 from torchshard.layout.placements import Partial, R, Shard
-from torchshard.layout.runs import without
 from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
@@ -105,10 +105,10 @@ def own_numbers(index: Tensor, start: int, count: int, length: int) -> tuple[Ten
 
 
 def in_boxes(x: Any) -> Any:
-    """A DTensor whose part has a place: one that is split in runs is moved; anything else is left as it is."""
-    if type(x) is not DTensor or not x._spec.sharding.runs:
+    """A DTensor whose part has a place: one that is split in runs or units is moved; anything else is left as it is."""
+    if type(x) is not DTensor or not x._spec.sharding.cuts:
         return x
-    return redistribute(x, without(x._spec.sharding, x._spec.sharding.runs))
+    return redistribute(x, without(x._spec.sharding, x._spec.sharding.cuts))
 
 
 @decided
@@ -140,13 +140,13 @@ def eliminated(sharding: Sharding, dims: tuple[int, ...], keepdim: bool) -> tupl
     if keepdim:
         return whole, axes
     at = {d: d - sum(gone < d for gone in dims) for d in whole.splits}
-    placements = [Shard(at[p.dim]) if isinstance(p, Shard) else p for p in whole.placements]
+    placements = [p.at(at[p.dim]) if isinstance(p, Shard) else p for p in whole.placements]
     return sharding.mesh.sharding(placements, {at[d]: split for d, split in whole.splits.items()}), axes
 
 
 def by_batch(x: Any, dim: int) -> bool:
-    """Whether a tensor is split along its batch, no rank being without some of it, and not in runs."""
-    if type(x) is not DTensor or x._spec.sharding.runs or dim not in x._spec.sharding.splits:
+    """Whether a tensor is split along its batch, no rank being without some of it, and not in runs or units."""
+    if type(x) is not DTensor or x._spec.sharding.cuts or dim not in x._spec.sharding.splits:
         return False
     mesh, axes = x._spec.mesh, x._spec.sharding.splits[dim]
     return mesh.coordinate is not None and nested_pieces(x.shape[dim], [mesh.shape[a] for a in axes])[-1][1] > 0

@@ -92,7 +92,7 @@ def rows_of(sharding: Sharding, shape: tuple[int, ...], slides: tuple[tuple[int,
 
 def split_dims(x: Any, count: int) -> tuple[int, ...]:
     """Which of the last `count` dims of x are split; none where it has to be left to rules."""
-    if type(x) is not DTensor or not x.numel() or x._spec.sharding.runs:
+    if type(x) is not DTensor or not x.numel() or x._spec.sharding.cuts:
         return ()
     return tuple(sorted([d for d in x._spec.sharding.splits if d >= x.ndim - count]))
 

@@ -119,7 +119,7 @@ def _running(
     def run(func: Any, x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
         dims, layout, kind = dims_of(dim, x.ndim), x._spec, dtype or x.dtype
         sharding = layout.sharding
-        if not split_along(x, dims) or sharding.partial or sharding.runs or kind not in kinds:
+        if not split_along(x, dims) or sharding.partial or sharding.cuts or kind not in kinds:
             return NotImplemented
         result = dtype or (kind if kind in FLOATS else torch.int64)
         mine = part(x, sharding).to(kind)

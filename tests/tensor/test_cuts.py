@@ -1,4 +1,6 @@
-"""Splits in runs: a split dim stays split when slower dims are flattened into it, and everything goes on from there."""
+"""Splits in runs and in units: a split dim stays split when others are flattened into it, even or not, and everything
+goes on from there.
+"""
 
 import itertools
 
@@ -15,34 +17,37 @@ from tests.tensor.proving import exact, place
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 
 
-def layer_of_a_split_batch(rank, world):
+def layer_of_a_split_batch(rank, world, batch_first, batch):
     """An encoder layer with the batch split, forward and backward: no collective, and one process's numbers."""
     from torchshard import Replicate, Shard, distribute_module, distribute_tensor, explain, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
-    x = torch.randn(4, 6, 16)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first)
+    x = torch.randn(*((batch, 6) if batch_first else (6, batch)), 16)
     layer(x).square().sum().backward()
     wanted = {name: p.grad for name, p in layer.named_parameters()}
     y = layer(x).detach()
     layer.zero_grad()
     distribute_module(layer, mesh)
-    rows = distribute_tensor(x, mesh, [Shard(0)])
+    rows = distribute_tensor(x, mesh, [Shard(0 if batch_first else 1)])
     seen = explain(lambda: layer(rows))
     assert not seen.collectives, seen
-    seen.result.square().sum().backward()
-    assert seen.result.placements == (Shard(0),)
+    assert seen.result.placements == rows.placements
+    backward = explain(lambda: seen.result.square().sum().backward())
+    assert not backward.collectives, backward
     torch.testing.assert_close(seen.result.full_tensor(), y)
     for name, p in layer.named_parameters():
         torch.testing.assert_close(p.grad.redistribute(placements=[Replicate()]).to_local(), wanted[name])
 
 
-def test_an_encoder_layer_keeps_its_batch_split():
-    run_ranks(2, layer_of_a_split_batch)
+@pytest.mark.parametrize(("world", "batch"), [(2, 4), (2, 7), (3, 5)])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_an_encoder_layer_keeps_its_batch_split(batch_first, world, batch):
+    run_ranks(world, layer_of_a_split_batch, batch_first, batch)
 
 
-# What may follow once (time, batch) has been flattened: x is (12, 8), k is (8, 5), t are 12 classes.
+# What may follow once a split dim and another have been flattened: x is (12, 8), k is (8, 5), t are 12 classes.
 FOLLOWING = {
     "mm": lambda x, k, t: x @ k,
     "linear": lambda x, k, t: F.linear(x, k.t(), k[0]),
@@ -101,14 +106,14 @@ KEEP_SPLIT = {
 }
 
 
-def operators_that_follow(rank, world, mesh_shape):
-    from torchshard import Replicate, Shard, explain, init_device_mesh
+def operators_that_follow(rank, world, mesh_shape, lengths, split, written, moved):
+    from torchshard import Replicate, Shard, explain, init_device_mesh, layout_of
 
     mesh = init_device_mesh("cpu", mesh_shape)
     g = torch.Generator().manual_seed(0)
-    full, weight = exact((3, 4, 8), g).requires_grad_(), exact((8, 5), g).requires_grad_()
-    classes = torch.randint(0, 12, (3, 4), generator=g)
-    batch = [Shard(1)] * mesh.ndim if world == 4 else [Shard(1)]
+    full, weight = exact((*lengths, 8), g).requires_grad_(), exact((8, 5), g).requires_grad_()
+    classes = torch.randint(0, 12, lengths, generator=g)
+    batch = [Shard(split)] * mesh.ndim
     whole = [Replicate()] * mesh.ndim
     for name, fn in FOLLOWING.items():
         x, k = full.detach().requires_grad_(), weight.detach().requires_grad_()
@@ -117,10 +122,10 @@ def operators_that_follow(rank, world, mesh_shape):
         (wanted * weights).sum().backward()
         dx, dk = place(full, mesh, batch), place(weight, mesh, whole)
         rows, labels = dx.reshape(12, 8), place(classes, mesh, batch).reshape(12)
-        assert all(p.dim == 0 and p.split_factor == 3 for p in rows.placements), rows.placements
+        assert set(map(repr, layout_of(rows).placements)) == {written}, rows.placements
         got = fn(rows, dk, labels)
         (got * place(weights, mesh, whole)).sum().backward()
-        if name in KEEP_SPLIT:
+        if name in KEEP_SPLIT and name != moved:
             seen = explain(fn, rows.detach(), dk.detach(), labels)
             assert seen.nbytes <= 48, seen
         torch.testing.assert_close(got.full_tensor(), wanted.detach(), msg=lambda m, name=name: f"{name}: {m}")
@@ -132,9 +137,19 @@ def operators_that_follow(rank, world, mesh_shape):
             torch.testing.assert_close(found, theirs.grad, msg=lambda m, name=name: f"gradient of {name}: {m}")
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-def test_operators_that_follow(mesh_shape):
-    run_ranks(2 * len(mesh_shape), operators_that_follow, mesh_shape)
+@pytest.mark.parametrize(
+    ("mesh_shape", "lengths", "split", "written", "moved"),
+    [
+        ((2,), (3, 4), 1, "S(0/3)", None),
+        ((2, 2), (3, 4), 1, "S(0/3)", None),
+        # Uneven, as those that follow; the 3 runs that it is viewed as are others.
+        ((2,), (4, 3), 1, "S(0/4)", "unflatten"),
+        ((2,), (3, 4), 0, "S(0*4)", None),
+        ((2, 2), (3, 4), 0, "S(0*4)", "largest"),  # a rank has nothing, of which there is no largest
+    ],
+)
+def test_operators_that_follow(mesh_shape, lengths, split, written, moved):
+    run_ranks(2 * len(mesh_shape), operators_that_follow, mesh_shape, lengths, split, written, moved)
 
 
 def axes_of_size_one(rank, world):
@@ -164,21 +179,24 @@ def test_axes_of_size_one():
     run_ranks(2, axes_of_size_one)
 
 
-def all_operators(rank, world):
-    """Every case of cases.py with its operands split in runs, where their lengths allow."""
+def all_operators(rank, world, kind):
+    """Every case of cases.py with its operands split in runs or in units, where their lengths allow."""
     from torch.distributed.tensor import Replicate
 
-    from torchshard import init_device_mesh
+    from torchshard import UnitShard, init_device_mesh
     from torchshard._torch import strided_shard
 
-    def in_runs(t, case):
-        found = [strided_shard()(d, split_factor=2) for d, n in enumerate(t.shape) if n and n % 4 == 0]
+    def cut(t, case):
+        if kind == "runs":
+            found = [strided_shard()(d, split_factor=2) for d, n in enumerate(t.shape) if n and n % 4 == 0]
+        else:
+            found = [UnitShard(d, 2 if n % 2 == 0 else n) for d, n in enumerate(t.shape) if n > 1]
         return [*found, Replicate()] if found else placements_of(t, case)
 
-    placements_of, proving.placements_of = proving.placements_of, in_runs
+    placements_of, proving.placements_of = proving.placements_of, cut
     mesh, done, bad = init_device_mesh("cpu", (world,)), 0, []
     for case in itertools.chain.from_iterable(GROUPS.values()):
-        if any(n and n % 4 == 0 for shape in case.shapes for n in shape):
+        if any(n > 1 and (n % 4 == 0 or kind == "units") for shape in case.shapes for n in shape):
             count, complaints = proving.prove(case, mesh, 12)
             done += count
             bad += complaints
@@ -186,8 +204,9 @@ def all_operators(rank, world):
 
 
 @pytest.mark.full
-def test_all_operators_in_runs():
-    for done, bad in run_ranks(2, all_operators, timeout=280.0):
+@pytest.mark.parametrize("kind", ["runs", "units"])
+def test_all_operators(kind):
+    for done, bad in run_ranks(2, all_operators, kind, timeout=280.0):
         assert not bad, bad[:5]
         assert done > 600
 
@@ -223,10 +242,11 @@ def placements_of_torch(rank, world):
             assert y.placements == tuple(after)
             assert torch.equal(y.to_local(), distribute_tensor(full, mesh, after).to_local()), (before, after)
             assert torch.equal(y.full_tensor(), full)
+    assert distribute_tensor(full[:10], mesh, ends[0]).to_local().shape[0] == (6, 4)[rank // 2]  # 5 of each of 2 runs
     runs = DTensor.from_local(full[:4], mesh, [strided(0, split_factor=2), Replicate()])
     assert runs.shape == (8, 4)
     with pytest.raises(ShardingError, match="no nesting of axes"):
-        distribute_tensor(full[:10], mesh, ends[0])
+        distribute_tensor(full[:9], mesh, ends[0])
     with pytest.raises(UnsupportedOperatorError, match="in runs is no box"):
         runs.__create_chunk_list__()
 

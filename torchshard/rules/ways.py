@@ -1,0 +1,181 @@
+"""The ways in which a rule lets an operator run on one axis of a mesh: what each makes of operands and results.
+
+On one axis an operator can run with everything whole; with one factor split between the ranks, wherever it occurs; or
+on Partial terms, where it is linear in them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torchshard.layout.pieces import Symbolic, is_even, piece
+from torchshard.layout.placements import WHOLE, Cut, Partial, Placement, Placements, R, Shard
+from torchshard.layout.reductions import exists_of_nothing, may_mix
+from torchshard.rules.bind import Bound
+from torchshard.rules.notation import is_whole
+from torchshard.rules.rule import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run on one axis.
+
+    Attributes:
+        operands: what the axis does to each operand.
+        results: what it then does to each result.
+        factor: the one that is split; None where nothing is.
+        cut: what of it is.
+        even: every rank must hold an equal piece of each run of the factor.
+        full: no rank may hold an empty piece of it.
+        told: symbolic lengths, whose numbers the placements are for.
+    """
+
+    operands: Placements
+    results: Placements
+    factor: str | None = None
+    cut: Cut = WHOLE
+    even: bool = False
+    full: bool = False
+    told: tuple[int, ...] = ()
+
+
+def ways(bound: Bound, options: Options, kinds: Iterable[Partial], cuts: Iterable[Cut] = ()) -> Iterator[Way]:
+    """All ways to run on one axis, where operands may hold Partials of these kinds, and splits that are cut so."""
+    count, results = len(bound.operands), len(bound.results)
+    yield Way((R,) * count, (R,) * results)
+    factors = dict.fromkeys(f for dims in bound.operands for dim in dims for f in dim if not is_whole(f))
+    for factor in factors:
+        for cut in (WHOLE, *sorted(cuts)):
+            way = _split(bound, options, factor, cut)
+            if way is not None:
+                yield way
+    for partial in dict.fromkeys(kinds):
+        for group in _passing(partial, options):
+            if max(group) < count:
+                operands = tuple([partial if k in group else R for k in range(count)])
+                yield Way(operands, (partial,) * results)
+
+
+def _split(bound: Bound, options: Options, factor: str, cut: Cut) -> Way | None:
+    """The way that splits the middle of one factor; None where some operand or result does not allow it.
+
+    Where other factors of its dim are slower, each of their steps is a run of the dim; those that are faster stay
+    together in units. Of lengths that are not known there are none, and pieces have to be equal.
+    """
+    length = bound.sizes.get(factor)
+    apart = cut.runs * cut.unit
+    if isinstance(length, int) and apart > 1 and (length <= apart or length % apart):
+        return None  # nothing to split
+    lacking = options.reduces.get("..." if factor[0] == "." else factor)
+    partial = lacking if isinstance(lacking, Partial) else None
+    reduced = not any(factor in dim for dims in bound.results for dim in dims)
+    even = False
+    operands: list[Placement] = []
+    results: list[Placement] = []
+    told: list[int] = []
+    for side, placements in ((bound.operands, operands), (bound.results, results)):
+        for k, dims in enumerate(side):
+            at = [d for d, dim in enumerate(dims) if factor in dim]
+            if len(at) > 1:
+                return None
+            if at:
+                dim = dims[at[0]]
+                place = dim.index(factor)
+                slower, faster = ([bound.sizes.get(f) for f in rest] for rest in (dim[:place], dim[place + 1 :]))
+                symbolic = [n for n in slower if n is not None and type(n) is not int]
+                if None in slower or (symbolic and not Symbolic.renewed()):
+                    return None  # a number of runs that is not known
+                told += symbolic
+                known = all(type(n) is int for n in faster)
+                even = even or not known
+                around = Cut(_steps(slower), _steps(faster) if known else 1)
+                placements.append(Shard(at[0], *cut.within(around)))
+            elif side is bound.operands:
+                placements.append(partial if reduced and partial and k in options.plus else R)
+            elif lacking is None:
+                return None
+            else:
+                placements.append(lacking)
+    # Terms of an average count alike only where pieces are equal.
+    lossy = partial if any(p is partial for p in results) else None
+    even = even or (lossy is not None and lossy.op == "avg")
+    full = options.full or (lossy is not None and not exists_of_nothing(lossy.op))
+    return Way(tuple(operands), tuple(results), factor, cut, even, full, tuple(told))
+
+
+def _steps(lengths: Iterable[int | None]) -> int:
+    return math.prod([Symbolic.expected(n or 1) or 1 for n in lengths])
+
+
+def settle(way: Way) -> None:
+    """A way may be gone: a trace is for just those lengths from here on that its numbers of runs are made of."""
+    for n in way.told:
+        int(n)
+
+
+def _passing(partial: Partial, options: Options) -> tuple[tuple[int, ...], ...]:
+    """Groups of operands that may be Partial in this way while the others are whole."""
+    if options.moves:
+        return ((0,),)
+    if partial.op in ("sum", "avg"):
+        return options.linear
+    groups = {"max": options.max, "min": options.min}.get(partial.op)
+    return groups or (((0,),) if options.mono and groups is not None else ())
+
+
+def cut_pieces(pieces: dict[str, list[int]], way: Way, parts: int) -> None:
+    """Note in `pieces` the lengths that a way leaves of its factor: the longest and the shortest."""
+    if way.factor is not None:
+        runs, unit = way.cut
+        ends = [(n, k) for n in pieces[way.factor] for k in (0, parts - 1)]
+        pieces[way.factor] = [runs * piece(n // runs, parts, k, unit)[1] for n, k in ends]
+
+
+def is_possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Iterable[Way]) -> bool:
+    """Whether lengths, and the ways of the axes before, allow a way."""
+    if way.factor is not None:
+        lengths, apart = pieces[way.factor], way.cut.runs * way.cut.unit
+        if apart > 1:
+            if any(n % apart for n in lengths):
+                return False
+            lengths = [n // apart for n in lengths]
+        if way.even and any(n % parts for n in lengths):
+            return False
+        if way.full and any(piece(n, parts, parts - 1)[1] == 0 for n in lengths):
+            return False
+    for before in chosen:
+        for one, other in zip(before.results + before.operands, way.results + way.operands, strict=True):
+            if isinstance(one, Partial) and isinstance(other, Partial) and not may_mix(one.op, other.op):
+                return False
+            one_dim = isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim
+            if one_dim and (one is not other or before.factor != way.factor):
+                return False  # axes split the same factor of a dim, cut in the same way
+    return True
+
+
+def padding_of(way: Way, parts: int, pieces: Mapping[str, Sequence[int]]) -> float:
+    """How much more is sent where a factor is too short for all ranks to have some of it."""
+    apart = way.cut.runs * way.cut.unit
+    lengths = [Symbolic.expected(n) // apart for n in pieces[way.factor]] if way.factor is not None else ()
+    return max([parts / n for n in lengths if 0 < n < parts], default=1.0)
+
+
+def evened(bound: Bound, chosen: Sequence[Way], mesh_shape: Sequence[int]) -> Sequence[Way]:
+    """The same ways, without units where pieces come out the same without them."""
+    if not any(isinstance(p, Shard) and p.unit > 1 for way in chosen for p in (*way.operands, *way.results)):
+        return chosen
+    sizes: dict[str, list[int]] = {}
+    for way, parts in zip(chosen, mesh_shape, strict=True):
+        if way.factor is not None:
+            sizes.setdefault(way.factor, [way.cut.runs * way.cut.unit]).append(parts)
+    even = {factor for factor, cut in sizes.items() if is_even(bound.sizes[factor], cut)}
+    return [
+        replace(way, operands=_without_units(way.operands), results=_without_units(way.results))
+        if way.factor in even
+        else way
+        for way in chosen
+    ]
+
+
+def _without_units(placements: Placements) -> Placements:
+    return tuple([Shard(p.dim, p.runs) if isinstance(p, Shard) else p for p in placements])
