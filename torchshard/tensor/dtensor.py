@@ -121,8 +121,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
             backward_dtype: of the gradient while it is sent; afterwards it is converted to this tensor's dtype.
 
         Raises:
-            ShardingError: placements that do not fit the mesh or the tensor, a mesh of other devices, or a Partial that
-                cannot be made exactly.
+            ShardingError: placements that do not fit, other devices, or a Partial that cannot be made exactly.
             RankMismatchError: the ranks of two meshes do not come to the same redistribution.
             RuntimeError: no placements.
         """
