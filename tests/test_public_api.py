@@ -157,7 +157,7 @@ def test_names_and_signatures_of_parallel():
         text,
         """\
 class ColwiseParallel(_CutWeights)
-    __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True)
+    __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True, unit=1)
 class ParallelStyle(ABC)
 class PrepareModuleInput(ParallelStyle)
     __init__(self, *, input_layouts=None, desired_input_layouts=None, input_kwarg_layouts=None, desired_input_kwarg_layouts=None, use_local_output=False)
@@ -166,7 +166,7 @@ class PrepareModuleInputOutput(ParallelStyle)
 class PrepareModuleOutput(ParallelStyle)
     __init__(self, *, output_layouts, desired_output_layouts, use_local_output=True)
 class RowwiseParallel(_CutWeights)
-    __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True)
+    __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True, unit=1)
 class SequenceParallel(ParallelStyle)
     __init__(self, *, sequence_dim=1, use_local_output=False)
 context_parallel(*args, **kwargs)

@@ -106,6 +106,21 @@ def loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def in_heads(plan, config):
+    """A plan whose attention is cut between heads, those of queries with the keys and values that they share."""
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel
+
+    shared = config.heads // config.kv_heads * config.head
+    local = plan["layers.*.attention.wo"].use_local_output
+    query, key = (ColwiseParallel(use_local_output=local, unit=unit) for unit in (shared, config.head))
+    out = RowwiseParallel(
+        output_layouts=plan["layers.*.attention.wo"].output_layouts[0], use_local_output=local, unit=shared
+    )
+    attention = {"wq": query, "wk": key, "wv": key, "wo": out}
+    whole = {name: style for name, style in plan.items() if ".attention.w" not in name}
+    return {**whole, **{f"layers.*.attention.{name}": style for name, style in attention.items()}}
+
+
 def plan(kind, library=None):
     """The plan of a kind: "tp" cuts weights; "sp" also splits the sequence between blocks; "dtensor" is "sp" with
     DTensors all the way, which may be cut unevenly. `library` is what styles are of: torchshard.parallel, or torch's."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parallel.llama import Config, Llama, loss, plan
+from tests.parallel.llama import Config, Llama, in_heads, loss, plan
 from tests.ranks import run_ranks
 
 STEPS, BATCH = 5, 4
@@ -25,15 +25,16 @@ def relative(got, want):
     return (full - want).abs().max().item() / max(1.0, want.abs().max().item())
 
 
-def train(rank, world, kind, tied, time):
+def train(rank, world, kind, tied, time, heads=None):
     from torchshard import fallback, implicit_replication, init_device_mesh
     from torchshard.parallel import loss_parallel, parallelize_module
 
-    config = Config(tied=tied)
+    config = Config(tied=tied, **heads or {})
     torch.manual_seed(0)
     plain, model = Llama(config), Llama(config)
     model.load_state_dict(plain.state_dict())
-    parallelize_module(model, init_device_mesh("cpu", (world,)), plan(kind))
+    styles = in_heads(plan(kind), config) if heads else plan(kind)
+    parallelize_module(model, init_device_mesh("cpu", (world,)), styles)
     names = [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in model.named_parameters()] == names
     ours, theirs = optimizer_of(model, foreach=world == 2), optimizer_of(plain)
@@ -73,6 +74,38 @@ def train(rank, world, kind, tied, time):
 def test_training_equals_one_process(kind, world, tied, time):
     for error, name in run_ranks(world, train, kind, tied, time, timeout=200):
         assert error < 2e-5, name
+
+
+@pytest.mark.parametrize(("kind", "world"), [("tp", 2), ("sp", 2), ("dtensor", 2), ("tp", 4)])
+def test_heads_that_ranks_do_not_divide(kind, world):
+    """2 and 1 of the 3 heads of keys, with 4 and 2 of the 6 of queries; on four ranks one has none."""
+    heads = {"width": 36, "heads": 6, "kv_heads": 3}
+    for error, name in run_ranks(world, train, kind, False, 8, heads, timeout=200):
+        assert error < 2e-5, name
+
+
+def between_heads(rank, world):
+    """A step on DTensors sends what the plan asks for: nothing more to have whole heads."""
+    from torchshard import explain, init_device_mesh
+    from torchshard.parallel import loss_parallel, parallelize_module
+
+    config = Config(width=36, heads=6, kv_heads=3)
+    x, y = batches(config, 8)[0]
+    torch.manual_seed(0)
+    model = Llama(config)
+    parallelize_module(model, init_device_mesh("cpu", (world,)), in_heads(plan("dtensor"), config))
+
+    def step():
+        with loss_parallel():
+            loss(model(x), y).backward()
+
+    step()
+    return dict(explain(step).collectives)
+
+
+def test_whole_heads_are_not_sent():
+    asked = {"all_gather_into_tensor": 10, "reduce_scatter_tensor": 10, "all_reduce": 3}  # as with heads that divide
+    assert run_ranks(2, between_heads) == [asked, asked]
 
 
 def train_on_grid(rank, world, kind, tied):

@@ -343,6 +343,26 @@ def placements_are_values() -> bool:
     return type(Placement).__module__.startswith("torch.")
 
 
+def register_placement(cls: type, *attributes: str) -> bool:
+    """Have regions make and ask placements of a class as they do torch's (2.12-2.15); before, they break graphs.
+
+    torch registers each of its classes as a value that graphs may hold (torch._library.opaque_object), with the members
+    that are worked out while it traces. Returns whether it has such.
+    """
+    from torch.distributed.tensor import Shard
+
+    try:
+        from torch._library.opaque_object import MemberType, get_opaque_obj_info, register_opaque_type
+    except ImportError:
+        return False
+    info: Any = get_opaque_obj_info(Shard)
+    if not isinstance(getattr(info, "members", None), dict):
+        return False
+    members = {**info.members, **dict.fromkeys(attributes, MemberType.USE_REAL)}
+    register_opaque_type(cls, typ=info.opaque_typ, members=members)
+    return True
+
+
 def _opaque_info(cls: type) -> Any:
     """What torch has registered for an opaque class that is not compared by value; None without, as before 2.13."""
     import torch.distributed.tensor  # noqa: F401  # where torch registers groups and meshes

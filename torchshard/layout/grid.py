@@ -15,6 +15,7 @@ from torchshard.layout.pieces import largest_piece, nested_piece, nested_pieces,
 Splits = Mapping[int, tuple[int, ...]]
 Units = Mapping[int, int]
 Coordinate = tuple[int, ...]
+Holders = Iterator[tuple[Coordinate, Box]]
 NO_UNITS: Units = {}
 
 
@@ -80,7 +81,7 @@ def holders(
     box: Box,
     fixed: Mapping[int, int],
     units: Units = NO_UNITS,
-) -> Iterator[tuple[Coordinate, Box]]:
+) -> Holders:
     """Coordinates that hold a part of `box`, with that part; `fixed` pins axes to a coordinate.
 
     Found dim by dim by division, so it costs what it returns; each replicating axis that is not fixed multiplies that.

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from torchshard.errors import ShardingError
 from torchshard.layout import grid
 from torchshard.layout.boxes import Box
-from torchshard.layout.pieces import Symbolic
+from torchshard.layout.pieces import Symbolic, is_even
 from torchshard.layout.placements import WHOLE, Cut, Partial, Placement, Placements, R, Shard, without_partial
 from torchshard.layout.reductions import may_mix
 
@@ -155,7 +155,10 @@ class Sharding:
         self._let_go: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
     def layout(self, shape: Sequence[int], stride: Sequence[int], dtype: Any) -> "Layout":
-        """The layout of a tensor of this global shape, stride and dtype (anything with `.itemsize`)."""
+        """The layout of a tensor of this global shape, stride and dtype (anything with `.itemsize`).
+
+        Its sharding is this one, `evened`.
+        """
         key = (shape, stride, dtype)
         try:
             found = self._layouts.get(key)
@@ -164,7 +167,7 @@ class Sharding:
             try:
                 found = self._layouts.get((shape, stride, dtype))
             except TypeError:
-                return self.mesh.layout_type(self, shape, stride, dtype)
+                return self.mesh.layout_type(self.evened(shape), shape, stride, dtype)
         return self._kept_anew(tuple(shape), tuple(stride), dtype) if found is None else found
 
     def _kept_anew(self, *key: Any) -> "Layout":
@@ -172,8 +175,19 @@ class Sharding:
         if len(self._layouts) >= MAX_LAYOUTS:
             self._let_go.update(self._layouts)
             self._layouts.clear()
-        found = self._let_go.get(key)
-        return self._layouts.setdefault(key, self.mesh.layout_type(self, *key) if found is None else found)
+        found, home = self._let_go.get(key), self.evened(key[0])
+        if found is None:
+            found = self.mesh.layout_type(self, *key) if home is self else home.layout(*key)
+        return self._layouts.setdefault(key, found)
+
+    def evened(self, shape: Sequence[int]) -> "Sharding":
+        """This sharding of a tensor of this shape, without units where they come out even: that of its layout."""
+        placements = self.placements
+        for dim in [d for d in self.units if d < len(shape)]:
+            runs, unit = self.cuts[dim]
+            if is_even(shape[dim], [runs * unit, *[self.mesh.shape[a] for a in self.splits[dim]]]):
+                placements = tuple([Shard(dim, runs) if a in self.splits[dim] else p for a, p in enumerate(placements)])
+        return self if placements is self.placements else self.mesh.sharding(placements, dict(self.order))
 
     def holds_as(self, other: "Sharding") -> bool:
         """Whether every rank holds the same by another sharding of this mesh: they differ on axes of one rank only."""
@@ -211,9 +225,7 @@ class Sharding:
         self._require_boxes()
         return grid.box_at(shape, self.splits, self.mesh.shape, coordinate, self.units)
 
-    def holders(
-        self, shape: Sequence[int], box: Box, fixed: Mapping[int, int]
-    ) -> Iterator[tuple[grid.Coordinate, Box]]:
+    def holders(self, shape: Sequence[int], box: Box, fixed: Mapping[int, int]) -> grid.Holders:
         """Who holds which part of a box; see grid.holders. Raises ShardingError as `boxes` does."""
         self._require_boxes()
         return grid.holders(shape, self.splits, self.mesh.shape, box, fixed, self.units)

@@ -6,14 +6,14 @@ from typing import Any, TypeVar, cast, overload
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from torchshard._torch import ends_graphs, leaves_of, tree_of
 from torchshard.parallel.styles import with_placements
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.mesh import bind
 from torchshard.tensor.sizes import asked_layout, even_shape
-from torchshard.tensor.torch_placements import from_torch
+from torchshard.tensor.torch_placements import from_front, from_torch
 
 Placements = Sequence[Placement] | None
 InputPlacements = tuple[Placements, ...] | None
@@ -140,7 +140,7 @@ def _as_required(x: DTensor, required: Placements, redistribute_inputs: bool, k:
 
 def _same(x: DTensor, required: Sequence[Placement]) -> bool:
     """Whether x has these placements, in which dims may be counted from the end."""
-    return x.placements == tuple(Shard(p.dim + x.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in required)
+    return x.placements == tuple(from_front(p, x.ndim) for p in required)
 
 
 def _part(x: DTensor, grad_placements: InputPlacements, k: int) -> Tensor:
@@ -196,6 +196,6 @@ def _of_uneven_part(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
     bound = bind(mesh)
     if bound.coordinate is None:
         return DTensor.from_local(x, mesh, placements)
-    sharding = from_torch(placements, bound, even_shape(x, placements, bound))
+    sharding = from_torch(placements, bound, even_shape(x, placements, bound), known=False)
     layout = asked_layout(x.detach(), sharding, None, None)
     return DTensor.from_local(x, mesh, placements, shape=layout.shape, stride=layout.stride)

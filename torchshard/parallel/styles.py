@@ -21,6 +21,7 @@ from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.naming import name_of_place, named
 from torchshard.tensor.replacing import successor
+from torchshard.tensor.torch_placements import UnitShard
 
 Placements = tuple[Placement, ...]
 
@@ -46,10 +47,11 @@ class _CutWeights(ParallelStyle):
     # Kind of module -> where its parameters go; "" is for those that are not named.
     cuts: Mapping[type[nn.Module], Mapping[str, Placement]]
 
-    def __init__(self, input_layout: Placement, output_layout: Placement, use_local_output: bool) -> None:
+    def __init__(self, input_layout: Placement, output_layout: Placement, use_local_output: bool, unit: int) -> None:
         self.input_layouts: Placements = (input_layout,)
         self.output_layouts: Placements = (output_layout,)
         self.use_local_output = use_local_output
+        self.unit = unit
 
     def _wanted(self, module: nn.Module) -> Placement:
         """The layout in which the module wants its input."""
@@ -73,6 +75,7 @@ class _CutWeights(ParallelStyle):
         def partition(_: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
             for name, parameter in list(submodule.named_parameters(recurse=False)):
                 placement = cuts.get(name, cuts[""]) if submodule is module else Replicate()  # adapters: whole
+                placement = in_units(placement, self.unit)
                 place_parameter(submodule, name, parameter, mesh, placement, self.src_data_rank)
 
         distribute_module(module, device_mesh, partition)
@@ -88,9 +91,10 @@ class _CutWeights(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
+        unit = f", unit={self.unit}" if self.unit > 1 else ""
         return (
             f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
-            f"use_local_output={self.use_local_output})"
+            f"use_local_output={self.use_local_output}{unit})"
         )
 
 
@@ -101,6 +105,8 @@ class ColwiseParallel(_CutWeights):
         input_layouts: what a plain input is; replicated by default. The module gets it replicated.
         output_layouts: what the output shall be; by default split along its last dim, as it is computed.
         use_local_output: give the output as a plain tensor, this rank's part.
+        unit: so many neighbouring columns stay on one rank: the width of a head, for heads whose number ranks do not
+            divide.
     """
 
     cuts: Mapping[type[nn.Module], Mapping[str, Placement]] = {nn.Linear: {"": Shard(0)}, nn.Embedding: {"": Shard(1)}}
@@ -111,8 +117,10 @@ class ColwiseParallel(_CutWeights):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        unit: int = 1,
     ) -> None:
-        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+        output_layouts = output_layouts or in_units(Shard(-1), unit)
+        super().__init__(input_layouts or Replicate(), output_layouts, use_local_output, unit)
 
 
 class RowwiseParallel(_CutWeights):
@@ -124,6 +132,8 @@ class RowwiseParallel(_CutWeights):
         output_layouts: what the output shall be; replicated by default (an all-reduce), or split along a dim (a
             reduce-scatter).
         use_local_output: give the output as a plain tensor, this rank's part.
+        unit: so many neighbouring inputs (rows of a vocabulary) stay on one rank, as a ColwiseParallel layer of this
+            unit gives them.
     """
 
     cuts: Mapping[type[nn.Module], Mapping[str, Placement]] = {
@@ -137,11 +147,13 @@ class RowwiseParallel(_CutWeights):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        unit: int = 1,
     ) -> None:
-        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+        input_layouts = input_layouts or in_units(Shard(-1), unit)
+        super().__init__(input_layouts, output_layouts or Replicate(), use_local_output, unit)
 
     def _wanted(self, module: nn.Module) -> Placement:
-        return Shard(-1) if isinstance(module, nn.Linear) else Replicate()
+        return in_units(Shard(-1), self.unit) if isinstance(module, nn.Linear) else Replicate()
 
     def _length(self, module: nn.Module) -> int | None:
         return module.in_features if isinstance(module, nn.Linear) else None
@@ -179,6 +191,11 @@ class SequenceParallel(ParallelStyle):
     def __repr__(self) -> str:
         dim = getattr(self.sequence_sharding[0], "dim", None)
         return f"{type(self).__name__}(sequence_dim={dim}, use_local_output={self.use_local_output})"
+
+
+def in_units(placement: Placement, unit: int) -> Placement:
+    """A split whose items stay together in units of this length; what is no split stays as it is."""
+    return UnitShard(placement.dim, unit) if unit != 1 and isinstance(placement, Shard) else placement
 
 
 def place_parameter(

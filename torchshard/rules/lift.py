@@ -18,7 +18,7 @@ from torchshard.layout.reductions import masking
 from torchshard.rules.bind import Bound
 from torchshard.rules.notation import Operand
 from torchshard.rules.rule import Options
-from torchshard.rules.ways import Way, cut_pieces, evened, is_possible, padding_of, settle, ways
+from torchshard.rules.ways import Way, cut_pieces, cuts_of, is_possible, padding_of, settle, ways
 
 _LAUNCH = 20_000.0  # bytes that a link carries in the time that starting a collective takes
 _COPY = 1.0  # a slice: next to nothing, but not nothing
@@ -46,9 +46,8 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     """
     mesh = layouts[0].mesh
     kinds = [p for layout in layouts for p in layout.placements if isinstance(p, Partial)]
-    cuts = {cut for layout in layouts for cut in layout.sharding.cuts.values()}
-    possible = list(ways(bound, options, kinds, cuts))
-    if cuts:  # with which numbers of runs are compared, also those that a way would be for
+    possible = list(ways(bound, options, kinds, cuts_of(bound, layouts)))
+    if any(layout.sharding.cuts for layout in layouts):  # their runs are compared with those of all ways
         for way in possible:
             settle(way)
     if options.like and len(possible) == 1:  # results that share no dim with the operands, of which nothing is read
@@ -216,7 +215,6 @@ def _assembled(
     fixed: Mapping[int, int | None],
     options: Options,
 ) -> Lifted | None:
-    chosen = evened(bound, chosen, mesh.shape)
     orders = _orders(bound, chosen, layouts, fixed)
     operands, results = [], []
     for k, layout in enumerate(layouts):
@@ -225,14 +223,16 @@ def _assembled(
             placements = [
                 p if isinstance(p, Partial) else w for p, w in zip(layout.placements, placements, strict=True)
             ]
-        operands.append(mesh.sharding(placements, _by_dim(bound.operands[k], placements, orders)))
+        wanted = mesh.sharding(placements, _by_dim(bound.operands[k], placements, orders))
+        operands.append(wanted.evened(layout.shape))
         if k in fixed and operands[-1] is not layout.sharding:
             return None  # the same placements in another order
     for k, dims in enumerate(bound.results):
         placements = [way.results[k] for way in chosen]
         results.append(mesh.sharding(placements, _by_dim(dims, placements, orders)))
-    if any(becomes is not None and results[becomes] is not layouts[k].sharding for k, becomes in fixed.items()):
-        return None
+    for k, becomes in fixed.items():
+        if becomes is not None and results[becomes].evened(layouts[k].shape) is not layouts[k].sharding:
+            return None
     return Lifted(tuple(operands), tuple(results))
 
 

@@ -6,14 +6,17 @@ on Partial terms, where it is linear in them.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from torchshard.layout.pieces import Symbolic, is_even, piece
+from torchshard.layout.layout import Layout
+from torchshard.layout.pieces import Symbolic, piece
 from torchshard.layout.placements import WHOLE, Cut, Partial, Placement, Placements, R, Shard
 from torchshard.layout.reductions import exists_of_nothing, may_mix
 from torchshard.rules.bind import Bound
-from torchshard.rules.notation import is_whole
+from torchshard.rules.notation import Dim, is_whole
 from torchshard.rules.rule import Options
+
+NO_CUTS: Mapping[str, Iterable[Cut]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +42,21 @@ class Way:
     told: tuple[int, ...] = ()
 
 
-def ways(bound: Bound, options: Options, kinds: Iterable[Partial], cuts: Iterable[Cut] = ()) -> Iterator[Way]:
-    """All ways to run on one axis, where operands may hold Partials of these kinds, and splits that are cut so."""
+def ways(
+    bound: Bound, options: Options, kinds: Iterable[Partial], cuts: Mapping[str, Iterable[Cut]] = NO_CUTS
+) -> Iterator[Way]:
+    """All ways to run on one axis.
+
+    Args:
+        bound: the rule for these shapes.
+        options: what else is true of the operator.
+        kinds: the Partials that operands may hold.
+        cuts: factor -> how operands may have it cut.
+    """
     count, results = len(bound.operands), len(bound.results)
     yield Way((R,) * count, (R,) * results)
-    factors = dict.fromkeys(f for dims in bound.operands for dim in dims for f in dim if not is_whole(f))
-    for factor in factors:
-        for cut in (WHOLE, *sorted(cuts)):
+    for factor in factors_of(bound):
+        for cut in (WHOLE, *sorted(cuts.get(factor, ()))):
             way = _split(bound, options, factor, cut)
             if way is not None:
                 yield way
@@ -54,6 +65,32 @@ def ways(bound: Bound, options: Options, kinds: Iterable[Partial], cuts: Iterabl
             if max(group) < count:
                 operands = tuple([partial if k in group else R for k in range(count)])
                 yield Way(operands, (partial,) * results)
+
+
+def factors_of(bound: Bound) -> Iterable[str]:
+    """The factors of the operands that may be split."""
+    return dict.fromkeys(f for dims in bound.operands for dim in dims for f in dim if not is_whole(f))
+
+
+def cuts_of(bound: Bound, layouts: Sequence[Layout]) -> Mapping[str, Iterable[Cut]]:
+    """How operands have factors cut: what is left of the runs and units of a dim beside its other factors."""
+    found: dict[str, set[Cut]] = {}
+    for dims, layout in zip(bound.operands, layouts, strict=True):
+        for d, cut in layout.sharding.cuts.items():
+            for place, factor in enumerate(dims[d]):
+                slower, faster = _around(bound, dims[d], place)
+                if None in slower or any(type(n) is not int for n in faster):
+                    continue
+                runs, unit = _steps(slower), _steps(faster)
+                if cut.runs % runs == 0 and cut.unit % unit == 0 and cut != (runs, unit):
+                    found.setdefault(factor, set()).add(Cut(cut.runs // runs, cut.unit // unit))
+    return found
+
+
+def _around(bound: Bound, dim: Dim, place: int) -> tuple[list[int | None], list[int | None]]:
+    """The lengths of the factors of a dim that are slower than one, and of those that are faster."""
+    lengths = [bound.sizes.get(f) for f in dim]
+    return lengths[:place], lengths[place + 1 :]
 
 
 def _split(bound: Bound, options: Options, factor: str, cut: Cut) -> Way | None:
@@ -80,8 +117,7 @@ def _split(bound: Bound, options: Options, factor: str, cut: Cut) -> Way | None:
                 return None
             if at:
                 dim = dims[at[0]]
-                place = dim.index(factor)
-                slower, faster = ([bound.sizes.get(f) for f in rest] for rest in (dim[:place], dim[place + 1 :]))
+                slower, faster = _around(bound, dim, dim.index(factor))
                 symbolic = [n for n in slower if n is not None and type(n) is not int]
                 if None in slower or (symbolic and not Symbolic.renewed()):
                     return None  # a number of runs that is not known
@@ -158,24 +194,3 @@ def padding_of(way: Way, parts: int, pieces: Mapping[str, Sequence[int]]) -> flo
     apart = way.cut.runs * way.cut.unit
     lengths = [Symbolic.expected(n) // apart for n in pieces[way.factor]] if way.factor is not None else ()
     return max([parts / n for n in lengths if 0 < n < parts], default=1.0)
-
-
-def evened(bound: Bound, chosen: Sequence[Way], mesh_shape: Sequence[int]) -> Sequence[Way]:
-    """The same ways, without units where pieces come out the same without them."""
-    if not any(isinstance(p, Shard) and p.unit > 1 for way in chosen for p in (*way.operands, *way.results)):
-        return chosen
-    sizes: dict[str, list[int]] = {}
-    for way, parts in zip(chosen, mesh_shape, strict=True):
-        if way.factor is not None:
-            sizes.setdefault(way.factor, [way.cut.runs * way.cut.unit]).append(parts)
-    even = {factor for factor, cut in sizes.items() if is_even(bound.sizes[factor], cut)}
-    return [
-        replace(way, operands=_without_units(way.operands), results=_without_units(way.results))
-        if way.factor in even
-        else way
-        for way in chosen
-    ]
-
-
-def _without_units(placements: Placements) -> Placements:
-    return tuple([Shard(p.dim, p.runs) if isinstance(p, Shard) else p for p in placements])

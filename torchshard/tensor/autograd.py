@@ -302,7 +302,7 @@ def from_local(
         local = local.to(device_mesh.device_type)
     given = or_replicated(placements, mesh)
     even = even_shape(local, given, mesh) if shape is None else shape
-    sharding = from_torch(given, mesh, even)
+    sharding = from_torch(given, mesh, even, known=shape is not None)
     if mesh.coordinate is None:
         shape, stride = even, dense_stride(even, local.stride()) if stride is None else stride
         local = local.new_empty(0)

@@ -55,7 +55,7 @@ def told(layout: TensorLayout) -> tuple[TorchPlacement, ...]:
             raise ShardingError(
                 "torch's DTensor cannot be told of a dim that is split in units, or in runs by several axes.",
                 expected="no units, and at most one axis for each dim that is split in runs",
-                got=f"dim {dim} in {cut}, split by {', '.join(layout.mesh.names[a] for a in axes)}",
+                got=f"dim {dim} {cut}, split by {', '.join(layout.mesh.names[a] for a in axes)}",
                 where=layout,
                 fix=f"redistribute it to Shard({dim}) on these axes first",
             )

@@ -18,7 +18,7 @@ from torchshard.rules.bind import Bound, bind
 from torchshard.rules.lift import Lifted, take
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made, Options, Rule
-from torchshard.rules.ways import Way, ways
+from torchshard.rules.ways import Way, factors_of, ways
 from torchshard.tensor.call import Call
 from torchshard.tensor.layout import global_stride
 from torchshard.tensor.linearity import for_values
@@ -174,7 +174,7 @@ class _Proof:
             yield Outcome(self.call.name, call, line, (), (), "not possible", detail)
             return
         options = for_values(self.call, self.options, self.tensors, self.expected)
-        possible = list(ways(self.bound, options, _KINDS, _CUTS))
+        possible = list(ways(self.bound, options, _KINDS, dict.fromkeys(factors_of(self.bound), _CUTS)))
         for shape in meshes:
             mesh = Mesh(shape)
             count = len(possible) ** len(shape)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import norm_partial, strided_shard
+from torchshard._torch import norm_partial, register_placement, strided_shard
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding
-from torchshard.layout.pieces import is_even
 from torchshard.layout.placements import WHOLE, Partial, Placement, R, Shard
 from torchshard.layout.reductions import parse_norm
 from torchshard.layout.strided import factors_from_order, order_from_factors
@@ -65,8 +64,14 @@ class UnitShard(TorchPlacement):
     def __reduce__(self) -> tuple[type["UnitShard"], tuple[int, int, int]]:
         return UnitShard, (self.dim, self.unit, self.runs)
 
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        return repr(self), {"UnitShard": UnitShard}
+
     def __repr__(self) -> str:
         return f"UnitShard(dim={self.dim}, unit={self.unit}{f', runs={self.runs}' if self.runs > 1 else ''})"
+
+
+register_placement(UnitShard, "dim", "unit", "runs")
 
 
 def or_replicated(placements: Sequence[TorchPlacement] | None, mesh: Mesh) -> Sequence[TorchPlacement]:
@@ -91,8 +96,26 @@ def _one_an_axis(placements: Sequence[TorchPlacement], mesh: Mesh) -> Sequence[T
     return placements
 
 
-def from_torch(placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence[int]) -> Sharding:
+def from_front(placement: TorchPlacement, ndim: int) -> TorchPlacement:
+    """The same placement, its dim counted from the front of a tensor of so many dims."""
+    dim = getattr(placement, "dim", 0)
+    if dim >= 0:
+        return placement
+    if isinstance(placement, UnitShard):
+        return UnitShard(dim + ndim, placement.unit, placement.runs)
+    return upstream.Shard(dim + ndim) if isinstance(placement, upstream.Shard) else placement
+
+
+def from_torch(
+    placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence[int], *, known: bool = True
+) -> Sharding:
     """The sharding that torch's placements mean for a tensor of this global shape; negative dims count from the end.
+
+    Args:
+        placements: one an axis.
+        mesh: ours.
+        shape: of the whole.
+        known: whether that is its shape; one that is only assumed says nothing of units.
 
     Raises:
         ShardingError: something that is no placement, the wrong number of them, a dim out of range, or a strided split
@@ -109,13 +132,8 @@ def from_torch(placements: Sequence[TorchPlacement], mesh: Mesh, shape: Sequence
         if any(factor != 1 for factor in by_axis.values()):
             runs, orders[dim] = _nesting(placements, dim, shape[dim], by_axis, mesh)
             ours = [Shard(dim, runs) if axis in by_axis else p for axis, p in enumerate(ours)]
-    for dim, by_axis in factors.items():
-        cuts = {(p.runs, p.unit) for axis in by_axis if isinstance(p := ours[axis], Shard)}
-        runs, unit = min(cuts)
-        sizes = [runs * unit, *[mesh.shape[a] for a in by_axis]]
-        if unit > 1 and len(cuts) == 1 and is_even(shape[dim], sizes):
-            ours = [Shard(dim, runs) if axis in by_axis else p for axis, p in enumerate(ours)]
-    return mesh.sharding(ours, orders)
+    found = mesh.sharding(ours, orders)
+    return found.evened(shape) if known else found
 
 
 def _nesting(
