@@ -241,6 +241,28 @@ def test_strided_splits(tmp_path):
     assert entry.numpy().tolist() == torch.arange(32.0).reshape(8, 4).tolist()
 
 
+def write_cut(rank, world, folder):
+    """Our own splits in runs and in units, even and uneven."""
+    import torchshard
+    from torchshard import Shard, UnitShard, distribute_tensor
+
+    mesh = torchshard.init_device_mesh("cpu", (2, 2))
+    rows = distribute_tensor(full(6, 5), mesh, [UnitShard(0, 2), Shard(1)])  # units 2 and 1, columns 3 and 2
+    torch.save(
+        {"units": rows, "runs": distribute_tensor(full(6, 7), mesh, [Shard(1), UnitShard(0, 1, runs=2)])},
+        f"{folder}/cut_rank{rank}.pt",
+    )
+    assert rows.to_local().shape == ((4, 3), (4, 2), (2, 3), (2, 2))[rank]
+
+
+def test_splits_in_runs_and_units(tmp_path):
+    run_ranks(4, write_cut, str(tmp_path))
+    ck = checkpoint.open(tmp_path)
+    assert ck["units"].numpy().tolist() == full(6, 5).tolist()
+    assert ck["runs"].numpy().tolist() == full(6, 7).tolist()
+    assert repr(ck.layout("units").sharding) == "(0=2:S(0*2), 1=2:S(1))"
+
+
 def test_a_folder_of_rank_files(folder, tmp_path):
     for rank in (0, 1):
         shutil.copy(folder / f"ours_rank{rank}.pt", tmp_path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torchshard.layout.cost import DEFAULT_LINK
 from torchshard.layout.layout import Sharding
-from torchshard.layout.pieces import is_even
+from torchshard.layout.pieces import Interval, is_even, nested_piece
 from torchshard.layout.placements import Cut, R, Shard
 from torchshard.layout.transitions import Step, Transition, exchange, transition
 
@@ -97,6 +97,17 @@ def without(sharding: Sharding, dims: Collection[int]) -> Sharding:
     """The sharding with these dims whole."""
     placements = [R if isinstance(p, Shard) and p.dim in dims else p for p in sharding.placements]
     return sharding.mesh.sharding(placements, {d: axes for d, axes in sharding.splits.items() if d not in dims})
+
+
+def intervals(sharding: Sharding, shape: Sequence[int], coordinate: Sequence[int]) -> list[list[Interval]]:
+    """What a coordinate holds of each dim, in order of storage: one interval, or one a run."""
+    held = [[(0, n)] for n in shape]
+    for dim, axes in sharding.splits.items():
+        runs, unit = sharding.cuts.get(dim, Cut())
+        run, sizes = shape[dim] // runs, [sharding.mesh.shape[a] for a in axes]
+        start, length = nested_piece(run, sizes, [coordinate[a] for a in axes], unit)
+        held[dim] = [(k * run + start, length) for k in range(runs)]
+    return held
 
 
 def is_as(now: Shard, wanted: Shard, n: int, sizes: Sequence[int]) -> bool:

@@ -17,6 +17,8 @@ from torchshard.checkpoint.pickles.torch_values import attribute, attributes, si
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box, Mesh, Placement, R, Shard, Sharding
+from torchshard.layout.cuts import intervals
+from torchshard.layout.pieces import Interval
 from torchshard.layout.strided import strided_intervals
 
 _TENSOR = ("torch.distributed.tensor", "torch.distributed._tensor")
@@ -72,8 +74,10 @@ def _dtensor(state: Any) -> TensorEntry:
         mesh, placements, order = _our_sharding(sharding)
         plain = _check_placements(mesh, placements, shape)
         made = mesh.mesh.sharding(plain, dict(order))
-        boxes = [] if mesh.coordinate is None else [made.box(shape, mesh.coordinate)]
-        return _of_boxes(local, shape, boxes, made)
+        if any(shape[d] % (cut.runs * cut.unit) for d, cut in made.cuts.items()):
+            raise CheckpointError("The placements of a DTensor do not fit its shape.", got=f"{made} for {shape}")
+        held = [] if mesh.coordinate is None else _boxes_of(intervals(made, shape, mesh.coordinate), placements)
+        return _of_boxes(local, shape, list(held), made if made.boxed else None)
     meta = spec.field("tensor_meta")
     if not isinstance(meta, Record) or not meta.args:
         raise TypeError("a DTensor without its shape")
@@ -97,10 +101,12 @@ def _placement(value: Any) -> "Placement | _Split":
     if isinstance(value, Record) and name in ("Shard", "_StridedShard"):
         dim = value.field("dim") if value.state is not None else (value.args or (None,))[0]
         factor = value.field("split_factor") if name == "_StridedShard" else 1
-        (dim, factor) = sizes((dim, factor), "placement", None)
-        if dim > 64 or not 0 < factor <= 4096:
-            raise CheckpointError("A placement has an impossible dim or split factor.", got=printable((dim, factor)))
-        return Shard(dim) if name == "Shard" else _Split(dim, factor)
+        cut = (*value.args, 1, 1)[1:3] if value.name == _OUR_SHARD else (factor, 1)
+        dim, runs, unit = sizes((dim, *cut), "placement", None)
+        if dim > 64 or not 0 < runs <= 4096 or unit < 1:
+            got = printable((dim, runs, unit))
+            raise CheckpointError("A placement has an impossible dim, split factor or unit.", got=got)
+        return _Split(dim, runs) if name == "_StridedShard" else Shard(dim, runs, unit)
     if name == "Replicate":
         return R
     raise CheckpointError(
@@ -136,13 +142,18 @@ def _boxes(
             factors.setdefault(placement.dim, {})[axis] = placement.factor
         elif isinstance(placement, Shard):
             factors.setdefault(placement.dim, {})[axis] = 1
-    intervals = [
+    held = [
         strided_intervals(n, factors[d], mesh_shape, coordinate) if d in factors else [(0, n)]
         for d, n in enumerate(shape)
     ]
-    if sum(map(len, intervals)) > 10_000:
-        raise CheckpointError("A strided split cuts a tensor into too many parts.", got=factors)
-    for parts in itertools.product(*intervals):
+    yield from _boxes_of(held, placements)
+
+
+def _boxes_of(held: Sequence[Sequence[Interval]], placements: Sequence[Any]) -> Iterator[Box]:
+    """The boxes that these intervals of each dim make up."""
+    if sum(map(len, held)) > 10_000:
+        raise CheckpointError("A strided split cuts a tensor into too many parts.", got=placements)
+    for parts in itertools.product(*held):
         yield Box(tuple([start for start, _ in parts]), tuple([length for _, length in parts]))
 
 
@@ -209,6 +220,7 @@ def _product(part: Any) -> int:
 _OUR_LAYOUT = "torchshard.layout.layout._layout"
 _OUR_SHARDING = "torchshard.layout.layout._sharding"
 _OUR_MESH = "torchshard.tensor.mesh.restored"
+_OUR_SHARD = "torchshard.layout.placements.Shard"
 
 
 def _our_sharding(value: Any) -> tuple[_Mesh, tuple[Any, ...], tuple[Any, ...]]:
