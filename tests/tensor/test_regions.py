@@ -420,7 +420,7 @@ def test_an_exported_function_is_traced_through_where_torch_has_no_way_to_record
 
 
 def written_and_returned(x):
-    view = (x * 1).reshape(-1)  # of pieces that are no longer whole rows: a view that had to be moved
+    view = (x * 1).reshape(4, 7)  # rows of which pieces are no whole ones: a view that had to be moved
     view.mul_(2)
     return view
 

@@ -97,9 +97,11 @@ def _split(bound: Bound, options: Options, factor: str, cut: Cut) -> Way | None:
     """The way that splits the middle of one factor; None where some operand or result does not allow it.
 
     Where other factors of its dim are slower, each of their steps is a run of the dim; those that are faster stay
-    together in units. Of lengths that are not known there are none, and pieces have to be equal.
+    together in units. Of lengths that are not known there are none, and pieces have to be equal; so have they in a trace
+    that is for all lengths, as it cannot be told whether units come out even.
     """
     length = bound.sizes.get(factor)
+    asked = type(length) is int or Symbolic.renewed()
     apart = cut.runs * cut.unit
     if isinstance(length, int) and apart > 1 and (length <= apart or length % apart):
         return None  # nothing to split
@@ -122,7 +124,7 @@ def _split(bound: Bound, options: Options, factor: str, cut: Cut) -> Way | None:
                 if None in slower or (symbolic and not Symbolic.renewed()):
                     return None  # a number of runs that is not known
                 told += symbolic
-                known = all(type(n) is int for n in faster)
+                known = not faster or (asked and all(type(n) is int for n in faster))
                 even = even or not known
                 around = Cut(_steps(slower), _steps(faster) if known else 1)
                 placements.append(Shard(at[0], *cut.within(around)))
