@@ -232,7 +232,7 @@ class _OfKnownInputs:
             return False
 
 
-def unrecorded(function: Callable[..., Any], *args: Any) -> Any:
+def unrecorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of lengths; a trace does not record what it computes (disable_proxy_modes_tracing, 2.11-2.15).
 
     Results are traced from their formulas where they are used: 4 s / 4 is then s itself, a size of an input.
@@ -240,7 +240,7 @@ def unrecorded(function: Callable[..., Any], *args: Any) -> Any:
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     with disable_proxy_modes_tracing():
-        return function(*args)
+        return function(*args, **kwargs)
 
 
 def asked(function: Callable[..., Any], *args: Any) -> None:

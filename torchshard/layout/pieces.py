@@ -25,7 +25,7 @@ class Symbolic:
         renewed: whether a trace is made anew for lengths that it is not for.
     """
 
-    unrecorded: Callable[..., Any] = staticmethod(lambda function, *args: function(*args))
+    unrecorded: Callable[..., Any] = staticmethod(lambda function, *args, **kwargs: function(*args, **kwargs))
     asked: Callable[..., None] = staticmethod(lambda function, *args: function(*args))
     expected: Callable[[int], int] = staticmethod(lambda n: n)
     number: Callable[[int], int] = staticmethod(lambda n: n)
@@ -39,7 +39,7 @@ def _unrecorded(function: Callable[Concatenate[int, _P], _T]) -> Callable[Concat
         known = Symbolic.number(n)
         if type(known) is int:
             return function(known, *args, **kwargs)
-        return _numbers(Symbolic.unrecorded(function, n, *args))  # type: ignore[no-any-return]
+        return _numbers(Symbolic.unrecorded(function, n, *args, **kwargs))  # type: ignore[no-any-return]
 
     called.__doc__ = function.__doc__
     return called

@@ -97,8 +97,8 @@ def _split(bound: Bound, options: Options, factor: str, cut: Cut) -> Way | None:
     """The way that splits the middle of one factor; None where some operand or result does not allow it.
 
     Where other factors of its dim are slower, each of their steps is a run of the dim; those that are faster stay
-    together in units. Of lengths that are not known there are none, and pieces have to be equal; so have they in a trace
-    that is for all lengths, as it cannot be told whether units come out even.
+    together in units. Of lengths that are not known there are none, and pieces have to be equal; so they have in a
+    trace that is for all lengths, as nothing tells whether units come out even.
     """
     length = bound.sizes.get(factor)
     asked = type(length) is int or Symbolic.renewed()
