@@ -133,7 +133,7 @@ class Sentences(expecttest.TestCase):
             shown,
             """\
 [placement] ShardingError: A placement of a kind that is not known here.
-  expected: Shard(dim), Replicate() or Partial(op)
+  expected: Shard(dim), UnitShard(dim, unit), Replicate() or Partial(op)
   got:      str: 'Shard(0)'
   where:    axis 0 of the mesh (0=2)
 [number] ShardingError: Placements are a list with one for each axis of the mesh.
