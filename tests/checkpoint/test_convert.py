@@ -14,6 +14,7 @@ from tests.checkpoint import sources
 from tests.checkpoint.sources import assert_same_tree, flat, same_bits, torch_loads
 from torchshard import checkpoint
 from torchshard.errors import CheckpointError
+from torchshard.layout import Box
 
 FOLDERS = ["dcp_plain", "dcp_plain2", "dcp_two", "dcp_three", "dcp_mesh", "dcp_st"]
 
@@ -218,6 +219,18 @@ def test_placements_that_do_not_fit_all_keys(tmp_path):
     assert caught.value.fix == "placements for this key before those of globs that match it: 'step=R,R'"
     cut["placements"] = {"step": "R,R", **cut["placements"]}
     checkpoint.convert(tmp_path / "a.pt", tmp_path / "cut", **cut)
+
+
+def test_heads_stay_whole(tmp_path):
+    weight = torch.arange(84.0).reshape(21, 4)  # three heads of seven rows
+    torch.save({"w": weight}, tmp_path / "a.pt")
+    checkpoint.convert(
+        tmp_path / "a.pt", tmp_path / "cut", to="dcp", mesh=(2,), placements={"w": "S(0*7)"}, verify=True
+    )
+    assert checkpoint.open(tmp_path / "cut")["w"].boxes == (Box((0, 0), (14, 4)), Box((14, 0), (7, 4)))
+    with pytest.raises(CheckpointError, match=r"do not fit.*whole units") as caught:
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "no", to="dcp", mesh=(2,), placements={"w": "S(0*4)"})
+    assert caught.value.where == "w"
 
 
 WRONG = {
