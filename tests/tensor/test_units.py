@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as upstream
+import torch.nn.functional as F
 
+import torchshard
 from tests.older import require
 from tests.ranks import run_ranks
 from torchshard import DTensor, Replicate, Shard, UnitShard, distribute_tensor, init_device_mesh, layout_of
@@ -66,6 +68,27 @@ def made_and_moved(rank, world):
 
 def test_made_and_moved():
     run_ranks(2, made_and_moved)
+
+
+def draws(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    batches = {dim: torch.ones(7, 9, 4) if dim == 0 else torch.ones(9, 7, 4) for dim in (0, 1)}
+    for dim, ones in batches.items():  # flattened, in units and in runs
+        x = distribute_tensor(ones, mesh, [Shard(dim)])
+        torch.manual_seed(3)
+        got = F.dropout(x.flatten(0, 1), 0.5).full_tensor()
+        torch.manual_seed(3)
+        assert torch.equal(got, F.dropout(ones.flatten(0, 1), 0.5))
+    for placement in (SEVENS, UnitShard(0, 2, runs=2), UnitShard(0, 1, runs=4)):
+        torch.manual_seed(1)
+        got = torchshard.randn(28, 3, device_mesh=mesh, placements=[placement]).full_tensor()
+        torch.manual_seed(1)
+        assert torch.equal(got, torch.randn(28, 3))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_random_numbers_are_those_of_one_device(world):
+    run_ranks(world, draws)
 
 
 def in_files(rank, world, path):
