@@ -1,6 +1,14 @@
-"""How property tests draw: the same examples in every default run, new ones in the full run; `--on`, see tests/device."""
+"""How tests run: operators on one thread; property tests on the same examples in every default run, new ones in the full
+run; `--on`, see tests/device.
+"""
+
+import os
 
 from hypothesis import settings
+
+# Workers and ranks share few cores: threads of OpenMP that wait for one another by spinning take them from the others.
+# Before torch is imported, and for all processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=500)
