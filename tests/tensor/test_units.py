@@ -15,6 +15,7 @@ from tests.older import require
 from tests.ranks import run_ranks
 from torchshard import DTensor, Replicate, Shard, UnitShard, distribute_tensor, init_device_mesh, layout_of
 from torchshard import state_dict as converting
+from torchshard._torch import strided_shard
 from torchshard.errors import RankMismatchError, ShardingError
 
 SEVENS = UnitShard(0, 7)
@@ -60,6 +61,10 @@ def made_and_moved(rank, world):
         bare.full_tensor()
     with pytest.raises(ShardingError, match="whole units"):
         distribute_tensor(FULL, mesh, [UnitShard(0, 4)])
+    turned, second = init_device_mesh("cpu", (1, world)), strided_shard()(0, split_factor=2)  # splits after the other
+    for other in (Shard(0), UnitShard(0, 3), second):
+        with pytest.raises(ShardingError, match="in the same number of runs, and in the same units"):
+            distribute_tensor(FULL[:14], turned, [other, SEVENS])
     with pytest.raises(ShardingError, match="cannot be told of a dim that is split in units"):
         x.to_torch()
     with pytest.raises(RuntimeError, match="unsupported placements"):

@@ -18,10 +18,9 @@ class UnitShard(TorchPlacement):
     """`Shard(dim)` of units: so many neighbours along the dim stay on one rank.
 
     The dim has a whole number of units, and these are split as `Shard` splits single items: of 14 heads of 64 columns,
-    of which four ranks get 4, 4, 4 and 2, `UnitShard(0, 64)` splits the 896 columns. Where all ranks get as much, it
-    is `Shard(dim)`, and DTensors say so. Operators leave it where a dim
-    that is split unevenly has been flattened with faster ones: rows `(batch, time)` of a batch of 7 on two ranks.
-    torch's DTensor has nothing like it.
+    of which four ranks get 4, 4, 4 and 2, `UnitShard(0, 64)` splits the 896 columns. Where all ranks get as much, it is
+    `Shard(dim)`, and DTensors say so. Operators leave it where a dim that is split unevenly has been flattened with
+    faster ones: rows `(batch, time)` of a batch of 7 on two ranks. torch's DTensor has nothing like it.
 
     Args:
         dim: the dim that is split; negative counts from the end.
@@ -131,7 +130,8 @@ def from_torch(
     for dim, by_axis in factors.items():
         if any(factor != 1 for factor in by_axis.values()):
             runs, orders[dim] = _nesting(placements, dim, shape[dim], by_axis, mesh)
-            ours = [Shard(dim, runs) if axis in by_axis else p for axis, p in enumerate(ours)]
+            plain = [axis for axis in by_axis if not isinstance(placements[axis], UnitShard)]  # that one tells its own
+            ours = [Shard(dim, runs) if axis in plain else p for axis, p in enumerate(ours)]
     found = mesh.sharding(ours, orders)
     return found.evened(shape) if known else found
 
