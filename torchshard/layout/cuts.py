@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torchshard.layout.cost import DEFAULT_LINK
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import Interval, is_even, nested_piece
-from torchshard.layout.placements import Cut, R, Shard
+from torchshard.layout.placements import WHOLE, Cut, R, Shard
 from torchshard.layout.transitions import Step, Transition, exchange, transition
 
 Cuts = Mapping[int, Cut]  # of the dims that are unrolled
@@ -88,7 +88,7 @@ def unrolled_shape(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
     """The shape of a tensor, or of a part of it, with these dims unrolled."""
     lengths = []
     for d, n in enumerate(shape):
-        runs, unit = cuts.get(d, Cut())
+        runs, unit = cuts.get(d, WHOLE)
         lengths += [n for n, kept in ((runs, runs > 1), (n // (runs * unit), True), (unit, unit > 1)) if kept]
     return tuple(lengths)
 
@@ -103,7 +103,7 @@ def intervals(sharding: Sharding, shape: Sequence[int], coordinate: Sequence[int
     """What a coordinate holds of each dim, in order of storage: one interval, or one a run."""
     held = [[(0, n)] for n in shape]
     for dim, axes in sharding.splits.items():
-        runs, unit = sharding.cuts.get(dim, Cut())
+        runs, unit = sharding.cuts.get(dim, WHOLE)
         run, sizes = shape[dim] // runs, [sharding.mesh.shape[a] for a in axes]
         start, length = nested_piece(run, sizes, [coordinate[a] for a in axes], unit)
         held[dim] = [(k * run + start, length) for k in range(runs)]

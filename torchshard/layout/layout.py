@@ -184,9 +184,9 @@ class Sharding:
         """This sharding of a tensor of this shape, without units where they come out even: that of its layout."""
         placements = self.placements
         for dim in [d for d in self.units if d < len(shape)]:
-            runs, unit = self.cuts[dim]
-            if is_even(shape[dim], [runs * unit, *[self.mesh.shape[a] for a in self.splits[dim]]]):
-                placements = tuple([Shard(dim, runs) if a in self.splits[dim] else p for a, p in enumerate(placements)])
+            axes, cut = self.splits[dim], self.cuts[dim]
+            if is_even(shape[dim], [cut.apart, *[self.mesh.shape[a] for a in axes]]):
+                placements = tuple([Shard(dim, cut.runs) if a in axes else p for a, p in enumerate(placements)])
         return self if placements is self.placements else self.mesh.sharding(placements, dict(self.order))
 
     def holds_as(self, other: "Sharding") -> bool:
@@ -303,10 +303,10 @@ class Layout:
                 where=f"axis {', '.join(self.mesh.names[a] for a in sharding.splits[dim])} of the mesh, shape {shape}",
             )
         for dim, cut in sharding.cuts.items():
-            if shape[dim] % (cut.runs * cut.unit):
+            if shape[dim] % cut.apart:
                 raise ShardingError(
                     "A dim that is split in runs, or in units, has runs of equal length, and whole units.",
-                    expected=f"a length that {cut.runs * cut.unit} divides",
+                    expected=f"a length that {cut.apart} divides",
                     got=f"length {shape[dim]} of dim {dim}",
                     where=sharding,
                 )

@@ -44,6 +44,11 @@ class Cut(NamedTuple):
     runs: int = 1
     unit: int = 1
 
+    @property
+    def apart(self) -> int:
+        """Items of the dim for one of what is split: a dim has a multiple of so many."""
+        return self.runs * self.unit
+
     def within(self, other: "Cut") -> "Cut":
         """The middle of the middle of another one."""
         return Cut(other.runs * self.runs, self.unit * other.unit)

@@ -102,7 +102,7 @@ def _split(bound: Bound, options: Options, factor: str, cut: Cut) -> Way | None:
     """
     length = bound.sizes.get(factor)
     asked = type(length) is int or Symbolic.renewed()
-    apart = cut.runs * cut.unit
+    apart = cut.apart
     if isinstance(length, int) and apart > 1 and (length <= apart or length % apart):
         return None  # nothing to split
     lacking = options.reduces.get("..." if factor[0] == "." else factor)
@@ -172,7 +172,7 @@ def cut_pieces(pieces: dict[str, list[int]], way: Way, parts: int) -> None:
 def is_possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Iterable[Way]) -> bool:
     """Whether lengths, and the ways of the axes before, allow a way."""
     if way.factor is not None:
-        lengths, apart = pieces[way.factor], way.cut.runs * way.cut.unit
+        lengths, apart = pieces[way.factor], way.cut.apart
         if apart > 1:
             if any(n % apart for n in lengths):
                 return False
@@ -193,6 +193,6 @@ def is_possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chose
 
 def padding_of(way: Way, parts: int, pieces: Mapping[str, Sequence[int]]) -> float:
     """How much more is sent where a factor is too short for all ranks to have some of it."""
-    apart = way.cut.runs * way.cut.unit
+    apart = way.cut.apart
     lengths = [Symbolic.expected(n) // apart for n in pieces[way.factor]] if way.factor is not None else ()
     return max([parts / n for n in lengths if 0 < n < parts], default=1.0)

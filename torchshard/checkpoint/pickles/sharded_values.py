@@ -74,7 +74,7 @@ def _dtensor(state: Any) -> TensorEntry:
         mesh, placements, order = _our_sharding(sharding)
         plain = _check_placements(mesh, placements, shape)
         made = mesh.mesh.sharding(plain, dict(order))
-        if any(shape[d] % (cut.runs * cut.unit) for d, cut in made.cuts.items()):
+        if any(shape[d] % cut.apart for d, cut in made.cuts.items()):
             raise CheckpointError("The placements of a DTensor do not fit its shape.", got=f"{made} for {shape}")
         held = [] if mesh.coordinate is None else _boxes_of(intervals(made, shape, mesh.coordinate), placements)
         return _of_boxes(local, shape, list(held), made if made.boxed else None)
