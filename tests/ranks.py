@@ -11,6 +11,7 @@ one that compiles has its second of imports done.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import sys
@@ -57,6 +58,7 @@ def _rank_main(
         import torch
         import torch.distributed as dist
 
+        spare_garbage_collection()
         torch.set_num_threads(1)
         torch.manual_seed(0)
         # What torch finds old is named where users call it, not where this package does.
@@ -85,6 +87,12 @@ def _rank_main(
     finally:
         sys.stdout.flush()
         pipe.close()
+
+
+def spare_garbage_collection() -> None:
+    """Look at what lives already never again, and at the rest less often: in tracing, that is a fifth of the time."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def by_messages() -> None:

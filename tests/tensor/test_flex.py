@@ -101,7 +101,15 @@ def compare(rank, world, mesh_shape, backend):
     return found
 
 
-@pytest.mark.parametrize(("mesh_shape", "backend"), [((2,), None), ((2, 2), "aot_eager")], ids=["line", "square"])
+@pytest.mark.parametrize(
+    ("mesh_shape", "backend"),
+    [
+        ((2,), "aot_eager"),
+        ((2, 2), None),
+        pytest.param((2,), None, marks=pytest.mark.full),
+        pytest.param((2, 2), "aot_eager", marks=pytest.mark.full),
+    ],
+)
 def test_values_and_gradients(mesh_shape, backend):
     for found in run_ranks(2 * len(mesh_shape), compare, mesh_shape, backend, timeout=200):
         assert {name: error for name, error in found.items() if error > 1e-5} == {}
