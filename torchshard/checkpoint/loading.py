@@ -225,6 +225,7 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[Part]:
     """What this rank holds of a tensor."""
     import torch
     import torch.distributed.tensor
+    from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from torchshard._torch import waited
     from torchshard.tensor.pending import arrived
@@ -240,7 +241,9 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[Part]:
         except UnsupportedOperatorError as error:  # it is Partial, say
             told = {"expected": error.expected, "got": error.got, "fix": error.fix}
             raise CheckpointError(error.what, where=printable(key), **told) from None
-        held = [(Box(tuple(c.offsets), tuple(c.sizes)), tensor.to_local()) for c in chunks]
+        indices = [MetadataIndex(key, c.offsets) for c in chunks]
+        boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunks]
+        held = [(box, tensor.__get_tensor_shard__(index)) for box, index in zip(boxes, indices, strict=True)]
     elif said := _declared(tensor, printable(key)):
         held = said[1]
     else:
@@ -285,7 +288,8 @@ def _check_room(local: "Tensor", box: Box, where: str) -> None:
 
 
 def _of_torch(tensor: Any) -> "list[tuple[Box, Tensor]]":
-    """The box that this rank holds of a DTensor of torch."""
+    """The boxes that this rank holds of a DTensor of torch."""
+    from torchshard.layout.cuts import boxes_at
     from torchshard.tensor.interop import require_ascending
     from torchshard.tensor.mesh import bind
     from torchshard.tensor.torch_placements import from_torch
@@ -297,7 +301,8 @@ def _of_torch(tensor: Any) -> "list[tuple[Box, Tensor]]":
         raise CheckpointError("A Partial tensor cannot be loaded into: no rank holds its values.", got=sharding)
     if mesh.coordinate is None:
         return []
-    return [(sharding.box(tuple(tensor.shape), mesh.coordinate), tensor.to_local())]
+    local = tensor.to_local()
+    return [(box, local[at.slices]) for box, at in boxes_at(sharding, tuple(tensor.shape), mesh.coordinate)]
 
 
 def _load(part: Part) -> Iterator[int]:

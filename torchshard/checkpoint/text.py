@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torchshard import layout
 from torchshard.errors import CheckpointError, ShardingError
-from torchshard.layout import Partial, Placement, Shard
+from torchshard.layout import Partial, Placement
 
 _T = TypeVar("_T")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -63,19 +63,18 @@ def printable(value: object, limit: int = 120) -> str:
 
 
 def parse_placements(text: str, axes: int) -> tuple[Placement, ...]:
-    """Placements as users write them, "S(0),R", or "S(0*64),R" for a split of units of 64.
+    """Placements as users write them, "S(0),R", or "S(0/3*64),R" for a split of three runs in units of 64.
 
     Raises:
-        CheckpointError: not placements, another number than there are axes, Partial, or a split in runs.
+        CheckpointError: not placements, another number than there are axes, or Partial.
     """
     try:
         found = layout.parse_placements(text)
     except ShardingError as error:
         raise CheckpointError(error.what, expected=error.expected, got=error.got, where=repr(text)) from error
-    whole = not any(isinstance(p, Partial) or (isinstance(p, Shard) and p.runs > 1) for p in found)
-    if len(found) != axes or not whole:
+    if len(found) != axes or any(isinstance(p, Partial) for p in found):
         raise CheckpointError(
-            "A mesh takes one placement an axis, Shard of a whole dim or of units, or Replicate.",
+            "A mesh takes one placement an axis, Shard or Replicate.",
             expected=f"{axes}, such as {','.join(['S(0)', *['R'] * (axes - 1)])}",
             got=repr(text),
         )

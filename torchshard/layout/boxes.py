@@ -6,7 +6,7 @@ from where to where is then the intersection of two lists.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchshard.errors import ShardingError
@@ -50,6 +50,23 @@ class Box(NamedTuple):
             offset.append(start)
             size.append(length)
         return Box(tuple(offset), tuple(size))
+
+
+def joined(intervals: Iterable[Sequence[tuple[int, int]]]) -> list[tuple[Box, Box]]:
+    """The boxes of a tensor of which a part is made, each with where it lies in the part.
+
+    Args:
+        intervals: start and length of what the part has of each dim, one behind another.
+    """
+    by_dim = []
+    for held in intervals:
+        starts = itertools.accumulate([length for _, length in held], initial=0)
+        by_dim.append([(start, at, length) for (start, length), at in zip(held, starts, strict=False)])
+    found = []
+    for cut in itertools.product(*by_dim):
+        start, at, size = zip(*cut, strict=True) if cut else ((), (), ())
+        found.append((Box(start, size), Box(at, size)))
+    return found
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -8,6 +8,7 @@ Then the axes that split it give it up in between; or, where all parts are boxes
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchshard.layout.boxes import Box, joined
 from torchshard.layout.cost import DEFAULT_LINK
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import Interval, is_even, nested_piece
@@ -108,6 +109,16 @@ def intervals(sharding: Sharding, shape: Sequence[int], coordinate: Sequence[int
         start, length = nested_piece(run, sizes, [coordinate[a] for a in axes], unit)
         held[dim] = [(k * run + start, length) for k in range(runs)]
     return held
+
+
+def boxes_at(sharding: Sharding, shape: Sequence[int], coordinate: Sequence[int]) -> list[tuple[Box, Box]]:
+    """The boxes that a coordinate holds, each with where it lies in its part: one, or one for each run.
+
+    A part without elements is one empty box.
+    """
+    held = intervals(sharding, shape, coordinate)
+    empty = any(sum(length for _, length in its) == 0 for its in held)
+    return joined([its[:1] for its in held] if empty else held)
 
 
 def is_as(now: Shard, wanted: Shard, n: int, sizes: Sequence[int]) -> bool:

@@ -6,6 +6,7 @@ from torchshard._lazy import lazily
 
 if TYPE_CHECKING:
     from torchshard.parallel import fsdp as fsdp
+    from torchshard.parallel.attention import HeadwiseParallel
     from torchshard.parallel.context import context_parallel
     from torchshard.parallel.loss import loss_parallel
     from torchshard.parallel.mapping import local_map
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ColwiseParallel",
+    "HeadwiseParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "torchshard.parallel.attention": "HeadwiseParallel",
     "torchshard.parallel.context": "context_parallel",
     "torchshard.parallel.mapping": "local_map",
     "torchshard.parallel.loss": "loss_parallel",

@@ -47,11 +47,13 @@ class _CutWeights(ParallelStyle):
     # Kind of module -> where its parameters go; "" is for those that are not named.
     cuts: Mapping[type[nn.Module], Mapping[str, Placement]]
 
-    def __init__(self, input_layout: Placement, output_layout: Placement, use_local_output: bool, unit: int) -> None:
+    def __init__(
+        self, input_layout: Placement, output_layout: Placement, use_local_output: bool, unit: int, runs: int = 1
+    ) -> None:
         self.input_layouts: Placements = (input_layout,)
         self.output_layouts: Placements = (output_layout,)
         self.use_local_output = use_local_output
-        self.unit = unit
+        self.unit, self.runs = unit, runs
 
     def _wanted(self, module: nn.Module) -> Placement:
         """The layout in which the module wants its input."""
@@ -75,7 +77,7 @@ class _CutWeights(ParallelStyle):
         def partition(_: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
             for name, parameter in list(submodule.named_parameters(recurse=False)):
                 placement = cuts.get(name, cuts[""]) if submodule is module else Replicate()  # adapters: whole
-                placement = in_units(placement, self.unit)
+                placement = in_units(placement, self.unit, self.runs)
                 place_parameter(submodule, name, parameter, mesh, placement, self.src_data_rank)
 
         distribute_module(module, device_mesh, partition)
@@ -91,10 +93,10 @@ class _CutWeights(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        unit = f", unit={self.unit}" if self.unit > 1 else ""
+        cut = "".join([f", {name}={n}" for name, n in (("unit", self.unit), ("runs", self.runs)) if n > 1])
         return (
             f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
-            f"use_local_output={self.use_local_output}{unit})"
+            f"use_local_output={self.use_local_output}{cut})"
         )
 
 
@@ -107,6 +109,9 @@ class ColwiseParallel(_CutWeights):
         use_local_output: give the output as a plain tensor, this rank's part.
         unit: so many neighbouring columns stay on one rank: the width of a head, for heads whose number ranks do not
             divide.
+        runs: of so many layers of equal width the module is made, whose columns lie behind one another: 3 for queries,
+            keys and values, 2 for a gate and what it lets through. Each rank computes its columns of each, joined, so
+            that `chunk(runs, -1)` of the part, or of the DTensor, takes them apart.
     """
 
     cuts: Mapping[type[nn.Module], Mapping[str, Placement]] = {nn.Linear: {"": Shard(0)}, nn.Embedding: {"": Shard(1)}}
@@ -118,9 +123,10 @@ class ColwiseParallel(_CutWeights):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         unit: int = 1,
+        runs: int = 1,
     ) -> None:
-        output_layouts = output_layouts or in_units(Shard(-1), unit)
-        super().__init__(input_layouts or Replicate(), output_layouts, use_local_output, unit)
+        output_layouts = output_layouts or in_units(Shard(-1), unit, runs)
+        super().__init__(input_layouts or Replicate(), output_layouts, use_local_output, unit, runs)
 
 
 class RowwiseParallel(_CutWeights):
@@ -193,9 +199,11 @@ class SequenceParallel(ParallelStyle):
         return f"{type(self).__name__}(sequence_dim={dim}, use_local_output={self.use_local_output})"
 
 
-def in_units(placement: Placement, unit: int) -> Placement:
-    """A split whose items stay together in units of this length; what is no split stays as it is."""
-    return UnitShard(placement.dim, unit) if unit != 1 and isinstance(placement, Shard) else placement
+def in_units(placement: Placement, unit: int, runs: int = 1) -> Placement:
+    """A split of so many runs, whose items stay together in units of this length; what is no split stays as it is."""
+    if unit == runs == 1 or not isinstance(placement, Shard):
+        return placement
+    return UnitShard(placement.dim, unit, runs)
 
 
 def place_parameter(

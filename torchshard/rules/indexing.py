@@ -7,7 +7,7 @@ from typing import Any
 from torchshard.layout.layout import Layout
 from torchshard.rules.reducing import broadcast_shape, broadcasting, letters
 from torchshard.rules.rule import Made, Rule, named, options, reduces
-from torchshard.rules.views import is_all
+from torchshard.rules.slicing import is_all
 
 _MASKS = ("bool", "uint8")  # dtypes of indices that are masks: what they select depends on values
 

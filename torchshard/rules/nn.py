@@ -136,16 +136,6 @@ def _rms_norm(x: Layout, shape: Sequence[int], weight: Layout | None = None, *_:
     return f"{', '.join([rows, *([normed] if weight is not None else [])])} -> {rows}, {stats}"
 
 
-def _glu(x: Layout, dim: int = -1) -> str:
-    names = letters(x.ndim, [dim % x.ndim])
-    return f"{' '.join(names)} -> {' '.join([f'Z{f}' if f.isupper() else f for f in names])}"
-
-
-def _glu_backward(grad: Layout, x: Layout, dim: int) -> str:
-    names = letters(x.ndim, [dim % x.ndim])
-    return f"{' '.join([f'Z{f}' if f.isupper() else f for f in names])}, {' '.join(names)} -> {' '.join(names)}"
-
-
 def _embedding_bag(
     table: Layout, indices: Layout, offsets: Layout, by_frequency: bool = False, mode: int = 0, sparse: bool = False,
     weights: Layout | None = None, *_: Any, **__: Any,
@@ -202,8 +192,6 @@ RULES = {
     **named("native_batch_norm", Rule(_batch_norm, options("full red=n:same,c:same"))),
     **named("native_batch_norm_backward", Rule(_batch_norm_backward, options("full red=n:sum"))),
     **named("_fused_rms_norm", Rule(_rms_norm)),
-    **named("glu", Rule(_glu)),
-    **named("glu_backward", Rule(_glu_backward, options("lin=0"))),
     **named("_embedding_bag _embedding_bag_forward_only", Rule(_embedding_bag, options("red=d:same full"))),
     **named("_embedding_bag_backward", Rule(_embedding_bag_backward, options("lin=0"))),
     **named("_embedding_bag_dense_backward", Rule(_embedding_bag_dense_backward, options("lin=0"))),

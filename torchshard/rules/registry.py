@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from torchshard.rules import attention, convolution, indexing, linalg, losses, nn, pointwise, reducing, views
+from torchshard.rules import attention, convolution, indexing, linalg, losses, nn, pointwise, reducing, slicing, views
 from torchshard.rules.rule import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -12,6 +12,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **linalg.RULES,
         **reducing.RULES,
         **views.RULES,
+        **slicing.RULES,
         **indexing.RULES,
         **convolution.RULES,
         **nn.RULES,

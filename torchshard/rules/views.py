@@ -1,7 +1,6 @@
 """Operators that only rearrange: views, joins, cuts, and new tensors made after the likeness of others."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -156,34 +155,10 @@ def _expand(x: Layout, size: Sequence[int], *, implicit: bool = False) -> Made:
     return Made(_line(names, result), sizes, local_size=1)
 
 
-def is_all(length: int, start: int | None = None, end: int | None = None, step: int = 1) -> bool:
-    """Whether a slice takes all of a dim.
-
-    Whether a symbolic length goes beyond an end that was left open is not asked: the answer would bound the symbol.
-    """
-    return not start and step == 1 and (end in (None, sys.maxsize) or end >= length)
-
-
-def _slice(x: Layout, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
-    dim %= x.ndim
-    if is_all(x.shape[dim], start, end, step):
-        return _line(letters(x.ndim), letters(x.ndim))
-    names = letters(x.ndim, [dim])
-    return _line(names, [*names[:dim], "Z", *names[dim + 1 :]])
-
-
 def _select(x: Layout, dim: int, index: int) -> str:
     dim %= x.ndim
     names = letters(x.ndim, [dim])
     return _line(names, [*names[:dim], *names[dim + 1 :]])
-
-
-def _split(x: Layout, size: int | Sequence[int], dim: int = 0) -> str:
-    dim %= x.ndim
-    # The number of results is no symbol, even where the lengths are.
-    count = len(size) if isinstance(size, Sequence) else max(1, int(-(-x.shape[dim] // max(size, 1))))
-    names = letters(x.ndim, [dim])
-    return _line(names, *[[*names[:dim], f"Z{k}", *names[dim + 1 :]] for k in range(count)])
 
 
 def _unbind(x: Layout, dim: int = 0) -> str:
@@ -192,33 +167,10 @@ def _unbind(x: Layout, dim: int = 0) -> str:
     return _line(names, *[[*names[:dim], *names[dim + 1 :]]] * x.shape[dim])
 
 
-def _slice_backward(grad: Layout, size: Sequence[int], dim: int, *cut: int) -> Made:
-    dim %= len(size)
-    if is_all(size[dim], *cut):
-        return Made(_line(letters(grad.ndim), letters(grad.ndim)), local_size=1)
-    names = letters(grad.ndim, [dim])
-    result = [*names[:dim], "Z", *names[dim + 1 :]]
-    return Made(_line(names, result), {"Z": size[dim]}, local_size=1)
-
-
 def _select_backward(grad: Layout, size: Sequence[int], dim: int, index: int) -> Made:
     dim %= len(size)
     names = letters(grad.ndim)
     return Made(_line(names, [*names[:dim], "Z", *names[dim:]]), {"Z": size[dim]}, local_size=1)
-
-
-def _cat(tensors: Sequence[Layout], dim: int = 0) -> Made:
-    # torch lets an empty 1-D tensor join anything; such a one has no dims to name.
-    ndim = max(t.ndim for t in tensors)
-    dim %= max(ndim, 1)
-    names = letters(ndim)
-    operands = []
-    for k, t in enumerate(tensors):
-        skipped = t.ndim == 1 and ndim > 1
-        operands.append(f"W{k}" if skipped else " ".join([*names[:dim], f"W{k}", *names[dim + 1 :]]))
-    result = " ".join([*names[:dim], "Z", *names[dim + 1 :]])
-    total = sum([t.shape[dim] for t in tensors if t.ndim == ndim and ndim])
-    return Made(f"{', '.join(operands)} -> {result}", {"Z": total}, {"linear": (tuple(range(len(tensors))),)})
 
 
 def _stack(tensors: Sequence[Layout], dim: int = 0) -> Made:
@@ -342,10 +294,7 @@ RULES = {
     **named("squeeze squeeze.dim squeeze.dims", Rule(_squeeze, options("moves"))),
     **named("squeeze_copy squeeze_copy.dim squeeze_copy.dims", Rule(_squeeze_copy, options("moves"))),
     **named("expand expand_copy", Rule(_expand, options("moves"))),
-    **named("slice.Tensor slice_copy.Tensor", Rule(_slice, options("moves"))),
     **named("select.int select_copy.int", Rule(_select, options("moves"))),
-    **named("split.Tensor split_copy.Tensor unsafe_split.Tensor", Rule(_split, options("moves"))),
-    **named("split_with_sizes split_with_sizes_copy unsafe_split_with_sizes", Rule(_split, options("moves"))),
     **named("unbind.int unbind_copy.int", Rule(_unbind, options("moves"))),
     **named("diagonal diagonal_copy", Rule(_diagonal, options("moves"))),
     **named("unfold unfold_copy", Rule(_unfold, options("moves"))),
@@ -355,11 +304,9 @@ RULES = {
     **named("diag_embed", Rule(_diag_embed, options("lin=0"))),
     **named("view.dtype view_copy.dtype", Rule(_view_dtype)),
     **named("constant_pad_nd", Rule(_pad, options("reads=value"))),
-    **named("slice_backward", Rule(_slice_backward, options("lin=0"))),
     **named("select_backward", Rule(_select_backward, options("lin=0"))),
     **named("diagonal_backward", Rule(_diagonal_backward, options("lin=0"))),
     **named("unfold_backward", Rule(_unfold_backward, options("lin=0"))),
-    **named("cat", Rule(_cat)),
     **named("stack", Rule(_stack)),
     **named("block_diag", Rule(_block_diag)),
     **named("new_zeros new_ones new_empty new_full", Rule(_new, options("like"))),

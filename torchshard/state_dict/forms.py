@@ -1,6 +1,5 @@
 """What each kind of tensor is, in the words of one arithmetic: who holds which boxes, and what this rank has."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from torchshard._torch import sharded_tensors, waited
 from torchshard.errors import ShardingError
-from torchshard.layout.boxes import Box, whole
+from torchshard.layout.boxes import Box, joined, whole
+from torchshard.layout.cuts import boxes_at
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.strided import strided_intervals
@@ -47,6 +47,7 @@ class Form:
         group: a process group of all that hold it, where there is one.
         problem: what is wrong with this rank's parts.
         unchecked: a layout of which from_local has taken for granted that all parts are equal.
+        local: on a mesh, the tensor that this rank's parts are, joined.
     """
 
     shape: tuple[int, ...]
@@ -61,6 +62,7 @@ class Form:
     group: dist.ProcessGroup | None = None
     problem: ShardingError | None = None
     unchecked: TensorLayout | None = None
+    local: Tensor | None = None
 
 
 Memory = dict[Any, Holding]
@@ -198,11 +200,17 @@ def _on_mesh(x: Any, sharding: Sharding, local: Tensor, memory: Memory) -> Form:
     problem = None
     parts: list[tuple[Box, Tensor]] = []
     if mesh.coordinate is not None:
-        box = sharding.box(shape, mesh.coordinate)
-        parts, problem = [(box, local)], _wrong_part(local, box, sharding, mesh.coordinate)
+        boxes = boxes_at(sharding, shape, mesh.coordinate)
+        if tuple(local.shape) == sharding.part(shape, mesh.coordinate):
+            parts = [(box, local if sharding.boxed else local[inside.slices]) for box, inside in boxes]
+        else:
+            parts = [(box, local) for box, _ in boxes]
+            problem = _misfit(local, [box for box, _ in boxes], sharding, mesh.coordinate)
     text = f"{x.dtype} of shape {shape}, {sharding} on the ranks {list(mesh.ranks)}"
     device = _device_of(mesh, local)
-    return Form(shape, x.stride(), x.dtype, holding, parts, device, text, x.requires_grad, sharding, None, problem)
+    return Form(
+        shape, x.stride(), x.dtype, holding, parts, device, text, x.requires_grad, sharding, None, problem, None, local
+    )
 
 
 def _of_upstream(x: Any, reduce_partial: bool, memory: Memory) -> Form:
@@ -245,25 +253,15 @@ def _joined_boxes(
     placements: Sequence[Any], shape: Sequence[int], mesh: BoundMesh, coordinate: Sequence[int]
 ) -> list[tuple[Box, Box]]:
     """The boxes of the whole tensor that lie at a coordinate, each with where it lies within the local tensor."""
-    by_dim = []
+    held = []
     for dim, n in enumerate(shape):
         factors = {
             axis: getattr(p, "split_factor", 1)
             for axis, p in enumerate(placements)
             if getattr(p, "dim", None) in (dim, dim - len(shape))
         }
-        intervals = strided_intervals(n, factors, mesh.shape, coordinate)
-        starts = itertools.accumulate([length for _, length in intervals], initial=0)
-        by_dim.append([(start, length, at) for (start, length), at in zip(intervals, starts, strict=False)])
-    found = []
-    for cut in itertools.product(*by_dim):
-        size = tuple([length for _, length, _ in cut])
-        found.append((Box(tuple([s for s, _, _ in cut]), size), Box(tuple([at for _, _, at in cut]), size)))
-    return found
-
-
-def _wrong_part(local: Tensor, box: Box, sharding: Any, coordinate: Any) -> ShardingError | None:
-    return None if tuple(local.shape) == box.size else _misfit(local, [box], sharding, coordinate)
+        held.append(strided_intervals(n, factors, mesh.shape, coordinate))
+    return joined(held)
 
 
 def _misfit(local: Tensor, boxes: Sequence[Box], sharding: Any, coordinate: Any) -> ShardingError:

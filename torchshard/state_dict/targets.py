@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchshard.comm.circle import this_rank
 from torchshard.layout.boxes import Box, whole
+from torchshard.layout.cuts import boxes_at
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.state_dict.forms import Form, Memory
@@ -119,7 +120,7 @@ class OnMesh(Target):
     def boxes(self, form: Form) -> list[Box]:
         """As of Target."""
         at = self.mesh.coordinate
-        return [] if at is None else [self.sharding.box(form.shape, at)]
+        return [] if at is None else [box for box, _ in boxes_at(self.sharding, form.shape, at)]
 
     def device(self, form: Form) -> torch.device:
         """As of Target."""
@@ -128,9 +129,22 @@ class OnMesh(Target):
     def finish(self, form: Form, parts: Sequence[Tensor]) -> Tensor | None:
         """As of Target."""
         device = self.device(form)
-        local = parts[0].to(device) if parts else torch.empty(0, dtype=form.dtype, device=device)
+        local = self._joined(form, parts).to(device) if parts else torch.empty(0, dtype=form.dtype, device=device)
         layout = layout_for(self.sharding, form.shape, dense_stride(form.shape, form.stride), form.dtype)
         return wrap(local, layout).requires_grad_(form.requires_grad)
+
+    def _joined(self, form: Form, parts: Sequence[Tensor]) -> Tensor:
+        """This rank's parts as one; if they are several, in memory of its own, unless they are where they were."""
+        at = self.mesh.coordinate
+        if len(parts) == 1 or at is None:
+            return parts[0]
+        if form.local is not None and form.sharding is self.sharding:
+            return form.local
+        box = Box((0,) * len(form.shape), self.sharding.part(form.shape, at))
+        local = self.room(form, box)
+        for part, (_, inside) in zip(parts, boxes_at(self.sharding, form.shape, at), strict=True):
+            local[inside.slices].copy_(part)
+        return local
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.layout.boxes import Box
+from torchshard.layout.cuts import boxes_at
 from torchshard.tensor import guards
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import SEVERED
@@ -56,10 +58,17 @@ def chunks(x: DTensor) -> list[ChunkStorageMetadata]:
             got=layout,
             fix="x.redistribute(placements=[Replicate()] * mesh.ndim)",
         )
-    if layout.box is None:
-        return []
-    offset = [o if n else whole for o, n, whole in zip(*layout.box, layout.shape, strict=True)]
-    return [ChunkStorageMetadata(offsets=Size(offset), sizes=Size(layout.box.size))]
+    return [ChunkStorageMetadata(offsets=Size(_offset(x, box)), sizes=Size(box.size)) for box, _ in _held(x)]
+
+
+def _held(x: DTensor) -> list[tuple[Box, Box]]:
+    """The boxes that this rank holds, each with where it lies in the local tensor."""
+    layout, at = x._spec, x._spec.mesh.coordinate
+    return [] if at is None else boxes_at(layout.sharding, layout.shape, at)
+
+
+def _offset(x: DTensor, box: Box) -> list[int]:
+    return [o if n else whole for o, n, whole in zip(*box, x.shape, strict=True)]
 
 
 def targets(x: DTensor) -> list[ChunkStorageMetadata]:
@@ -85,6 +94,18 @@ def targets(x: DTensor) -> list[ChunkStorageMetadata]:
 
 
 def shard(x: DTensor, index: MetadataIndex) -> Tensor:
-    """The local tensor that an index names; there is one. No rank is asked: not all of them come here."""
+    """What an index names of the local tensor: all of it, or one of its runs. No rank is asked: not all come here."""
     chunks(x)
-    return arrived(x._local_tensor)
+    local, held = arrived(x._local_tensor), _held(x)
+    if len(held) == 1:
+        return local
+    named = [inside for box, inside in held if index.offset is not None and box.offset == tuple(index.offset)]
+    if not named:
+        raise ShardingError(
+            "This rank has no part with these offsets.",
+            expected=f"the offsets of one of {[box for box, _ in held]}",
+            got=index.offset,
+            where=index.fqn,
+            fix="MetadataIndex(name, offsets), with offsets of x.__create_chunk_list__()",
+        )
+    return local[named[0].slices]

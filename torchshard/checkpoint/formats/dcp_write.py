@@ -22,6 +22,7 @@ from torchshard.checkpoint.text import printable, said_of
 from torchshard.checkpoint.trees import Steps, leaves, nest
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout import Box, Mesh, Placement
+from torchshard.layout.cuts import boxes_at
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -158,9 +159,10 @@ def _boxes(
             f" '{printable(key)}={','.join(['R'] * len(placements))}'",
         ) from error
     first: dict[Box, int] = {}
-    for rank, box in zip(mesh.ranks, layout.boxes(), strict=True):
-        if box.numel or not entry.nbytes:
-            first.setdefault(box, rank)
+    for rank, at in zip(mesh.ranks, mesh.coordinates(), strict=True):
+        for box, _ in boxes_at(layout.sharding, layout.shape, at):
+            if box.numel or not entry.nbytes:
+                first.setdefault(box, rank)
     return list(first.items()) if len(first) > 1 else [(box, None) for box in first]
 
 

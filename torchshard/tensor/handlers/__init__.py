@@ -38,7 +38,18 @@ _OF_WRAPPERS = {
 
 
 _ROOMS = (
-    *("amp", "batch_norm", "convolution", "ctc", "embedding", "extremes", "forward_ad", "gather", "gpu_kernels"),
+    *(
+        "amp",
+        "attention",
+        "batch_norm",
+        "convolution",
+        "ctc",
+        "embedding",
+        "extremes",
+        "forward_ad",
+        "gather",
+        "gpu_kernels",
+    ),
     *("norms", "packing", "pooling", "random", "recurrent", "softmax", "split_classes", "statistics", "views"),
 )
 
