@@ -413,7 +413,7 @@ def test_casts_that_are_refused(tmp_path):
         ({"to": "torch", "mesh": (2,)}, "Only a dcp folder"),
         ({"to": "dcp", "placements": {"*": "R"}}, "Give the mesh too"),
         ({"to": "dcp", "mesh": (2,), "placements": {"*": "S(0),R"}}, "one placement an axis"),
-        ({"to": "dcp", "mesh": (2,), "placements": {"*": "S(0/2)"}}, "of a whole dim or of units"),
+        ({"to": "dcp", "mesh": (2,), "placements": {"*": "S(0/7)"}}, "do not fit"),
         ({"to": "dcp", "mesh": (2,), "placements": {"*": "P"}}, "one placement an axis"),
         ({"to": "dcp", "mesh": (2,), "placements": {"*": "S(7)"}}, "do not fit"),
         ({"to": "dcp", "mesh": (2,), "placements": {"layer.*": "S(0)"}}, "No key matches this pattern"),

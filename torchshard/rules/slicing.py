@@ -7,12 +7,10 @@ the gradient.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
-import torch
-
 from torchshard.layout.layout import Layout
+from torchshard.layout.pieces import Symbolic
 from torchshard.layout.placements import WHOLE
 from torchshard.rules.reducing import letters
 from torchshard.rules.rule import Made, Rule, named, options
@@ -51,9 +49,17 @@ def _runs(factor: str, count: int) -> str:
 
 
 def _length_of_runs(x: Layout, dim: int) -> int | None:
-    """How long the runs are in which a dim is split; None where it is not, or no number tells."""
+    """How long the runs are in which a dim is split; None where it is not, or may not be asked for its length."""
     n, runs = x.shape[dim], x.sharding.cuts.get(dim, WHOLE).runs
-    return n // runs if runs > 1 and type(n) is int else None
+    return n // runs if runs > 1 and _may_be_asked(n) else None
+
+
+def _may_be_asked(*lengths: int) -> bool:
+    """Whether a rule may depend on these; of symbols it may where a trace is made anew for others.
+
+    Then it has to: another rank may know them as numbers, and ranks have to send the same.
+    """
+    return all(type(n) is int for n in lengths) or Symbolic.renewed()
 
 
 def _slice(x: Layout, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str | Made:
@@ -62,20 +68,27 @@ def _slice(x: Layout, dim: int = 0, start: int | None = None, end: int | None = 
     if is_all(n, start, end, step):
         return _unchanged(x)
     bounds = _bounds(n, start, end, step) if run else None
-    if run and bounds and bounds[0] < bounds[1] and bounds[0] % run == bounds[1] % run == 0:
+    if run and bounds and bounds[0] < bounds[1] and bounds[0] % run == 0 and bounds[1] % run == 0:
         return _cut_in_runs(x, dim, run, [bounds], lambda f, t, own: f(t, dim, *own[0]))
     return _line(x.ndim, dim, [_whole(dim)], ["Z"])
 
 
-def _split(by_sizes: Callable[..., Any], x: Layout, size: int | Sequence[int], dim: int = 0) -> str | Made:
-    # In parts, which may be empty, not even a number of results follows from one size.
+def _split(x: Layout, size: int | Sequence[int], dim: int = 0) -> str | Made:
     dim %= x.ndim
     n, run = x.shape[dim], _length_of_runs(x, dim)
-    if run and (type(size) is int or isinstance(size, Sequence)):
-        sizes = [*size] if isinstance(size, Sequence) else [min(size, n - at) for at in range(0, n, size)]
-        if sum(sizes) == n and all(length and length % run == 0 for length in sizes):
+    if run:
+        sizes = [*size] if isinstance(size, Sequence) else [min(size, n - at) for at in range(0, int(n), int(size))]
+        if sum(sizes) == n and all(length > 0 and length % run == 0 for length in sizes):
             bounds = [(sum(sizes[:k]), sum(sizes[: k + 1])) for k in range(len(sizes))]
-            return _cut_in_runs(x, dim, run, bounds, lambda _, t, own: by_sizes(t, [b - a for a, b in own], dim))
+
+            def cut(function: Any, part: Any, own: Sequence[tuple[int, int]]) -> Any:
+                lengths = [last - first for first, last in own]
+                if isinstance(size, Sequence):
+                    return function(part, lengths, dim)
+                # Of a part without elements one length does not tell how many results there are.
+                return function(part, lengths[0], dim) if lengths[0] else [part.narrow(dim, 0, 0) for _ in own]
+
+            return _cut_in_runs(x, dim, run, bounds, cut)
     # The number of results is no symbol, even where the lengths are.
     count = len(size) if isinstance(size, Sequence) else max(1, int(-(-n // max(size, 1))))
     return _line(x.ndim, dim, [_whole(dim)], [f"Z{k}" for k in range(count)])
@@ -83,22 +96,23 @@ def _split(by_sizes: Callable[..., Any], x: Layout, size: int | Sequence[int], d
 
 def _cut_in_runs(x: Layout, dim: int, run: int, bounds: Sequence[tuple[int, int]], cut: Callable[..., Any]) -> Made:
     """Some stretches of a dim, each of whole runs; `cut` takes the operator, a part, and their bounds in that."""
-    runs = x.shape[dim] // run
-    counts = {f"Z{k}": (last - first) // run for k, (first, last) in enumerate(bounds)}
+    runs, steps = int(x.shape[dim] // run), [(int(first // run), int(last // run)) for first, last in bounds]
+    counts = {f"Z{k}": last - first for k, (first, last) in enumerate(steps)}
 
     def local(function: Any, part: Any, *_: Any) -> Any:
         own = part.shape[dim] // runs
-        return cut(function, part, [(first // run * own, last // run * own) for first, last in bounds])
+        return cut(function, part, [(first * own, last * own) for first, last in steps])
 
     line = _line(x.ndim, dim, [_runs(_whole(dim), runs)], [_runs(name, count) for name, count in counts.items()])
     return Made(line, {_whole(dim): runs, _RUN: run, **counts}, local=local)
 
 
-def _bounds(n: Any, start: Any, end: Any, step: int) -> tuple[int, int] | None:
-    """Where a slice begins and ends, if numbers tell, and it skips nothing."""
-    if step != 1 or any(b is not None and type(b) is not int for b in (n, start, end)):
+def _bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int, int] | None:
+    """Where a slice begins and ends; None where it skips something, or its bounds may not be asked for."""
+    given = 0 if start is None else start, n if end in (None, sys.maxsize) else end
+    if step != 1 or not _may_be_asked(*given):
         return None
-    first, last, _ = slice(start, end).indices(n)
+    first, last = [max(min(b + n if b < 0 else b, n), 0) for b in given]
     return first, last
 
 
@@ -110,7 +124,7 @@ def _slice_backward(grad: Layout, size: Sequence[int], dim: int, start: int, end
     bounds = _bounds(n, start, end, step) if run else None
     if not run or not bounds or n % run or bounds[0] % run:
         return Made(_line(grad.ndim, dim, [_whole(dim)], ["Z"]), {"Z": n}, local_size=1)
-    first, count, runs = bounds[0] // run, grad.shape[dim] // run, n // run
+    first, count, runs = [int(length // run) for length in (bounds[0], grad.shape[dim], n)]
 
     def local(function: Any, part: Any, *_: Any) -> Any:
         own = part.shape[dim] // count
@@ -130,9 +144,10 @@ def _cat(tensors: Sequence[Layout], dim: int = 0) -> Made:
     total = sum([t.shape[dim] for t in joined])
     run = _length_of_all_runs(joined, dim) if len(joined) == len(tensors) else None
     if run:
-        counts = {f"W{k}": t.shape[dim] // run for k, t in enumerate(joined)}
-        line = _line(ndim, dim, [_runs(name, count) for name, count in counts.items()], [_runs("Z", total // run)])
-        return Made(line, {_RUN: run, **counts, "Z": total // run}, linear)
+        counts = {f"W{k}": int(t.shape[dim] // run) for k, t in enumerate(joined)}
+        runs = sum(counts.values())
+        line = _line(ndim, dim, [_runs(name, count) for name, count in counts.items()], [_runs("Z", runs)])
+        return Made(line, {_RUN: run, **counts, "Z": runs}, linear)
     operands, _, result = _line(ndim, dim, [f"W{k}" for k in range(len(tensors))], ["Z"]).partition(" -> ")
     names = [
         f"W{k}" if t.ndim < ndim else name
@@ -144,10 +159,10 @@ def _cat(tensors: Sequence[Layout], dim: int = 0) -> Made:
 def _length_of_all_runs(tensors: Sequence[Layout], dim: int) -> int | None:
     """How long the runs of a dim are that all of these are made of, each split in its own; None without such runs."""
     split = [t for t in tensors if dim in t.sharding.splits]
-    if not split or any(type(t.shape[dim]) is not int or not t.shape[dim] for t in tensors):
+    if not split or not _may_be_asked(*[t.shape[dim] for t in tensors]) or any(t.shape[dim] == 0 for t in tensors):
         return None
-    run, *others = {t.shape[dim] // t.sharding.cuts.get(dim, WHOLE).runs for t in split}
-    return run if not others and all(t.shape[dim] % run == 0 for t in tensors) else None
+    run, *others = [t.shape[dim] // t.sharding.cuts.get(dim, WHOLE).runs for t in split]
+    return run if all(n == run for n in others) and all(t.shape[dim] % run == 0 for t in tensors) else None
 
 
 def _glu(x: Layout, dim: int = -1) -> str | Made:
@@ -170,14 +185,8 @@ def _of_halves(x: Layout, dim: int, line: Callable[[str, str], str]) -> str | Ma
 
 RULES = {
     **named("slice.Tensor slice_copy.Tensor", Rule(_slice, options("moves"))),
-    **named("split.Tensor split_with_sizes", Rule(partial(_split, torch.split_with_sizes), options("moves"))),
-    **named(
-        "split_copy.Tensor split_with_sizes_copy", Rule(partial(_split, torch.split_with_sizes_copy), options("moves"))
-    ),
-    **named(
-        "unsafe_split.Tensor unsafe_split_with_sizes",
-        Rule(partial(_split, torch.unsafe_split_with_sizes), options("moves")),
-    ),
+    **named("split.Tensor split_copy.Tensor unsafe_split.Tensor", Rule(_split, options("moves"))),
+    **named("split_with_sizes split_with_sizes_copy unsafe_split_with_sizes", Rule(_split, options("moves"))),
     **named("slice_backward", Rule(_slice_backward, options("lin=0"))),
     **named("cat", Rule(_cat)),
     **named("glu", Rule(_glu)),

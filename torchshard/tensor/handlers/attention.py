@@ -23,11 +23,12 @@ def _attention(
     if pairs is not None and pairs.ndim == 4:
         pairs = pairs.flatten(0, 1)
     x = q.transpose(0, 1)
+    # With weights asked for, rows that see nothing become nan, as those of the kernel do.
     found, shares = F.multi_head_attention_forward(
         x, x, x, width, heads, qkv, qkv_bias, None, None, False, 0.0, out, out_bias, training=False,
-        key_padding_mask=padded, need_weights=need_weights, attn_mask=pairs, average_attn_weights=average,
+        key_padding_mask=padded, need_weights=True, attn_mask=pairs, average_attn_weights=average,
     )  # fmt: skip
-    return found.transpose(0, 1), shares
+    return found.transpose(0, 1), shares if need_weights else None
 
 
 def _encoder_layer(
