@@ -157,7 +157,9 @@ def test_names_and_signatures_of_parallel():
         text,
         """\
 class ColwiseParallel(_CutWeights)
-    __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True, unit=1)
+    __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True, unit=1, runs=1)
+class HeadwiseParallel(ParallelStyle)
+    __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True)
 class ParallelStyle(ABC)
 class PrepareModuleInput(ParallelStyle)
     __init__(self, *, input_layouts=None, desired_input_layouts=None, input_kwarg_layouts=None, desired_input_kwarg_layouts=None, use_local_output=False)

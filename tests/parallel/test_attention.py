@@ -123,11 +123,11 @@ def test_all_that_torchs_attention_takes():
 class Attention(nn.Module):
     """One layer makes queries, keys and values, and another one a gate and what it lets through."""
 
-    def __init__(self, heads):
+    def __init__(self, heads, bias=True):
         super().__init__()
         width = heads * WIDTH
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 20), nn.Linear(10, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
+        self.up, self.down = nn.Linear(width, 20, bias), nn.Linear(10, width, bias)
 
     def forward(self, x):
         q, k, v = [t.unflatten(-1, (-1, WIDTH)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)]
@@ -136,20 +136,25 @@ class Attention(nn.Module):
         return x + self.down(F.silu(gate) * through)
 
 
-def packed(rank, world, heads, local, compiled):
-    from torchshard import fallback, init_device_mesh
-    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+def plan(local=True):
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel
 
-    torch.manual_seed(0)
-    plain = Attention(heads)
-    model = copy.deepcopy(plain)
-    plan = {
+    return {
         "qkv": ColwiseParallel(unit=WIDTH, runs=3, use_local_output=local),
         "out": RowwiseParallel(unit=WIDTH),
         "up": ColwiseParallel(runs=2, use_local_output=local),
         "down": RowwiseParallel(),
     }
-    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+
+
+def packed(rank, world, heads, local, compiled):
+    from torchshard import fallback, init_device_mesh
+    from torchshard.parallel import parallelize_module
+
+    torch.manual_seed(0)
+    plain = Attention(heads)
+    model = copy.deepcopy(plain)
+    parallelize_module(model, init_device_mesh("cpu", (world,)), plan(local))
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     x = torch.randn(2, 5, heads * WIDTH)
     with fallback("error"):
@@ -165,6 +170,32 @@ def packed(rank, world, heads, local, compiled):
 )
 def test_packed_layers(world, heads, local, compiled):
     assert max(run_ranks(world, packed, heads, local, compiled)) < 1e-5
+
+
+def with_fsdp(rank, world):
+    """FSDP cannot cut the runs across; along the other dim it can, and torch tells where everything lies."""
+    from torchshard import DTensor, Shard, init_device_mesh
+    from torchshard.errors import ShardingError
+    from torchshard.parallel import parallelize_module
+    from torchshard.parallel.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = Attention(4, bias=False)
+    with pytest.raises(ShardingError, match="FSDP would cut the runs of a parameter across"):
+        fully_shard(parallelize_module(copy.deepcopy(plain), mesh["tp"], plan()), mesh=mesh["dp"])
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], plan())
+    model = fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(int(p.shape[0] > 16)))
+    x = torch.randn(2, 5, 16)
+    got, want = model(x), plain(x)
+    got.square().sum().backward(), want.square().sum().backward()
+    pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
+    pairs += [(p.grad, q.grad) for p, q in pairs]
+    return max(relative(got, want), *[relative(DTensor.from_torch(p.detach()), q) for p, q in pairs])
+
+
+def test_with_fsdp():
+    assert max(run_ranks(4, with_fsdp)) < 1e-5
 
 
 def refused(rank, world):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Partial
 
 from torchshard._torch import exported_whole
 from torchshard.errors import ShardingError
+from torchshard.layout.placements import WHOLE
 from torchshard.layout.strided import factors_from_order
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
@@ -133,6 +134,16 @@ def _require_torch_can_say(
         cutting = (mesh.ndim - 1,) if dp_mesh_dims is None else _named(mesh, dp_mesh_dims.shard_names)
     ranks, names = math.prod([mesh.shape[axis] for axis in cutting]), mesh.mesh_dim_names or "?" * mesh.ndim
     along = " and ".join([names[axis] for axis in cutting])
+    where = f"{name}, {layout}, then axis {along} of FSDP's mesh {tuple(mesh.shape)}"
+    if layout.sharding.cuts.get(dim, WHOLE).runs > 1:
+        raise ShardingError(
+            "FSDP would cut the runs of a parameter across, and torch's placements would tell of other pieces.",
+            expected="a dim that is not split in runs",
+            got=f"dim {dim} of {layout}",
+            where=where,
+            fix="shard_placement_fn= that gives FSDP another dim of it, such as Shard(1), where it has one; or"
+            " DistributedDataParallel(device_mesh=) instead of FSDP",
+        )
     try:
         factors_from_order(layout.shape[dim], [*(a + 1 for a in axes), 0], (ranks, *layout.mesh.shape))
     except ShardingError as error:
@@ -140,7 +151,7 @@ def _require_torch_can_say(
             "FSDP would cut a parameter in pieces that torch cannot save, having no placements for them.",
             expected=f"a length that {ranks} x {math.prod(layout.mesh.shape[a] for a in axes)} ranks divide",
             got=f"length {layout.shape[dim]} of dim {dim}",
-            where=f"{name}, {layout}, then axis {along} of FSDP's mesh {tuple(mesh.shape)}",
+            where=where,
             fix="another length, or shard_placement_fn= that gives FSDP another dim, which its ranks divide",
         ) from error
 
