@@ -57,15 +57,17 @@ class HeadwiseParallel(ParallelStyle):
         def before(
             module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            placed: dict[int, Any] = {}  # queries that are keys as well are so afterwards
+            known: list[tuple[Tensor, Tensor]] = []  # queries that are keys as well are so afterwards
 
             def place(name: str, x: Any) -> Any:
                 if not isinstance(x, Tensor):
                     return x
-                if id(x) not in placed:
-                    made = x if isinstance(x, DTensor) else annotated(x, inputs if name in _ATTENDED else masks)
-                    placed[id(x)] = with_placements(made, (Replicate(),))
-                return placed[id(x)]
+                for before, placed in known:
+                    if before is x:
+                        return placed
+                made = x if isinstance(x, DTensor) else annotated(x, inputs if name in _ATTENDED else masks)
+                known.append((x, with_placements(made, (Replicate(),))))
+                return known[-1][1]
 
             by_place = [place(name, x) for name, x in zip(_INPUTS, args, strict=False)]
             return (*by_place, *args[len(by_place) :]), {name: place(name, x) for name, x in keywords.items()}

@@ -6,7 +6,6 @@ The kernels take whole weights, for which theirs is the rule; to gather them wou
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 
 from torchshard.tensor.dtensor import DTensor
@@ -18,17 +17,24 @@ def _attention(
 ) -> Any:  # fmt: skip
     if not _is_split(qkv, out) or q is not k or k is not v:
         return NotImplemented
+    found, shares = _attended(q, (width, heads, qkv, qkv_bias, out, out_bias), mask, kind, average)
+    return found, shares if need_weights else None
+
+
+def _attended(x: Any, weights: tuple[Any, ...], mask: Any, kind: int | None, average: bool = True) -> tuple[Any, Any]:
+    """What attends to itself, and to what; `weights` are as for the kernel."""
+    width, heads, qkv, qkv_bias, out, out_bias = weights
     hidden = mask.bool() if mask is not None else None  # what shall not be seen: keys of a batch, or pairs
     padded, pairs = (hidden, None) if kind == 1 else (None, hidden)
     if pairs is not None and pairs.ndim == 4:
         pairs = pairs.flatten(0, 1)
-    x = q.transpose(0, 1)
+    rows = x.transpose(0, 1)
     # With weights asked for, rows that see nothing become nan, as those of the kernel do.
     found, shares = F.multi_head_attention_forward(
-        x, x, x, width, heads, qkv, qkv_bias, None, None, False, 0.0, out, out_bias, training=False,
+        rows, rows, rows, width, heads, qkv, qkv_bias, None, None, False, 0.0, out, out_bias, training=False,
         key_padding_mask=padded, need_weights=True, attn_mask=pairs, average_attn_weights=average,
     )  # fmt: skip
-    return found.transpose(0, 1), shares if need_weights else None
+    return found.transpose(0, 1), shares
 
 
 def _encoder_layer(
@@ -40,8 +46,7 @@ def _encoder_layer(
         return NotImplemented
 
     def attend(x: Any) -> Any:
-        parts = width, heads, qkv, qkv_bias, out, out_bias
-        return torch._native_multi_head_attention(x, x, x, *parts, mask, False, True, kind)[0]
+        return _attended(x, (width, heads, qkv, qkv_bias, out, out_bias), mask, kind)[0]
 
     def feed(x: Any) -> Any:
         return F.linear((F.gelu if gelu else F.relu)(F.linear(x, inner, inner_bias)), outer, outer_bias)
