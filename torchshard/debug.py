@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torchshard._torch import beneath_intercepting, end_modules_once, intercepting
 from torchshard.errors import ImplicitRedistributionError, ShardingError
 from torchshard.layout.boxes import Box
-from torchshard.layout.cuts import boxes_at, route
+from torchshard.layout.cuts import boxes_of_all, route
 from torchshard.tensor.dispatch import call_of
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout
@@ -122,10 +122,9 @@ def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False) -
     device = dtensor.device_mesh.device_type
     cells: dict[tuple[str, str], list[str]] = {}
     idle: list[str] = []
-    for rank, at in zip(layout.mesh.ranks, layout.mesh.coordinates(), strict=True):
-        for box, _ in boxes_at(layout.sharding, layout.shape, at):
-            holders = cells.setdefault(_rows_and_columns(box), []) if box.numel else idle
-            holders.append(str(rank))
+    for rank, box in boxes_of_all(layout.sharding, layout.shape):
+        holders = cells.setdefault(_rows_and_columns(box), []) if box.numel else idle
+        holders.append(str(rank))
     rows, columns = (list(dict.fromkeys(cell[k] for cell in cells)) for k in (0, 1))
     body = [[f"{device}:{','.join(cells[r, c])}" if (r, c) in cells else "" for c in columns] for r in rows]
     text = tabulate(body, headers=columns, showindex=rows)

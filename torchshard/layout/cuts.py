@@ -8,7 +8,7 @@ Then the axes that split it give it up in between; or, where all parts are boxes
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchshard.layout.boxes import Box, joined
+from torchshard.layout.boxes import Box, joined, whole
 from torchshard.layout.cost import DEFAULT_LINK
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import Interval, is_even, nested_piece
@@ -116,9 +116,21 @@ def boxes_at(sharding: Sharding, shape: Sequence[int], coordinate: Sequence[int]
 
     A part without elements is one empty box.
     """
+    if sharding.boxed:
+        box = sharding.box(shape, coordinate)
+        return [(box, whole(box.size))]
     held = intervals(sharding, shape, coordinate)
     empty = any(sum(length for _, length in its) == 0 for its in held)
     return joined([its[:1] for its in held] if empty else held)
+
+
+def boxes_of_all(sharding: Sharding, shape: Sequence[int]) -> list[tuple[int, Box]]:
+    """Each rank of the mesh with each box that it holds, in the order of mesh.ranks."""
+    mesh = sharding.mesh
+    if sharding.boxed:
+        return [*zip(mesh.ranks, sharding.boxes(shape), strict=True)]
+    places = zip(mesh.ranks, mesh.coordinates(), strict=True)
+    return [(rank, box) for rank, at in places for box, _ in boxes_at(sharding, shape, at)]
 
 
 def is_as(now: Shard, wanted: Shard, n: int, sizes: Sequence[int]) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box, check_tiling, overlaps, whole
-from torchshard.layout.cuts import boxes_at
+from torchshard.layout.cuts import boxes_of_all
 from torchshard.layout.layout import Sharding
 
 
@@ -50,10 +50,7 @@ class Holding:
     @staticmethod
     def of_sharding(sharding: Sharding, shape: Sequence[int]) -> "Holding":
         """What the ranks of a mesh hold; terms of Partial axes count as values."""
-        if sharding.boxed:
-            return Holding.of(shape, zip(sharding.mesh.ranks, sharding.boxes(shape), strict=True))
-        places = zip(sharding.mesh.ranks, sharding.mesh.coordinates(), strict=True)
-        return Holding.of(shape, [(rank, box) for rank, at in places for box, _ in boxes_at(sharding, shape, at)])
+        return Holding.of(shape, boxes_of_all(sharding, shape))
 
     @staticmethod
     def everywhere(shape: Sequence[int], ranks: Sequence[int]) -> "Holding":

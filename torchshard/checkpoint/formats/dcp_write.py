@@ -22,7 +22,7 @@ from torchshard.checkpoint.text import printable, said_of
 from torchshard.checkpoint.trees import Steps, leaves, nest
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.layout import Box, Mesh, Placement
-from torchshard.layout.cuts import boxes_at
+from torchshard.layout.cuts import boxes_of_all
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -159,10 +159,9 @@ def _boxes(
             f" '{printable(key)}={','.join(['R'] * len(placements))}'",
         ) from error
     first: dict[Box, int] = {}
-    for rank, at in zip(mesh.ranks, mesh.coordinates(), strict=True):
-        for box, _ in boxes_at(layout.sharding, layout.shape, at):
-            if box.numel or not entry.nbytes:
-                first.setdefault(box, rank)
+    for rank, box in boxes_of_all(layout.sharding, layout.shape):
+        if box.numel or not entry.nbytes:
+            first.setdefault(box, rank)
     return list(first.items()) if len(first) > 1 else [(box, None) for box in first]
 
 
