@@ -24,9 +24,3 @@ def pytest_configure(config):
         from tests.device.running import put_all_on
 
         put_all_on(config.option.on)
-
-
-def pytest_collection_finish():
-    from tests.ranks import spare_garbage_collection
-
-    spare_garbage_collection()
