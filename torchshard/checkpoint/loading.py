@@ -241,9 +241,8 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[Part]:
         except UnsupportedOperatorError as error:  # it is Partial, say
             told = {"expected": error.expected, "got": error.got, "fix": error.fix}
             raise CheckpointError(error.what, where=printable(key), **told) from None
-        indices = [MetadataIndex(key, c.offsets) for c in chunks]
-        boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunks]
-        held = [(box, tensor.__get_tensor_shard__(index)) for box, index in zip(boxes, indices, strict=True)]
+        found = [tensor.__get_tensor_shard__(MetadataIndex(key, c.offsets)) for c in chunks]
+        held = [(Box(tuple(c.offsets), tuple(c.sizes)), local) for c, local in zip(chunks, found, strict=True)]
     elif said := _declared(tensor, printable(key)):
         held = said[1]
     else:

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard.parallel.styles import ParallelStyle, annotated, place_parameter, with_placements
-from torchshard.tensor.dtensor import DTensor
+from torchshard.parallel.preparing import prepare
+from torchshard.parallel.styles import ParallelStyle, place_parameter, with_placements
 from torchshard.tensor.naming import name_of_place
 from torchshard.tensor.torch_placements import UnitShard
 
@@ -65,8 +65,7 @@ class HeadwiseParallel(ParallelStyle):
                 for before, placed in known:
                     if before is x:
                         return placed
-                made = x if isinstance(x, DTensor) else annotated(x, inputs if name in _ATTENDED else masks)
-                known.append((x, with_placements(made, (Replicate(),))))
+                known.append((x, prepare(x, inputs if name in _ATTENDED else masks, Replicate(), local=False)))
                 return known[-1][1]
 
             by_place = [place(name, x) for name, x in zip(_INPUTS, args, strict=False)]

@@ -118,9 +118,10 @@ def _bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int,
 
 def _slice_backward(grad: Layout, size: Sequence[int], dim: int, start: int, end: int, step: int) -> Made:
     dim %= len(size)
-    n, run = size[dim], _length_of_all_runs([grad], dim)
+    n = size[dim]
     if is_all(n, start, end, step):
         return Made(_unchanged(grad), local_size=1)
+    run = _length_of_all_runs([grad], dim)
     bounds = _bounds(n, start, end, step) if run else None
     if not run or not bounds or n % run or bounds[0] % run:
         return Made(_line(grad.ndim, dim, [_whole(dim)], ["Z"]), {"Z": n}, local_size=1)

@@ -140,8 +140,7 @@ class OnMesh(Target):
             return parts[0]
         if form.local is not None and form.sharding is self.sharding:
             return form.local
-        box = Box((0,) * len(form.shape), self.sharding.part(form.shape, at))
-        local = self.room(form, box)
+        local = self.room(form, whole(self.sharding.part(form.shape, at)))
         for part, (_, inside) in zip(parts, boxes_at(self.sharding, form.shape, at), strict=True):
             local[inside.slices].copy_(part)
         return local

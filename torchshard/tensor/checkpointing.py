@@ -4,7 +4,7 @@ A tensor is written by every rank that holds a part (the planner drops replicas)
 empty part lies at the end of the tensor along the dims where it is empty, as torch has it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -99,13 +99,27 @@ def shard(x: DTensor, index: MetadataIndex) -> Tensor:
     local, held = arrived(x._local_tensor), _held(x)
     if len(held) == 1:
         return local
-    named = [inside for box, inside in held if index.offset is not None and box.offset == tuple(index.offset)]
-    if not named:
-        raise ShardingError(
-            "This rank has no part with these offsets.",
-            expected=f"the offsets of one of {[box for box, _ in held]}",
-            got=index.offset,
-            where=index.fqn,
-            fix="MetadataIndex(name, offsets), with offsets of x.__create_chunk_list__()",
-        )
-    return local[named[0].slices]
+    return named_by(index, [(box, local[inside.slices]) for box, inside in held], "x.__create_chunk_list__()")
+
+
+def named_by(index: MetadataIndex, parts: Sequence[tuple[Box, Tensor]], source: str) -> Tensor:
+    """The part of this rank that begins at the offsets of an index.
+
+    Args:
+        index: by which torch asks for it.
+        parts: those that there are.
+        source: what tells their offsets, for the message.
+
+    Raises:
+        ShardingError: there is none.
+    """
+    for box, part in parts:
+        if index.offset is not None and box.offset == tuple(index.offset):
+            return part
+    raise ShardingError(
+        "This rank has no part with these offsets.",
+        expected=f"the offsets of one of {[box for box, _ in parts]}",
+        got=index.offset,
+        where=index.fqn,
+        fix=f"MetadataIndex(name, offsets), with offsets of {source}",
+    )

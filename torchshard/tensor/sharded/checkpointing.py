@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
-from torchshard.tensor.checkpointing import items
+from torchshard.tensor.checkpointing import items, named_by
 from torchshard.tensor.sharded.moving import parts
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
@@ -26,16 +25,7 @@ def chunks(x: ShardedTensor) -> list[ChunkStorageMetadata]:
 
 def shard(x: ShardedTensor, index: Any) -> Tensor:
     """The part that begins at the offsets of an index."""
-    for box, part in _named(x):
-        if index.offset is not None and box.offset == tuple(index.offset):
-            return part
-    raise ShardingError(
-        "This rank has no part with these offsets.",
-        expected=f"the offsets of one of {[box for box, _ in _named(x)]}",
-        got=index.offset,
-        where=index.fqn,
-        fix="MetadataIndex(name, offsets), with offsets of x.local_shards()",
-    )
+    return named_by(index, _named(x), "x.local_shards()")
 
 
 def _named(x: ShardedTensor) -> list[tuple[Box, Tensor]]:
