@@ -18,7 +18,7 @@ def relative(got, want):
     return (full - want).abs().max().item() / max(1.0, want.abs().max().item())
 
 
-def decoder(rank, world, heads, compiled):
+def decoder(rank, world, heads, compiled, dropout):
     """A decoder of torch's, which attends to itself and to others: training and inference, as one process."""
     from torchshard import fallback, init_device_mesh
     from torchshard.parallel import ColwiseParallel, HeadwiseParallel, RowwiseParallel, parallelize_module
@@ -26,13 +26,13 @@ def decoder(rank, world, heads, compiled):
     width, mesh, errors = heads * WIDTH, init_device_mesh("cpu", (world,)), {}
     for norm_first in (True,) if compiled else (True, False):
         torch.manual_seed(0)
-        layer = nn.TransformerDecoderLayer(width, heads, 20, dropout=0.0, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerDecoderLayer(width, heads, 20, dropout=dropout, batch_first=True, norm_first=norm_first)
         plain = nn.TransformerDecoder(layer, 1 if compiled else 2)
         model = copy.deepcopy(plain)
         plan = {
             "layers.*.self_attn": HeadwiseParallel(),
             "layers.*.multihead_attn": HeadwiseParallel(),
-            "layers.*.linear1": ColwiseParallel(),
+            "layers.*.linear1": ColwiseParallel(use_local_output=False),  # dropout of a plain part draws this rank's
             "layers.*.linear2": RowwiseParallel(),
         }
         parallelize_module(model, mesh, plan)
@@ -43,7 +43,10 @@ def decoder(rank, world, heads, compiled):
         for training in (True, False):
             model.train(training), plain.train(training)
             with fallback("error"), torch.set_grad_enabled(training):
-                got, want = run(x, memory, **told), plain(x, memory, **told)
+                torch.manual_seed(1)
+                got = run(x, memory, **told)
+                torch.manual_seed(1)
+                want = plain(x, memory, **told)
             errors[norm_first, training] = relative(got, want)
             if training:
                 got.square().sum().backward(), want.square().sum().backward()
@@ -52,9 +55,11 @@ def decoder(rank, world, heads, compiled):
     return max((e, name) for name, e in errors.items())
 
 
-@pytest.mark.parametrize(("world", "heads", "compiled"), [(2, 4, False), (4, 3, False), (2, 3, True)])
-def test_a_decoder(world, heads, compiled):
-    for worst, name in run_ranks(world, decoder, heads, compiled):
+@pytest.mark.parametrize(
+    ("world", "heads", "compiled", "dropout"), [(2, 4, False, 0.0), (4, 3, False, 0.2), (2, 3, True, 0.2)]
+)
+def test_a_decoder(world, heads, compiled, dropout):
+    for worst, name in run_ranks(world, decoder, heads, compiled, dropout):
         assert worst < 1e-5, name
 
 
@@ -79,6 +84,7 @@ def ways_to_attend(rank, world):
         "no biases": ({"bias": False}, (x, x, x), {}),
         "a mask by its place": ({}, (x, x, x, padded), {}),
         "keywords": ({}, (), {"query": x, "key": x, "value": x}),
+        "all by place": ({"dropout": 0.5}, (x, x, x, None, False, torch.ones(5, 5).triu(1).bool(), True, True), {}),
     }
     for name, (how, args, keywords) in options.items():
         for heads, training in ((3, True), (3, False), (4, False)):  # the kernel for inference takes even numbers
@@ -87,11 +93,13 @@ def ways_to_attend(rank, world):
             plain.apply(lambda m: [nn.init.normal_(p) for p in m.parameters()])
             model = parallelize_module(copy.deepcopy(plain), mesh, HeadwiseParallel())
             with torch.set_grad_enabled(training):
+                torch.manual_seed(1)
                 want, shares = plain(*args, **keywords)
+                torch.manual_seed(1)
                 with CommDebugMode() as sent:
                     got, found = model(*args, **keywords)
             assert not isinstance(got, DTensor)
-            asked = keywords.get("need_weights", True)
+            asked = shares is not None
             assert sent.get_total_counts() == 1 + asked, f"{name}: {sent.get_comm_counts()}"
             assert (found is None) == (shares is None)
             pairs = [(got, want), *([(found, shares)] if asked else [])]
@@ -104,6 +112,8 @@ def ways_to_attend(rank, world):
         copy.deepcopy(plain), mesh,
         HeadwiseParallel(input_layouts=Shard(1), output_layouts=Shard(1), use_local_output=False),
     )  # fmt: skip
+    with pytest.raises(TypeError, match="multiple values"):
+        rows(x, x, x, query=x)
     part = distribute_tensor(x, mesh, [Shard(1)]).to_local()
     if part.shape[1] * world == x.shape[1]:
         got, _ = rows(part, part, part)

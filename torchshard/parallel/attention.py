@@ -68,8 +68,12 @@ class HeadwiseParallel(ParallelStyle):
                 known.append((x, prepare(x, inputs if name in _ATTENDED else masks, Replicate(), local=False)))
                 return known[-1][1]
 
-            by_place = [place(name, x) for name, x in zip(_INPUTS, args, strict=False)]
-            return (*by_place, *args[len(by_place) :]), {name: place(name, x) for name, x in keywords.items()}
+            given = dict(zip(_INPUTS, args, strict=False)) | keywords
+            if len(given) < len(args) + len(keywords):
+                return args, keywords  # too many, or told twice: the module says so
+            if module.training and module.dropout and given.get("attn_mask") is not None:
+                given["is_causal"] = False  # the mask says it; by this torch would make a plain one
+            return (), {name: place(name, x) for name, x in given.items()}
 
         def after(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
             attended, weights = outputs
@@ -89,7 +93,7 @@ class HeadwiseParallel(ParallelStyle):
 
 
 _ATTENDED = ("query", "key", "value")
-_INPUTS = (*_ATTENDED, "key_padding_mask", "need_weights", "attn_mask")
+_INPUTS = (*_ATTENDED, "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
 
 
 def _of_heads(width: int) -> Mapping[str, Placement]:
