@@ -4,7 +4,10 @@ run; `--on`, see tests/device.
 
 import os
 
+import pytest
 from hypothesis import settings
+
+from tests.ranks import spare_time
 
 # Workers and ranks share few cores: threads of OpenMP that wait for one another by spinning take them from the others.
 # Before torch is imported, and for all processes that tests start.
@@ -24,3 +27,8 @@ def pytest_configure(config):
         from tests.device.running import put_all_on
 
         put_all_on(config.option.on)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _spare_time():
+    spare_time()

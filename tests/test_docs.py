@@ -1,21 +1,21 @@
 """README and docs are true: every block runs, every link leads somewhere.
 
-    ```python    a script of its own, run in a fresh interpreter
+    ```python    a script of its own, run in a process of its own (tests/interpreters.py)
     ```console   `$ torchshard ...` and `$ python ...` are run; of others it is checked that what they name exists
     ```text      anything else, not run
 
 The blocks of a page run one after another in one empty directory, so that a page can be followed from its top.
 """
 
-import os
 import re
 import shlex
-import subprocess
-import sys
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.interpreters import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,22 +39,18 @@ def prose(page: Path) -> str:
 
 
 def run(arguments: list[str], folder: Path, where: str) -> None:
-    """Run a command; on failure its output is the message."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{where} ended with {done.returncode}:\n{done.stdout}"
+    """Run the interpreter; on failure its output is the message."""
+    code, text = run_python(arguments, folder, LIMIT)
+    assert code == 0, f"{where} ended with {code}:\n{text}"
 
 
 def run_command(line: str, folder: Path, where: str) -> None:
     """One `$` line of a console block: run it, or check that what it names exists."""
     program, *arguments = shlex.split(line, comments=True)
     if program == "torchshard":
-        run([sys.executable, "-m", "torchshard", *arguments], folder, where)
+        run(["-m", "torchshard", *arguments], folder, where)
     elif program == "python":
-        run([sys.executable, *arguments], folder, where)
+        run(arguments, folder, where)
     elif program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert {a for a in arguments if "=" not in a} <= set(targets), f"{where}: no such target"
@@ -79,7 +75,7 @@ def test_blocks_run(page, tmp_path):
         if language == "python":
             script = tmp_path / f"line_{line}.py"
             script.write_text(text)
-            run([sys.executable, script.name], tmp_path, where)
+            run([script.name], tmp_path, where)
         elif language == "console":
             for command in [row[2:] for row in text.splitlines() if row.startswith("$ ")]:
                 run_command(command, tmp_path, f"{where} $ {command}")
@@ -100,7 +96,7 @@ def test_blocks_run_under_torchrun(page, tmp_path):
     for line, language, text in blocks(page):
         if language == "python" and (several := on_several_ranks(text)):
             (tmp_path / "train.py").write_text(several)
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
             run([*torchrun, "train.py"], tmp_path, f"{page.relative_to(ROOT)}:{line}")
 
 
@@ -162,8 +158,15 @@ def test_contributing_fits_on_one_screen():
 
 
 def test_a_block_that_fails_is_found(tmp_path):
-    with pytest.raises(AssertionError, match="ended with 1"):
-        run([sys.executable, "-c", "raise SystemExit(1)"], tmp_path, "a block")
+    block = tmp_path / "block.py"
+    for text, told in (("raise SystemExit(3)", "ended with 3"), ("print(missing)", "NameError: name 'missing'")):
+        block.write_text(text)
+        with pytest.raises(AssertionError, match=told):
+            run([block.name], tmp_path, "a block")
+    block.write_text("import time\ntime.sleep(60)")
+    assert run_python([block.name], tmp_path, 0.5) == (-signal.SIGKILL, "")
+    block.write_text("import os, sys\nprint(sys.argv, __name__, sys.path[0] == os.getcwd())")
+    assert run_python([block.name, "x"], tmp_path, LIMIT) == (0, "['block.py', 'x'] __main__ True\n")
     for line in ("make nothing", "torchrun train.py", "rm -rf /"):
         with pytest.raises(AssertionError):
             run_command(line, tmp_path, line)

@@ -124,7 +124,8 @@ def compare(rank, world, rows, backend, programs):
     [
         (5, None, [several, layouts, terms, counted, along_rows]),
         (2, "aot_eager", [nested, closure, unused, until, recurrent, mapped]),
-        (5, "inductor", [nested, recurrent]),
+        (5, "inductor", [nested]),
+        pytest.param(5, "inductor", [recurrent], marks=pytest.mark.full),
     ],
 )
 def test_values_and_gradients(rows, backend, programs):
