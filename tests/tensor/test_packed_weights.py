@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 
 from tests.ranks import run_ranks
 from torchshard.checkpoint import convert
@@ -95,6 +96,62 @@ def joined(rank, world):
 
 def test_joined_where_they_lie():
     run_ranks(2, joined)
+
+
+def every_second(rank, world):
+    """Of neighbours that stay together, one of each is taken where they lie; of others, what is right."""
+    from torchshard import Shard, UnitShard, distribute_tensor, explain, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    cuts = Shard(1), UnitShard(1, 2), UnitShard(1, 4), UnitShard(1, 6), UnitShard(1, runs=2)
+    sent = {}
+    for n, cut, (start, step) in itertools.product((12, 24), cuts, ((0, 2), (1, 2), (3, 4), (2, 3), (2, 2))):
+        full = torch.randn(3, n).requires_grad_()
+        x = distribute_tensor(full.detach(), mesh, [cut]).requires_grad_()
+        seen, want = explain(lambda x, at, by: x[:, at::by], x, start, step), full[:, start::step]
+        want.square().sum().backward()
+        total = seen.result.square().sum().full_tensor()
+        backward, case = explain(total.backward), f"[:, {start}::{step}] of {n} in {cut}"
+        written, wanted = x.detach() * 1, full.detach() * 1
+        written[:, start::step] += 1
+        wanted[:, start::step] += 1
+        for got, right in ((seen.result, want.detach()), (x.grad, full.grad), (written, wanted)):
+            torch.testing.assert_close(got.full_tensor(), right, msg=lambda m, case=case: f"{case}: {m}")
+        sent[n, repr(cut), start, step] = len(seen.collectives) + len(backward.collectives)
+        if not sent[n, repr(cut), start, step]:
+            assert x.grad.placements == x.placements, case
+    return [case for case, count in sent.items() if not count]
+
+
+def test_every_second_column():
+    (first, *others) = run_ranks(4, every_second)
+    assert others == [first] * 3
+    free = "\n".join(f"{n} in {cut}: [{start}::{step}]" for n, cut, start, step in first)
+    assert_expected_inline(
+        free,
+        """\
+12 in Shard(dim=1): [2::3]
+12 in UnitShard(dim=1, unit=2): [0::2]
+12 in UnitShard(dim=1, unit=2): [1::2]
+12 in UnitShard(dim=1, unit=4): [0::2]
+12 in UnitShard(dim=1, unit=4): [1::2]
+12 in UnitShard(dim=1, unit=4): [3::4]
+12 in UnitShard(dim=1, unit=6): [0::2]
+12 in UnitShard(dim=1, unit=6): [1::2]
+12 in UnitShard(dim=1, unit=6): [2::3]
+24 in Shard(dim=1): [0::2]
+24 in Shard(dim=1): [1::2]
+24 in Shard(dim=1): [2::3]
+24 in UnitShard(dim=1, unit=2): [0::2]
+24 in UnitShard(dim=1, unit=2): [1::2]
+24 in UnitShard(dim=1, unit=2): [2::3]
+24 in UnitShard(dim=1, unit=4): [0::2]
+24 in UnitShard(dim=1, unit=4): [1::2]
+24 in UnitShard(dim=1, unit=4): [3::4]
+24 in UnitShard(dim=1, unit=6): [0::2]
+24 in UnitShard(dim=1, unit=6): [1::2]
+24 in UnitShard(dim=1, unit=6): [2::3]""",
+    )
 
 
 def saved(rank, world, folder):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torchshard.parallel.context import context_parallel
     from torchshard.parallel.loss import loss_parallel
     from torchshard.parallel.mapping import local_map
+    from torchshard.parallel.parameterwise import ParameterwiseParallel
     from torchshard.parallel.plan import parallelize_module
     from torchshard.parallel.preparing import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
     from torchshard.parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
@@ -19,6 +20,7 @@ __all__ = [
     "ColwiseParallel",
     "HeadwiseParallel",
     "ParallelStyle",
+    "ParameterwiseParallel",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
@@ -39,6 +41,7 @@ _HOMES = {
     "torchshard.parallel.mapping": "local_map",
     "torchshard.parallel.loss": "loss_parallel",
     "torchshard.tensor.parts": "local_parameters placed_parameters placed_states",
+    "torchshard.parallel.parameterwise": "ParameterwiseParallel",
     "torchshard.parallel.plan": "parallelize_module",
     "torchshard.parallel.preparing": "PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput",
     "torchshard.parallel.styles": "ColwiseParallel ParallelStyle RowwiseParallel SequenceParallel",

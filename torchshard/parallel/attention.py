@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard.parallel.preparing import prepare
-from torchshard.parallel.styles import ParallelStyle, place_parameter, with_placements
+from torchshard.parallel.parameterwise import cut, giving, replicating
+from torchshard.parallel.styles import ParallelStyle
 from torchshard.tensor.naming import name_of_place
 from torchshard.tensor.torch_placements import UnitShard
 
@@ -46,43 +46,14 @@ class HeadwiseParallel(ParallelStyle):
                 f"{type(self).__name__} takes nn.MultiheadAttention, and this is a {got.__module__}."
                 f"{got.__qualname__}; for linear layers say ColwiseParallel(unit=, runs=) and RowwiseParallel(unit=)"
             )
-        for owner, names in ((module, _of_heads(module.head_dim)), (module.out_proj, _of_output(module.head_dim))):
-            for name, placement in names.items():
-                parameter = getattr(owner, name)
-                if parameter is not None:
-                    place_parameter(owner, name, parameter, device_mesh, placement, self.src_data_rank)
-        inputs = name_of_place(device_mesh, *self.input_layouts)
-        masks, (there,), local = name_of_place(device_mesh, Replicate()), self.output_layouts, self.use_local_output
-
-        def before(
-            module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            known: list[tuple[Tensor, Tensor]] = []  # queries that are keys as well are so afterwards
-
-            def place(name: str, x: Any) -> Any:
-                if not isinstance(x, Tensor):
-                    return x
-                for before, placed in known:
-                    if before is x:
-                        return placed
-                known.append((x, prepare(x, inputs if name in _ATTENDED else masks, Replicate(), local=False)))
-                return known[-1][1]
-
-            given = dict(zip(_INPUTS, args, strict=False)) | keywords
-            if len(given) < len(args) + len(keywords):
-                return args, keywords  # too many, or told twice: the module says so
-            if module.training and module.dropout and given.get("attn_mask") is not None:
-                given["is_causal"] = False  # the mask says it; by this torch would make a plain one
-            return (), {name: place(name, x) for name, x in given.items()}
-
-        def after(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
-            attended, weights = outputs
-            shares = None if weights is None else with_placements(weights, (Replicate(),))
-            found = with_placements(attended, (there,)), shares
-            return tuple([x.to_local() if local and x is not None else x for x in found])
-
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
+        names = [name for name, _ in module.named_parameters()]
+        cuts = {name: placement for name, placement in _cuts(module.head_dim).items() if name in names}
+        cut(self, module, device_mesh, cuts)
+        inputs, masks = name_of_place(device_mesh, *self.input_layouts), name_of_place(device_mesh, Replicate())
+        outputs = *self.output_layouts, Replicate()  # what attends, and the weights
+        place = replicating(lambda key: inputs if key in _ATTENDED else masks, _without_hint)
+        module.register_forward_pre_hook(place, with_kwargs=True)
+        module.register_forward_hook(giving(lambda at: outputs[at], self.use_local_output))
         return module
 
     def __repr__(self) -> str:
@@ -92,20 +63,25 @@ class HeadwiseParallel(ParallelStyle):
         )
 
 
-_ATTENDED = ("query", "key", "value")
-_INPUTS = (*_ATTENDED, "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+_ATTENDED = (0, 1, 2, "query", "key", "value")
 
 
-def _of_heads(width: int) -> Mapping[str, Placement]:
-    """Where parameters go that belong to heads of this width."""
+def _without_hint(module: nn.MultiheadAttention, args: list[Any], keywords: dict[str, Any]) -> None:
+    """Say nothing of causality, by which torch makes a plain mask where it drops: the mask that is given says it."""
+    mask = args[5] if len(args) > 5 else keywords.get("attn_mask")
+    if mask is not None and module.training and module.dropout:
+        if len(args) > 7:
+            args[7] = False
+        else:
+            keywords["is_causal"] = False
+
+
+def _cuts(width: int) -> Mapping[str, Placement]:
+    """Where parameters go, with heads of this width; those that bring the heads together are `out_proj`'s."""
     packed, rows, last = UnitShard(0, width, runs=3), UnitShard(0, width), UnitShard(2, width)
     return {
         **dict.fromkeys(("in_proj_weight", "in_proj_bias"), packed),
         **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), rows),
         **dict.fromkeys(("bias_k", "bias_v"), last),
+        "out_proj.weight": UnitShard(1, width),
     }
-
-
-def _of_output(width: int) -> Mapping[str, Placement]:
-    """Where those go that bring heads of this width together."""
-    return {"weight": UnitShard(1, width), "bias": Replicate()}

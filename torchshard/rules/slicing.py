@@ -2,7 +2,8 @@
 
 Queries, keys and values lie behind one another in the columns of one layer. Where each of these three runs is split, a
 part of the layer's result has a piece of each, and to take one of them out sends nothing, nor does their join, as in
-the gradient.
+the gradient. Nor does it to take every second column, where gates alternate with what they let through and pairs stay
+together.
 """
 
 import sys
@@ -17,6 +18,9 @@ from torchshard.rules.rule import Made, Rule, named, options
 
 _RUN = "run"
 """The factor that is split: a dim of which others are whole multiples."""
+
+_STRIDE = "stride"
+"""The factor of which a slice takes one item each time."""
 
 
 def is_all(length: int, start: int | None = None, end: int | None = None, step: int = 1) -> bool:
@@ -67,6 +71,9 @@ def _slice(x: Layout, dim: int = 0, start: int | None = None, end: int | None = 
     n, run = x.shape[dim], _length_of_runs(x, dim)
     if is_all(n, start, end, step):
         return _unchanged(x)
+    if _takes_one_of_each(n, start, end, step) and dim in x.sharding.splits:
+        line = _line(x.ndim, dim, [f"({_RUN} {_STRIDE})"], [_RUN])
+        return Made(line, {_RUN: int(n // step), _STRIDE: step}, local=lambda f, t, *_: f(t, dim, start, end, step))
     bounds = _bounds(n, start, end, step) if run else None
     if run and bounds and bounds[0] < bounds[1] and bounds[0] % run == 0 and bounds[1] % run == 0:
         return _cut_in_runs(x, dim, run, [bounds], lambda f, t, own: f(t, dim, *own[0]))
@@ -116,11 +123,25 @@ def _bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int,
     return first, last
 
 
+def _takes_one_of_each(n: int, start: int | None, end: int | None, step: int) -> bool:
+    """Whether a slice takes one item of each `step` neighbours, to the end."""
+    given = start or 0, n if end in (None, sys.maxsize) else end
+    return step > 1 and _may_be_asked(n, *given) and 0 <= given[0] < step and given[1] >= n > 0 and n % step == 0
+
+
 def _slice_backward(grad: Layout, size: Sequence[int], dim: int, start: int, end: int, step: int) -> Made:
     dim %= len(size)
     n = size[dim]
     if is_all(n, start, end, step):
         return Made(_unchanged(grad), local_size=1)
+    if _takes_one_of_each(n, start, end, step) and dim in grad.sharding.splits:
+
+        def apart(function: Any, part: Any, *_: Any) -> Any:
+            whole = [*part.shape[:dim], part.shape[dim] * step, *part.shape[dim + 1 :]]
+            return function(part, whole, dim, start, sys.maxsize, step)
+
+        line = _line(grad.ndim, dim, [_RUN], [f"({_RUN} {_STRIDE})"])
+        return Made(line, {_RUN: int(n // step), _STRIDE: step}, local=apart)
     run = _length_of_all_runs([grad], dim)
     bounds = _bounds(n, start, end, step) if run else None
     if not run or not bounds or n % run or bounds[0] % run:

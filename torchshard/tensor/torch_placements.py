@@ -29,7 +29,7 @@ class UnitShard(TorchPlacement):
             torch's `_StridedShard` calls its split factor).
     """
 
-    def __init__(self, dim: int, unit: int, runs: int = 1) -> None:
+    def __init__(self, dim: int, unit: int = 1, runs: int = 1) -> None:
         super().__init__()
         if unit < 1 or runs < 1:
             raise ShardingError(

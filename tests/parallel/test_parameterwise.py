@@ -1,0 +1,128 @@
+"""Modules that hold several weights, cut one by one: experts, in the two ways in which models run them."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ranks import run_ranks
+
+TOKENS, WIDTH, EXPERTS = 10, 8, 4
+
+
+class Experts(nn.Module):
+    """Each token goes to some experts, which hold their gates packed with what they let through."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * hidden, WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, hidden) / 4)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x, chosen, shares):
+        result = torch.zeros_like(x)
+        asked = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        for expert in range(EXPERTS):
+            place, token = torch.where(asked[expert])
+            gate, up = F.linear(x[token], self.gate_up[expert]).chunk(2, -1)
+            made = F.linear(F.silu(gate) * up, self.down[expert]) * self.scale
+            result.index_add_(0, token, made * shares[token, place, None])
+        return result
+
+
+class Sorted(Experts):
+    """All experts at once, by tokens in the order of experts."""
+
+    def forward(self, x, chosen, shares):
+        experts, order = chosen.reshape(-1).sort()
+        rows = x.repeat_interleave(chosen.shape[-1], 0)[order]
+        ends = F.one_hot(experts, EXPERTS).sum(0).cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(rows, self.gate_up.mT, offs=ends).chunk(2, -1)
+        made = F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends) * self.scale
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return ((made * shares.reshape(-1)[order, None])[back]).unflatten(0, chosen.shape).sum(1)
+
+
+class Layer(nn.Module):
+    def __init__(self, kind, hidden):
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), kind(hidden)
+
+    def forward(self, x):
+        shares, chosen = self.router(x).softmax(-1).topk(2, -1)
+        return x + self.experts(x, chosen, shares=shares)
+
+
+def plan(**options):
+    from torchshard import Shard, UnitShard
+    from torchshard.parallel import ParameterwiseParallel
+
+    return {"experts": ParameterwiseParallel({"gate_up": UnitShard(1, runs=2), "down": Shard(2)}, **options)}
+
+
+def trained(rank, world, kind, hidden, compiled):
+    """Relative errors of results and gradients, and, where that is not compiled, collectives sent by forward."""
+    from torchshard import DTensor, implicit_replication, init_device_mesh
+    from torchshard.debug import CommDebugMode
+    from torchshard.parallel import parallelize_module
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if compiled else torch.float32  # torch traces grouped_mm of the former alone
+    plain, x = Layer(globals()[kind], hidden).to(dtype), torch.randn(TOKENS, WIDTH, dtype=dtype)
+    model = parallelize_module(copy.deepcopy(plain), init_device_mesh("cpu", (world,)), plan())
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with implicit_replication(), contextlib.nullcontext() if compiled else CommDebugMode() as sent:
+        got = run(mine)
+    want = plain(other)
+    assert not isinstance(got, DTensor)
+    got.square().sum().backward(), want.square().sum().backward()
+    pairs = [(got, want), (mine.grad, other.grad)]
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        pairs.append((p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, q.grad))
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs), sent and sent.get_total_counts()
+
+
+@pytest.mark.filterwarnings("ignore:.*gathers its operands")
+@pytest.mark.parametrize(
+    ("world", "kind", "hidden", "compiled", "collectives"),
+    [
+        (2, "Experts", 6, False, EXPERTS),
+        (4, "Experts", 6, False, EXPERTS),
+        (2, "Sorted", 24, False, 1),
+        (2, "Sorted", 24, True, None),
+    ],
+)
+def test_experts(world, kind, hidden, compiled, collectives):
+    for error, sent in run_ranks(world, trained, kind, hidden, compiled):
+        assert error < (0.02 if compiled else 1e-5)
+        assert sent == collectives
+
+
+def layouts(rank, world):
+    from torchshard import DTensor, Shard, distribute_tensor, init_device_mesh
+    from torchshard.parallel import parallelize_module
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world,))
+    plain, x = Experts(6), torch.randn(TOKENS, WIDTH)
+    shares, chosen = torch.randn(TOKENS, EXPERTS).softmax(-1).topk(2, -1)
+    style = plan(input_layouts=Shard(0), output_layouts=Shard(0), use_local_output=False)["experts"]
+    model = parallelize_module(copy.deepcopy(plain), mesh, style)
+    parts = [distribute_tensor(t, mesh, [Shard(0)]).to_local() for t in (x, chosen, shares)]
+    got = model(parts[0], chosen=parts[1], shares=parts[2])
+    assert got.placements == (Shard(0),)
+    assert isinstance(model.scale, DTensor)
+    assert repr(style).startswith("ParameterwiseParallel({'gate_up': UnitShard(")
+    with pytest.raises(ValueError, match=r"to cut gate_up, down, and Linear has weight, bias"):
+        parallelize_module(nn.Linear(2, 2), mesh, plan()["experts"])
+    return (got.full_tensor() - plain(x, chosen, shares)).abs().max().item()
+
+
+@pytest.mark.filterwarnings("ignore:.*gathers its operands")
+def test_layouts_of_inputs_and_outputs():
+    assert max(run_ranks(2, layouts)) < 1e-5
