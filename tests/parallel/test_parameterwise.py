@@ -1,4 +1,4 @@
-"""Modules that hold several weights, cut one by one: experts, in the two ways in which models run them."""
+"""Modules with weights of their own, cut by name: experts, as models run them, and linear layers the other way round."""
 
 import contextlib
 import copy
@@ -126,3 +126,64 @@ def layouts(rank, world):
 @pytest.mark.filterwarnings("ignore:.*gathers its operands")
 def test_layouts_of_inputs_and_outputs():
     assert max(run_ranks(2, layouts)) < 1e-5
+
+
+class Linear(nn.Module):
+    """(inputs, outputs), as GPT-2 has it."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.outputs = outputs
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 4), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.outputs)
+
+
+class Block(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        width = heads * WIDTH
+        self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
+        self.up, self.down = Linear(width, 20), Linear(20, width)
+
+    def forward(self, x):
+        q, k, v = [t.view(*t.shape[:-1], -1, WIDTH).transpose(1, 2) for t in self.qkv(x).split(x.shape[-1], 2)]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2).transpose(1, 2)
+        x = x + self.out(attended.reshape(x.shape))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def packed(rank, world, heads):
+    from torchshard import DTensor, UnitShard, fallback, implicit_replication, init_device_mesh
+    from torchshard.debug import CommDebugMode
+    from torchshard.parallel import ParameterwiseParallel, parallelize_module
+
+    def columns(unit=1, runs=1):
+        cuts = {"weight": UnitShard(1, unit, runs), "bias": UnitShard(0, unit, runs)}
+        return ParameterwiseParallel(cuts, output_layouts=UnitShard(-1, unit, runs), use_local_output=False)
+
+    def rows(unit=1):
+        return ParameterwiseParallel({"weight": UnitShard(0, unit)}, desired_input_layouts=UnitShard(-1, unit))
+
+    torch.manual_seed(0)
+    plain, x = Block(heads), torch.randn(2, 5, heads * WIDTH)
+    model = copy.deepcopy(plain)
+    plan = {"qkv": columns(WIDTH, 3), "out": rows(WIDTH), "up": columns(), "down": rows()}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.manual_seed(1)
+    with fallback("error"), implicit_replication(), CommDebugMode() as sent:
+        got = model(mine)
+    torch.manual_seed(1)
+    want = plain(other)
+    assert not isinstance(got, DTensor)
+    assert sent.get_total_counts() == 2
+    got.square().sum().backward(), want.square().sum().backward()
+    pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in [(got, want), (mine.grad, other.grad), *pairs])
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+def test_packed_layers_the_other_way_round(heads):
+    assert max(run_ranks(2, packed, heads)) < 1e-5

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard.parallel.parameterwise import cut, giving, replicating
+from torchshard.parallel.parameterwise import cut, giving, taking_all
 from torchshard.parallel.styles import ParallelStyle
 from torchshard.tensor.naming import name_of_place
 from torchshard.tensor.torch_placements import UnitShard
@@ -51,7 +51,7 @@ class HeadwiseParallel(ParallelStyle):
         cut(self, module, device_mesh, cuts)
         inputs, masks = name_of_place(device_mesh, *self.input_layouts), name_of_place(device_mesh, Replicate())
         outputs = *self.output_layouts, Replicate()  # what attends, and the weights
-        place = replicating(lambda key: inputs if key in _ATTENDED else masks, _without_hint)
+        place = taking_all(lambda key: inputs if key in _ATTENDED else masks, Replicate(), _without_hint)
         module.register_forward_pre_hook(place, with_kwargs=True)
         module.register_forward_hook(giving(lambda at: outputs[at], self.use_local_output))
         return module

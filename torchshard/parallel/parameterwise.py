@@ -1,4 +1,4 @@
-"""The style of modules that use several weights in a forward of their own: experts, and nn.MultiheadAttention."""
+"""The style of modules that use weights of their own in a forward of their own: experts, transposed linear layers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,15 +18,16 @@ from torchshard.tensor.naming import name_of_place
 class ParameterwiseParallel(ParallelStyle):
     """A module whose parameters are cut as told, one by one; its forward runs as it is, on DTensors.
 
-    All tensors among the inputs, by place or by name, become replicated DTensors, and so do parameters that are not
-    named, and buffers. Whatever the forward does with them gives what it gives on one device; what it makes of numbers
-    alone is plain and needs `torchshard.implicit_replication()` around the call of the model.
+    All tensors among the inputs, by place or by name, become DTensors, as do buffers and parameters that are not named,
+    which are replicated. Whatever the forward does with them gives what it gives on one device; what it makes of
+    numbers alone is plain and needs `torchshard.implicit_replication()` around the call of the model.
 
     Args:
-        placements: where parameters go, by their names in the module: `{"gate_up": UnitShard(1, 1, runs=2), "down":
+        placements: where parameters go, by their names in the module: `{"gate_up": UnitShard(1, runs=2), "down":
             Shard(2)}` for experts `(experts, 2 * hidden, width)` and `(experts, width, hidden)`, each rank having some
             of the hidden columns of every expert.
         input_layouts: what plain inputs are; replicated by default.
+        desired_input_layouts: what the forward gets; replicated by default.
         output_layouts: what tensors among the outputs shall be; replicated by default, for which a sum over ranks takes
             an all-reduce; split along a dim, a reduce-scatter.
         use_local_output: give plain tensors, this rank's parts.
@@ -40,26 +41,29 @@ class ParameterwiseParallel(ParallelStyle):
         placements: Mapping[str, Placement],
         *,
         input_layouts: Placement | None = None,
+        desired_input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
         self.placements = placements
         self.input_layouts: tuple[Placement, ...] = (input_layouts or Replicate(),)
+        self.desired_input_layouts: tuple[Placement, ...] = (desired_input_layouts or Replicate(),)
         self.output_layouts: tuple[Placement, ...] = (output_layouts or Replicate(),)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         cut(self, module, device_mesh, self.placements)
-        (layout,), (there,) = self.input_layouts, self.output_layouts
-        here = name_of_place(device_mesh, layout)
-        module.register_forward_pre_hook(replicating(lambda _: here), with_kwargs=True)
+        (here,), (wanted,), (there,) = self.input_layouts, self.desired_input_layouts, self.output_layouts
+        place = name_of_place(device_mesh, here)
+        module.register_forward_pre_hook(taking_all(lambda _: place, wanted), with_kwargs=True)
         module.register_forward_hook(giving(lambda _: there, self.use_local_output))
         return module
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({dict(self.placements)}, input_layouts={self.input_layouts}, "
-            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
+            f"desired_input_layouts={self.desired_input_layouts}, output_layouts={self.output_layouts}, "
+            f"use_local_output={self.use_local_output})"
         )
 
 
@@ -84,11 +88,14 @@ def cut(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, placements: M
     distribute_module(module, mesh, partition)
 
 
-def replicating(place: Callable[[int | str], str], change: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A hook that makes replicated DTensors of all tensors among the inputs; those that are one tensor stay one.
+def taking_all(
+    place: Callable[[int | str], str], wanted: Placement, change: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """A hook that makes DTensors of all tensors among the inputs; those that are one tensor stay one.
 
     Args:
         place: name of the mesh and placement of a plain input, by its place or name.
+        wanted: where all of them are brought.
         change: called with the module and its prepared inputs, a list and a dict, which it may change.
     """
 
@@ -103,7 +110,7 @@ def replicating(place: Callable[[int | str], str], change: Callable[..., Any] | 
             for before, after in known:
                 if before is x:
                     return after
-            known.append((x, prepare(x, place(key), Replicate(), local=False)))
+            known.append((x, prepare(x, place(key), wanted, local=False)))
             return known[-1][1]
 
         by_place = [placed(at, x) for at, x in enumerate(args)]
