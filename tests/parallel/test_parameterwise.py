@@ -103,6 +103,11 @@ def test_experts(world, kind, hidden, compiled, collectives):
         assert sent == collectives
 
 
+class Nested(Experts):
+    def forward(self, inputs, routed):
+        return {"made": [super().forward(*inputs, *routed["routed"])], "count": len(inputs)}
+
+
 def layouts(rank, world):
     from torchshard import DTensor, Shard, distribute_tensor, init_device_mesh
     from torchshard.parallel import parallelize_module
@@ -111,6 +116,11 @@ def layouts(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     plain, x = Experts(6), torch.randn(TOKENS, WIDTH)
     shares, chosen = torch.randn(TOKENS, EXPERTS).softmax(-1).topk(2, -1)
+    nested = Nested(6)
+    inside = parallelize_module(copy.deepcopy(nested), mesh, plan()["experts"])
+    got, want = [m([x], {"routed": (chosen, shares)})["made"][0] for m in (inside, nested)]
+    assert not isinstance(got, DTensor)
+    torch.testing.assert_close(got, want)
     style = plan(input_layouts=Shard(0), output_layouts=Shard(0), use_local_output=False)["experts"]
     model = parallelize_module(copy.deepcopy(plain), mesh, style)
     parts = [distribute_tensor(t, mesh, [Shard(0)]).to_local() for t in (x, chosen, shares)]

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torchshard._torch import leaves_of, tree_of
 from torchshard.parallel.preparing import prepare
 from torchshard.parallel.styles import ParallelStyle, place_parameter, with_placements
 from torchshard.tensor.distribute import distribute_module
@@ -18,7 +19,7 @@ from torchshard.tensor.naming import name_of_place
 class ParameterwiseParallel(ParallelStyle):
     """A module whose parameters are cut as told, one by one; its forward runs as it is, on DTensors.
 
-    All tensors among the inputs, by place or by name, become DTensors, as do buffers and parameters that are not named,
+    All tensors in the inputs, by place or by name, become DTensors, as do buffers and parameters that are not named,
     which are replicated. Whatever the forward does with them gives what it gives on one device; what it makes of
     numbers alone is plain and needs `torchshard.implicit_replication()` around the call of the model.
 
@@ -28,7 +29,7 @@ class ParameterwiseParallel(ParallelStyle):
             of the hidden columns of every expert.
         input_layouts: what plain inputs are; replicated by default.
         desired_input_layouts: what the forward gets; replicated by default.
-        output_layouts: what tensors among the outputs shall be; replicated by default, for which a sum over ranks takes
+        output_layouts: what tensors in the outputs shall be; replicated by default, for which a sum over ranks takes
             an all-reduce; split along a dim, a reduce-scatter.
         use_local_output: give plain tensors, this rank's parts.
 
@@ -91,7 +92,7 @@ def cut(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, placements: M
 def taking_all(
     place: Callable[[int | str], str], wanted: Placement, change: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """A hook that makes DTensors of all tensors among the inputs; those that are one tensor stay one.
+    """A hook that makes DTensors of all tensors in the inputs; those that are one tensor stay one.
 
     Args:
         place: name of the mesh and placement of a plain input, by its place or name.
@@ -104,14 +105,18 @@ def taking_all(
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         known: list[tuple[Tensor, Tensor]] = []
 
-        def placed(key: int | str, x: Any) -> Any:
+        def one(where: str, x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            for before, after in known:
-                if before is x:
-                    return after
-            known.append((x, prepare(x, place(key), wanted, local=False)))
+            for given, made in known:
+                if given is x:
+                    return made
+            known.append((x, prepare(x, where, wanted, local=False)))
             return known[-1][1]
+
+        def placed(key: int | str, value: Any) -> Any:
+            leaves, structure = leaves_of(value)
+            return tree_of([one(place(key), x) for x in leaves], structure)
 
         by_place = [placed(at, x) for at, x in enumerate(args)]
         by_name = {name: placed(name, x) for name, x in keywords.items()}
@@ -126,7 +131,7 @@ def giving(place: Callable[[int], Placement], local: bool) -> Callable[..., Any]
     """A hook that brings each output to its placement.
 
     Args:
-        place: the placement of an output, by its place among them.
+        place: the placement of an output, by its place among them all.
         local: give this rank's parts.
     """
 
@@ -137,8 +142,7 @@ def giving(place: Callable[[int], Placement], local: bool) -> Callable[..., Any]
         return x.to_local() if local else x
 
     def after(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
-        if isinstance(outputs, tuple):
-            return tuple([given(x, at) for at, x in enumerate(outputs)])
-        return given(outputs, 0)
+        leaves, structure = leaves_of(outputs)
+        return tree_of([given(x, at) for at, x in enumerate(leaves)], structure)
 
     return after

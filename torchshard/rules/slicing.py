@@ -125,8 +125,8 @@ def _bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int,
 
 def _takes_one_of_each(n: int, start: int | None, end: int | None, step: int) -> bool:
     """Whether a slice takes one item of each `step` neighbours, to the end."""
-    given = start or 0, n if end in (None, sys.maxsize) else end
-    return step > 1 and _may_be_asked(n, *given) and 0 <= given[0] < step and given[1] >= n > 0 and n % step == 0
+    first, last = start or 0, n if end in (None, sys.maxsize) else end
+    return step > 1 and _may_be_asked(n, first, last) and 0 <= first < step and last >= n > 0 and n % step == 0
 
 
 def _slice_backward(grad: Layout, size: Sequence[int], dim: int, start: int, end: int, step: int) -> Made:
