@@ -110,7 +110,7 @@ class Nested(Experts):
 
 def layouts(rank, world):
     from torchshard import DTensor, Shard, distribute_tensor, init_device_mesh
-    from torchshard.parallel import parallelize_module
+    from torchshard.parallel import ColwiseParallel, parallelize_module
 
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world,))
@@ -128,6 +128,8 @@ def layouts(rank, world):
     assert got.placements == (Shard(0),)
     assert isinstance(model.scale, DTensor)
     assert repr(style).startswith("ParameterwiseParallel({'gate_up': UnitShard(")
+    with pytest.raises(NotImplementedError, match=r"say ParameterwiseParallel of its parameters \(gate_up, down\)"):
+        parallelize_module(copy.deepcopy(plain), mesh, ColwiseParallel())
     with pytest.raises(ValueError, match=r"to cut gate_up, down, and Linear has weight, bias"):
         parallelize_module(nn.Linear(2, 2), mesh, plan()["experts"])
     return (got.full_tensor() - plain(x, chosen, shares)).abs().max().item()

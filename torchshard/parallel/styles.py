@@ -67,11 +67,12 @@ class _CutWeights(ParallelStyle):
         cuts = next((cuts for kind, cuts in self.cuts.items() if isinstance(module, kind)), None)
         if cuts is None:
             got, inside = type(module), ", ".join(name for name, _ in module.named_children())
+            own = ", ".join(name for name, _ in module.named_parameters(recurse=False))
             raise NotImplementedError(
                 f"{type(self).__name__} takes nn.Linear and nn.Embedding, and this is a {got.__module__}."
                 f"{got.__qualname__}; "
                 + (f"name its submodules in the plan ({inside}), or " if inside else "")
-                + "write a ParallelStyle for it"
+                + (f"say ParameterwiseParallel of its parameters ({own})" if own else "write a ParallelStyle for it")
             )
 
         def partition(_: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
