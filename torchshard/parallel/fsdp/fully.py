@@ -22,6 +22,7 @@ from torchshard._torch import exported_whole
 from torchshard.errors import ShardingError
 from torchshard.layout.placements import WHOLE
 from torchshard.layout.strided import factors_from_order
+from torchshard.parallel.fsdp.buffers import torch_buffers
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import over, to_torch, told
@@ -161,8 +162,8 @@ def torch_parameters(module: nn.Module) -> nn.Module:
 
     While the module runs forward they are DTensors of this package, so its results and gradients are the same.
     Functions of torch that know their own class only then work, as those of torch.distributed.checkpoint.state_dict.
-    State dicts hold torch's DTensors, and load DTensors of both classes. To be called before an optimizer is given
-    the parameters.
+    State dicts hold torch's DTensors, also of buffers, and load DTensors of both classes. To be called before an
+    optimizer is given the parameters.
 
     Returns:
         The module.
@@ -172,6 +173,7 @@ def torch_parameters(module: nn.Module) -> nn.Module:
     """
     with replacing(module, "torch_parameters"):
         replace_parameters(module, _TorchOwner)
+    torch_buffers(module)
     return module
 
 
