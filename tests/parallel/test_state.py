@@ -210,12 +210,13 @@ def buffers(rank, world, folder):
     """Buffers of distribute_module, in every way of torch's functions for state dicts."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as dsd
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
     from torchshard import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
-    from torchshard.parallel.fsdp import fully_shard, torch_parameters
+    from torchshard.parallel.fsdp import fully_shard, install, torch_parameters
 
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = torch.randn(6, cases.WIDTH, generator=torch.Generator().manual_seed(1))
 
     def cut(_name, module, mesh):
@@ -225,11 +226,14 @@ def buffers(rank, world, folder):
 
     def made(seed, how):
         model = distribute_module(Counting(seed), mesh["tp"], cut)
-        return (
-            fully_shard(model, mesh=mesh["dp"]) if how == "fully_shard" else torch_parameters(torch_parameters(model))
-        )
+        if how == "fully_shard":
+            return fully_shard(model, mesh=mesh["dp"])
+        if how == "FSDP1":
+            with install():
+                return FullyShardedDataParallel(model, device_mesh=mesh["dp"], device_id=torch.device("cpu"))
+        return torch_parameters(torch_parameters(model))
 
-    for how in ("fully_shard", "torch_parameters"):
+    for how in ("fully_shard", "torch_parameters", "FSDP1"):
         plain, model = Counting(0), made(0, how)
         plain(x)
         model(distribute_tensor(x, mesh["tp"], [Replicate()]))
@@ -247,18 +251,19 @@ def buffers(rank, world, folder):
         for given, options in ((state, None), (dict(full), whole), (dict(full) if rank == 0 else {}, first)):
             other = made(1, how)
             dsd.set_model_state_dict(other, given, options=options)
-            same(other.state_dict(), full)
+            same(dsd.get_model_state_dict(other), full)
         other = made(1, how)
-        dcp.load(other.state_dict(), checkpoint_id=f"{folder}/{how}")  # in place
-        same(other.state_dict(), full)
-        with torch.device("meta"):
-            other = Counting(1)
-        distribute_module(other, mesh["tp"], cut)
-        other = torch_parameters(other)
-        other.load_state_dict(state, assign=True)
-        same(other.state_dict(), full)
-        assert other.shift.placements == (Shard(0),)
+        into = dsd.get_model_state_dict(other)
+        dcp.load(into, checkpoint_id=f"{folder}/{how}")
+        dsd.set_model_state_dict(other, into)
+        same(dsd.get_model_state_dict(other), full)
+
+    with torch.device("meta"):
+        other = distribute_module(Counting(1), mesh["tp"], cut)
+    torch_parameters(other).load_state_dict(state, assign=True)
+    assert other.shift.placements == (Shard(0),)
+    torch.testing.assert_close(other.shift.full_tensor(), want["shift"])
 
 
 def test_buffers_are_torchs_in_state_dicts(tmp_path):
-    run_ranks(2, buffers, str(tmp_path))
+    run_ranks(4, buffers, str(tmp_path))

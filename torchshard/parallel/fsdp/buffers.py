@@ -27,6 +27,12 @@ def torch_buffers(module: nn.Module) -> None:
             submodule.register_load_state_dict_pre_hook(_loaded)
 
 
+def torch_buffers_later(module: nn.Module) -> None:
+    """As torch_buffers, from the first state dict on: for a module that has no modules below it yet."""
+    module.register_state_dict_pre_hook(lambda module, *_: torch_buffers(module))
+    module.register_load_state_dict_pre_hook(lambda module, *_: torch_buffers(module))
+
+
 def _placed(module: nn.Module) -> Iterator[tuple[str, DTensor]]:
     return ((name, b) for name, b in module.named_buffers(recurse=False) if isinstance(b, DTensor))
 
