@@ -30,14 +30,14 @@ from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.parts import Owner, replace_parameters
 from torchshard.tensor.replacing import before, now, replacing
 
-Modules = TypeVar("Modules", bound=nn.Module | list[Any])
+Modules = TypeVar("Modules", bound=nn.Module | Sequence[Any])
 
 
 def fully_shard(module: Modules, **options: Any) -> Modules:
     """torch.distributed.fsdp.fully_shard on a module that `parallelize_module` of this package has treated.
 
     Args:
-        module: a module or a list of them, as torch takes.
+        module: a module, or a list or tuple of them, as torch takes.
         options: torch's keywords: `mesh`, `reshard_after_forward`, `mp_policy` and so on. `ignored_params`,
             `shard_placement_fn` and a policy's `param_dtype_override_fn` may name parameters by the objects that they
             were before.
@@ -55,7 +55,7 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
         ...     fully_shard(block, mesh=mesh["dp"])
         >>> fully_shard(model, mesh=mesh["dp"])         # then the optimizer  # doctest: +SKIP
     """
-    modules = module if isinstance(module, list) else [module]
+    modules = [module] if isinstance(module, nn.Module) else [*module]
     ignored = options.get("ignored_params") or ()
     for name, parameter in chain.from_iterable(each.named_parameters() for each in modules):
         if type(parameter) is DTensor and all(parameter is not each for each in ignored):
@@ -227,9 +227,11 @@ class _TorchOwner(Owner):
 
 
 def _terms(axes: tuple[int, ...], layout: TensorLayout, grad: DTensor) -> Tensor:
-    """A gradient as FSDP takes it: along its axes this rank's term, under the placements of the parameter."""
-    kept = [axis in axes and isinstance(p, Partial) for axis, p in enumerate(grad.placements)]
-    to = [Partial() if keep else p for keep, p in zip(kept, told(layout), strict=True)]
+    """A gradient as FSDP takes it: along its axes this rank's term, under the placements of the parameter.
+
+    Also of one that has its value already, as of batch normalisation: FSDP adds those of its ranks.
+    """
+    to = [Partial() if axis in axes else placement for axis, placement in enumerate(told(layout))]
     return over(grad.redistribute(placements=to).to_local(), layout, DTensor)
 
 
