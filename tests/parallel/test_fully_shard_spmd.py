@@ -120,3 +120,46 @@ def ignored_and_refused(rank, world):
 def test_ignored_parameters_have_whole_gradients():
     require("meshes of FSDP among others")
     run_ranks(4, ignored_and_refused)
+
+
+class Normed(nn.Module):
+    """Some of its gradients are no sums over the batch: those of a norm, and of what is added once."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.alone = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return self.norm(self.inner(x)).square().mean() + self.alone.square().sum()
+
+
+def values_and_terms(rank, world):
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    import torchshard as ours
+    from torchshard.parallel.fsdp import fully_shard
+
+    mesh = ours.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain, model = Normed(), Normed()
+    model.load_state_dict(plain.state_dict())
+    ours.distribute_module(model, mesh)
+    fully_shard((model,), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))  # torch takes tuples, too
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
+    for factor in (2.0, 1.0):  # FSDP's own is the number of its ranks
+        model.set_gradient_divide_factor(factor)
+        model.set_force_sum_reduction_for_comms(True)
+        plain.zero_grad()
+        model.zero_grad()
+        plain(x).backward()
+        model(ours.distribute_tensor(x, mesh, [ours.Shard(0), ours.Replicate()])).backward()
+        for (key, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            torch.testing.assert_close(
+                q.grad.full_tensor(), p.grad / factor, msg=lambda m, at=(key, factor): f"{at}: {m}"
+            )
+
+
+def test_gradients_that_have_their_value_are_not_added():
+    require("meshes of FSDP among others")
+    run_ranks(4, values_and_terms)

@@ -189,3 +189,81 @@ def optimizer_states(rank, world, folder):
 
 def test_states_of_optimizers_of_plain_parts(tmp_path):
     run_ranks(4, optimizer_states, str(tmp_path / "saved"))
+
+
+class Counting(nn.Module):
+    """A linear layer, and buffers of which one is split and one is left out of state dicts."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inner = nn.Linear(cases.WIDTH, cases.WIDTH)
+        self.norm = nn.BatchNorm1d(cases.WIDTH)
+        self.register_buffer("shift", torch.randn(cases.WIDTH))
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x):
+        return self.norm(self.inner(x)) * self.scale + self.shift
+
+
+def buffers(rank, world, folder):
+    """Buffers of distribute_module, in every way of torch's functions for state dicts."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as dsd
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    from torchshard import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+    from torchshard.parallel.fsdp import fully_shard, install, torch_parameters
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(6, cases.WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def cut(_name, module, mesh):
+        for key, buffer in module.named_buffers(recurse=False):
+            if key == "shift":
+                module.register_buffer(key, distribute_tensor(buffer, mesh, [Shard(0)]))
+
+    def made(seed, how):
+        model = distribute_module(Counting(seed), mesh["tp"], cut)
+        if how == "fully_shard":
+            return fully_shard(model, mesh=mesh["dp"])
+        if how == "FSDP1":
+            with install():
+                return FullyShardedDataParallel(model, device_mesh=mesh["dp"], device_id=torch.device("cpu"))
+        return torch_parameters(torch_parameters(model))
+
+    for how in ("fully_shard", "torch_parameters", "FSDP1"):
+        plain, model = Counting(0), made(0, how)
+        plain(x)
+        model(distribute_tensor(x, mesh["tp"], [Replicate()]))
+        want = plain.state_dict()
+        state = dsd.get_model_state_dict(model)
+        assert {type(value) for value in state.values()} == {DTensor}
+        assert state["shift"].to_local().data_ptr() == model.shift.to_local().data_ptr()
+        full = dsd.get_model_state_dict(model, options=dsd.StateDictOptions(full_state_dict=True))
+        assert {type(value) for value in full.values()} == {torch.Tensor}
+        torch.testing.assert_close(full, dict(want))
+
+        whole = dsd.StateDictOptions(full_state_dict=True)
+        first = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        dcp.save(state, checkpoint_id=f"{folder}/{how}")
+        for given, options in ((state, None), (dict(full), whole), (dict(full) if rank == 0 else {}, first)):
+            other = made(1, how)
+            dsd.set_model_state_dict(other, given, options=options)
+            same(dsd.get_model_state_dict(other), full)
+        other = made(1, how)
+        into = dsd.get_model_state_dict(other)
+        dcp.load(into, checkpoint_id=f"{folder}/{how}")
+        dsd.set_model_state_dict(other, into)
+        same(dsd.get_model_state_dict(other), full)
+
+    with torch.device("meta"):
+        other = distribute_module(Counting(1), mesh["tp"], cut)
+    torch_parameters(other).load_state_dict(state, assign=True)
+    assert other.shift.placements == (Shard(0),)
+    torch.testing.assert_close(other.shift.full_tensor(), want["shift"])
+
+
+def test_buffers_are_torchs_in_state_dicts(tmp_path):
+    run_ranks(4, buffers, str(tmp_path))

@@ -31,6 +31,9 @@ class FSDPUser(Protocol):
     def extension(self, device_handle: Any) -> Any:
         """The extension of a module that is about to be wrapped."""
 
+    def wrapped(self, module: torch.nn.Module) -> None:
+        """Told of a new FSDP module, which does not know yet what it is around."""
+
     def is_ours(self, taken: Any) -> bool:
         """Whether views of a parameter are of a class that torch does not know, by what pre_flatten took off it."""
 
@@ -78,6 +81,7 @@ def fsdp_names(user: FSDPUser) -> list[tuple[Any, str, Any]]:
         if device_mesh is None or state._fsdp_extension is not None:
             state._fsdp_extension = user.extension(state._device_handle)
             vars(state)["clip_grad_norm_"] = partial(_clip_grad_norm_, weakref.ref(state), user)
+            user.wrapped(state)
         return state
 
     return [

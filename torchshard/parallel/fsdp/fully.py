@@ -22,6 +22,7 @@ from torchshard._torch import exported_whole
 from torchshard.errors import ShardingError
 from torchshard.layout.placements import WHOLE
 from torchshard.layout.strided import factors_from_order
+from torchshard.parallel.fsdp.buffers import torch_buffers
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import over, to_torch, told
@@ -29,14 +30,14 @@ from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.parts import Owner, replace_parameters
 from torchshard.tensor.replacing import before, now, replacing
 
-Modules = TypeVar("Modules", bound=nn.Module | list[Any])
+Modules = TypeVar("Modules", bound=nn.Module | Sequence[Any])
 
 
 def fully_shard(module: Modules, **options: Any) -> Modules:
     """torch.distributed.fsdp.fully_shard on a module that `parallelize_module` of this package has treated.
 
     Args:
-        module: a module or a list of them, as torch takes.
+        module: a module, or a list or tuple of them, as torch takes.
         options: torch's keywords: `mesh`, `reshard_after_forward`, `mp_policy` and so on. `ignored_params`,
             `shard_placement_fn` and a policy's `param_dtype_override_fn` may name parameters by the objects that they
             were before.
@@ -54,7 +55,7 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
         ...     fully_shard(block, mesh=mesh["dp"])
         >>> fully_shard(model, mesh=mesh["dp"])         # then the optimizer  # doctest: +SKIP
     """
-    modules = module if isinstance(module, list) else [module]
+    modules = [module] if isinstance(module, nn.Module) else [*module]
     ignored = options.get("ignored_params") or ()
     for name, parameter in chain.from_iterable(each.named_parameters() for each in modules):
         if type(parameter) is DTensor and all(parameter is not each for each in ignored):
@@ -161,8 +162,8 @@ def torch_parameters(module: nn.Module) -> nn.Module:
 
     While the module runs forward they are DTensors of this package, so its results and gradients are the same.
     Functions of torch that know their own class only then work, as those of torch.distributed.checkpoint.state_dict.
-    State dicts hold torch's DTensors, and load DTensors of both classes. To be called before an optimizer is given
-    the parameters.
+    State dicts hold torch's DTensors, also of buffers, and load DTensors of both classes. To be called before an
+    optimizer is given the parameters.
 
     Returns:
         The module.
@@ -172,6 +173,7 @@ def torch_parameters(module: nn.Module) -> nn.Module:
     """
     with replacing(module, "torch_parameters"):
         replace_parameters(module, _TorchOwner)
+    torch_buffers(module)
     return module
 
 
@@ -225,9 +227,11 @@ class _TorchOwner(Owner):
 
 
 def _terms(axes: tuple[int, ...], layout: TensorLayout, grad: DTensor) -> Tensor:
-    """A gradient as FSDP takes it: along its axes this rank's term, under the placements of the parameter."""
-    kept = [axis in axes and isinstance(p, Partial) for axis, p in enumerate(grad.placements)]
-    to = [Partial() if keep else p for keep, p in zip(kept, told(layout), strict=True)]
+    """A gradient as FSDP takes it: along its axes this rank's term, under the placements of the parameter.
+
+    Also of one that has its value already, as of batch normalisation: FSDP adds those of its ranks.
+    """
+    to = [Partial() if axis in axes else placement for axis, placement in enumerate(told(layout))]
     return over(grad.redistribute(placements=to).to_local(), layout, DTensor)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchshard._torch import FSDPGradients, fsdp_names
 from torchshard.parallel.fsdp import states
+from torchshard.parallel.fsdp.buffers import torch_buffers_later
 from torchshard.parallel.fsdp.clipping import clip_grad_norm_
 from torchshard.parallel.fsdp.extension import DTensorExtensions, is_ours
 from torchshard.tensor.dtensor import DTensor
@@ -60,6 +61,9 @@ class _User:
 
     def extension(self, device_handle: Any) -> DTensorExtensions:
         return DTensorExtensions(device_handle)
+
+    def wrapped(self, module: nn.Module) -> None:
+        torch_buffers_later(module)
 
     def is_ours(self, taken: Any) -> bool:
         return is_ours(taken)
