@@ -112,10 +112,10 @@ def test_what_is_no_plan(mesh):
     with pytest.raises(TypeError, match=r"parallelize_plan\[''\]\['head'\] .* make one of it: ColwiseParallel\(\)"):
         parallelize_module(module, mesh, {"head": ColwiseParallel(), "": {"head": ColwiseParallel}})
     assert not isinstance(module.head.weight, DTensor)  # nothing was done before all was looked at
-    with pytest.raises(NotImplementedError, match=r"and this is a torch\.nn\.[a-z.]+\.LayerNorm; write a P") as error:
+    with pytest.raises(NotImplementedError, match=r"and this is a torch\.nn\.[a-z.]+\.LayerNorm; say Param") as error:
         parallelize_module(module, mesh, {"layers.?.norm": RowwiseParallel()})
     assert error.value.__notes__ == ["  where:    parallelize_plan['layers.?.norm'], at layers.0.norm"]
-    with pytest.raises(NotImplementedError, match=r"name its submodules in the plan \(.*norm.*\), or write"):
+    with pytest.raises(NotImplementedError, match=r"name its submodules in the plan \(.*norm.*\), or write a P"):
         parallelize_module(module, mesh, {"layers.0": ColwiseParallel()})
     parallelize_module(module, mesh, {"head": ColwiseParallel()})
     with pytest.raises(RuntimeError, match="already been called"):
