@@ -50,6 +50,46 @@ def mlp(rank, world, hidden, bias):
     return worst(pairs), {name: str(p.placements) for name, p in model.named_parameters()}
 
 
+def written_to(rank, world):
+    """What a style gives after it has summed is the caller's own, to write to, and to differentiate twice."""
+    from torch.autograd import forward_ad
+
+    from torchshard import Shard, init_device_mesh
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, pairs = init_device_mesh("cpu", (world,)), []
+    for split in (False, True):
+        torch.manual_seed(0)
+        plain, model = MLP(6, 5), MLP(6, 5)
+        model.load_state_dict(plain.state_dict())
+        down = RowwiseParallel(output_layouts=Shard(0)) if split else RowwiseParallel()
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": down})
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(5))
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        want, got = plain(a), model(b)
+        mine = slice(2 * rank, 2 * rank + 2) if split else slice(None)
+        assert not got._is_view()
+        got.add_(1).mul_(2)
+        wanted = (want + 1) * 2
+        pairs.append((got, wanted[mine]))
+        first = torch.autograd.grad(wanted.pow(3).sum(), a, create_graph=True)[0]
+        second = torch.autograd.grad(got.pow(3).sum(), b, create_graph=True)[0]
+        pairs.append((second, first))
+        first.square().sum().backward()
+        second.square().sum().backward()
+        pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+        with forward_ad.dual_level():
+            tangents = [
+                forward_ad.unpack_dual(m(forward_ad.make_dual(x, torch.ones_like(x)))).tangent for m in (model, plain)
+            ]
+        pairs.append((tangents[0], tangents[1][mine]))
+    return worst(pairs)
+
+
+def test_outputs_may_be_written_to():
+    assert max(run_ranks(2, written_to)) < 1e-5
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("hidden", [8, 5, 1])
 def test_colwise_and_rowwise_make_an_mlp(hidden, bias):

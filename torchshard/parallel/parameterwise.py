@@ -136,10 +136,7 @@ def giving(place: Callable[[int], Placement], local: bool) -> Callable[..., Any]
     """
 
     def given(x: Any, at: int) -> Any:
-        if not isinstance(x, DTensor):
-            return x
-        x = with_placements(x, (place(at),))
-        return x.to_local() if local else x
+        return with_placements(x, (place(at),), local) if isinstance(x, DTensor) else x
 
     def after(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
         leaves, structure = leaves_of(outputs)

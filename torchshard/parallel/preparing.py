@@ -188,7 +188,7 @@ def prepare(x: Any, where: str | None, desired: Placement | None, local: bool) -
         raise AssertionError(f"a layout for a value that is no tensor: {type(x).__name__}; give None for it")
     x = x if isinstance(x, DTensor) else annotated(x, where)
     if desired is not None:
-        x = with_placements(x, (desired,))
+        return with_placements(x, (desired,), local)
     return x.to_local() if local else x
 
 

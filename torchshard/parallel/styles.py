@@ -6,7 +6,7 @@ the module wants, and bring the output to the layout that the user wants.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchshard._torch import placements_are_values
 from torchshard.layout.layout import contiguous_stride
+from torchshard.tensor.autograd import part_in
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
@@ -86,8 +87,7 @@ class _CutWeights(ParallelStyle):
         wanted, length = self._wanted(module), self._length(module)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            output = with_placements(output, (there,))
-            return output.to_local() if local else output
+            return with_placements(output, (there,), local)
 
         module.register_forward_pre_hook(taking(type(self).__name__, device_mesh, here, wanted, length))
         module.register_forward_hook(after)
@@ -252,11 +252,20 @@ def first_tensor(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> Tens
 _ANY_CALL_TAKES_PLACEMENTS = placements_are_values()
 
 
-def with_placements(x: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor with these placements: itself where nothing changes. For hooks, also in regions."""
-    if is_dynamo_compiling() and not _ANY_CALL_TAKES_PLACEMENTS:
-        return x.redistribute(placements=placements)
-    return x._placed(placements)
+@overload
+def with_placements(x: DTensor, placements: Sequence[Placement]) -> DTensor: ...
+
+
+@overload
+def with_placements(x: DTensor, placements: Sequence[Placement], local: bool) -> Tensor: ...
+
+
+def with_placements(x: DTensor, placements: Sequence[Placement], local: bool = False) -> Tensor:
+    """A DTensor with these placements, itself where nothing changes, or its part. For hooks, also in regions."""
+    if not is_dynamo_compiling():
+        return part_in(x, placements) if local else x._placed(placements)
+    x = x._placed(placements) if _ANY_CALL_TAKES_PLACEMENTS else x.redistribute(placements=placements)
+    return x.to_local() if local else x
 
 
 @one_node

@@ -154,6 +154,28 @@ class _ToLocal(torch.autograd.Function):
 
 
 @skip_methods()
+class _PartIn(torch.autograd.Function):
+    """redistribute and to_local in one; what comes is nobody else's, and no view, so it may be written to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: Sharding) -> Tensor:
+        refresh(x)
+        source = ctx.source = x._spec
+        layout = source.to(target)
+        ctx.layout, ctx.placements, ctx.backward_dtype, ctx.async_op = moved(source, layout), None, None, False
+        return brought(x, source, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        part, _ = _ToLocal.backward(ctx, grad)
+        return _Redistribute.backward(ctx, part)[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: DTensor, _: None) -> Tensor:
+        return to_local(redistribute(tangent, ctx.layout.sharding), None)
+
+
+@skip_methods()
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -276,6 +298,15 @@ def to_local(x: DTensor, grad_placements: Sequence[TorchPlacement] | Sharding | 
 @exported_whole
 def _part(x: DTensor, grad_placements: Sequence[TorchPlacement] | Sharding | None) -> Tensor:
     return _ToLocal.apply(x, grad_placements)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def part_in(x: DTensor, placements: Sequence[TorchPlacement]) -> Tensor:
+    """This rank's part with these placements: that of x itself, or a tensor of its own, which may be written to."""
+    source = x._spec
+    target = from_torch(placements, source.mesh, source.shape)
+    if target is source.sharding or source.mesh.coordinate is None or not _follows() or is_traced(x._local_tensor):
+        return to_local(redistribute(x, target), None)
+    return _PartIn.apply(x, target)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @one_node
