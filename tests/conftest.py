@@ -12,6 +12,8 @@ from tests.ranks import spare_time
 # Workers and ranks share few cores: threads of OpenMP that wait for one another by spinning take them from the others.
 # Before torch is imported, and for all processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor asks in each process, by starting another that imports torch, whether code for this processor can be loaded.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=500)

@@ -6,8 +6,8 @@
 
     losses = run_ranks(2, body, 3.0)     # [what rank 0 returned, what rank 1 returned]
 
-Ranks are forked from a server process that has imported torch and done nothing else: a rank starts in some 20 ms, and
-one that compiles has its second of imports done.
+Ranks are forked from a server process that has imported what most of them need (tests/preloaded.py) and done nothing
+else: a rank starts in some 20 ms, and what it would import takes it half a second of a core's time less.
 """
 
 import contextlib
@@ -26,9 +26,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # inductor's workers are no good to ranks forked from their owner
-_context.set_forkserver_preload(
-    ["torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
-)
+_context.set_forkserver_preload(["tests.preloaded"])
 
 
 class RankFailed(AssertionError):

@@ -44,8 +44,12 @@ def _both(model, *inputs, **keywords):
 
 
 @pytest.fixture(autouse=True)
-def quiet(caplog):
-    caplog.set_level(logging.CRITICAL, logger="torch._dynamo.backends.distributed")
+def quiet():
+    log = logging.getLogger("torch._dynamo.backends.distributed")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    yield
+    log.setLevel(level)
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES.keys() - MORE))
