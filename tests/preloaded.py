@@ -29,6 +29,7 @@ def _compile() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     torch.compile(model, backend=lambda g, xs: compile_fx(g, xs, inner_compile=lambda g, *_, **__: g))(torch.ones(2, 4))
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 _compile()

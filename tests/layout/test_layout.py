@@ -76,8 +76,8 @@ def test_a_layout_is_found_in_less_than_a_microsecond():
     sharding = Mesh((2, 4)).sharding((Shard(0), R))
     shape, stride = (1024, 512), (512, 1)
     sharding.layout(shape, stride, F32)
-    n = 20_000
-    took = min(timeit.repeat(lambda: sharding.layout(shape, stride, F32), number=n, repeat=5)) / n
+    n = 2_000
+    took = min(timeit.repeat(lambda: sharding.layout(shape, stride, F32), number=n, repeat=50)) / n
     assert took < 1e-6
 
 
