@@ -140,6 +140,7 @@ def run_ranks(
     timeout: float = 120,
     backend: str = "gloo",
     expect_dead: tuple[int, ...] = (),
+    imported: bool = True,
 ) -> list[Any]:
     """Run body(rank, world, *args) on `world` processes and return their results in rank order.
 
@@ -150,13 +151,16 @@ def run_ranks(
         timeout: seconds after which every rank is killed and RankFailed raised.
         backend: process group made for each rank before `body`; "" for none.
         expect_dead: ranks that may die without an answer (fault tests); their result is None.
+        imported: whether ranks may have imported the package already; else each is an interpreter of its own, for
+            a body that minds what is found at the import.
     """
+    context = _context if imported else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes, store = [], [], os.path.join(folder, "store")
         for rank in range(world):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = context.Pipe(duplex=False)
             given = theirs, rank, world, backend, store, told_up_to, written_from, {**os.environ}, body, args
-            process = _context.Process(target=_rank_main, args=given, daemon=True)
+            process = context.Process(target=_rank_main, args=given, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)

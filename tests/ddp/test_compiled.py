@@ -1,6 +1,7 @@
 """torch.compile with any backend: the module's code is compiled, gradients are reduced all the same."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ def _steps(rank, world, backend, outside, portable):
     from torchshard import _torch
 
     if portable:
+        assert "torchshard.ddp" not in sys.modules
         with _torch.without_fast_paths():
             from torchshard.ddp import DistributedDataParallel
     else:
@@ -75,7 +77,7 @@ def test_gradients_are_reduced(backend, outside):
 
 @full
 def test_without_private_ways_to_skip_frames():
-    assert all(run_ranks(2, _steps, "eager", True, True))
+    assert all(run_ranks(2, _steps, "eager", True, True, imported=False))
 
 
 def _hooked(rank, world):

@@ -1,5 +1,6 @@
 """Whose memory `.grad` is: nobody notices that a bucket lies behind it, unless bucket views were asked for."""
 
+import sys
 import time
 
 import pytest
@@ -133,6 +134,7 @@ def test_memory_is_used_again(views):
 def _without_private_names(rank, world):
     """The same gradients where torch's private names are missing."""
     x, results = torch.randn(4, 8), []
+    assert "torchshard.ddp" not in sys.modules
     with _torch.without_fast_paths():  # before the import, at which some are looked up
         from torchshard.ddp import DistributedDataParallel
 
@@ -151,4 +153,4 @@ def _gradients(wrap, x):
 
 
 def test_without_private_names_of_torch():
-    run_ranks(2, _without_private_names)
+    run_ranks(2, _without_private_names, imported=False)
