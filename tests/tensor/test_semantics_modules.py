@@ -128,6 +128,17 @@ def _by_kernel(name):
     return run
 
 
+def _by_sample(put):
+    """Normalisation of each sample: torch makes its channels those of one batch, which split samples split in units."""
+    x, vector = put(torch.linspace(-9, 9, 30).sin().view(5, 3, 2)), torch.linspace(0.5, 2, 3)
+    weight, bias, mean, var = (put(vector * n) for n in (1, 2, 3, 4))
+    for leaf in (x, weight, bias):
+        leaf.requires_grad_()
+    y = nn.functional.instance_norm(x, mean, var, weight, bias, True, 0.3, 1e-5)
+    y.sin().sum().backward()
+    return [y, mean, var, x.grad, weight.grad, bias.grad]
+
+
 def _sampled(put):
     x, grid = put(torch.linspace(-1, 2, 96).view(4, 3, 2, 4)), put(torch.linspace(-1, 1, 48).view(4, 3, 2, 2))
     x.requires_grad_(), grid.requires_grad_()
@@ -158,6 +169,7 @@ MODULES = {
     "weight_norm": _normalised,
     "cudnn": _by_kernel("cudnn_batch_norm"),
     "miopen": _by_kernel("miopen_batch_norm"),
+    "by sample": _by_sample,
     "grid sampler": _sampled,
     "counted": _spread,
 }

@@ -15,7 +15,7 @@ from torchshard.comm import collectives
 from torchshard.layout.layout import contiguous_stride
 from torchshard.layout.placements import R, Shard
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.handlers.parts import in_boxes, made_of, part, wide
+from torchshard.tensor.handlers.parts import made_of, part, wide
 from torchshard.tensor.layout import layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import in_memory_order
@@ -35,7 +35,7 @@ class _Batch:
         self.dims = [d for d in range(x.ndim) if d != 1]
         self.count = x.numel() // max(x.shape[1], 1)
         self.axes = tuple(sorted([axis for dim, axes in splits.items() if dim != 1 for axis in axes]))
-        cut = [Shard(0) if isinstance(p, Shard) and p.dim == 1 else R for p in self.sharding.placements]
+        cut = [p.at(0) if isinstance(p, Shard) and p.dim == 1 else R for p in self.sharding.placements]
         self.of_channels = mesh.sharding(cut, {0: splits[1]} if 1 in splits else {})
         last = [n - 1 for n in mesh.shape]
         self.whole = not self.axes and 0 not in self.sharding.part(self.shape, last)  # whatever rank looks
@@ -80,7 +80,6 @@ def _forward(
     given = [t for t in (weight, bias, mean, var) if t is not None]
     if not training or not _fits(x, given):
         return NotImplemented
-    x = in_boxes(x)
     batch = _Batch(x)
     stay = mean is None or x._spec.sharding is batch.sharding  # statistics are written where they lie: none may move
     if func in _BY_RULE and batch.whole and stay and all(t._spec.sharding is batch.of_channels for t in given):
@@ -143,7 +142,6 @@ def _backward(
 ) -> Any:  # fmt: skip
     if not training:
         return NotImplemented
-    x = in_boxes(x)
     batch = _Batch(x)
     if func in _BY_RULE and batch.whole and saved_rstd.dtype is (x if weight is None else weight).dtype:
         return NotImplemented
