@@ -139,6 +139,11 @@ def _by_sample(put):
     return [y, mean, var, x.grad, weight.grad, bias.grad]
 
 
+def _statistics_alone(put):
+    x, mean, var = put(torch.randn(4, 3, 5)), put(torch.zeros(3)), put(torch.ones(3))
+    return [*torch.batch_norm_update_stats(x, mean, var, 0.3), mean, var]
+
+
 def _sampled(put):
     x, grid = put(torch.linspace(-1, 2, 96).view(4, 3, 2, 4)), put(torch.linspace(-1, 1, 48).view(4, 3, 2, 2))
     x.requires_grad_(), grid.requires_grad_()
@@ -170,6 +175,7 @@ MODULES = {
     "cudnn": _by_kernel("cudnn_batch_norm"),
     "miopen": _by_kernel("miopen_batch_norm"),
     "by sample": _by_sample,
+    "statistics alone": _statistics_alone,
     "grid sampler": _sampled,
     "counted": _spread,
 }

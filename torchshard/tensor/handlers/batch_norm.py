@@ -93,12 +93,17 @@ def _forward(
     result = values
     if values.numel():  # the kernel does not take a batch without channels
         result = torch.batch_norm(values, scale, shift, now, spread, False, momentum, eps, False)
+    _renew(batch, mean, var, now, spread, momentum)
+    return batch.like(result.to(x.dtype)), batch.vector(now), batch.vector(torch.rsqrt(spread + eps))
+
+
+def _renew(batch: _Batch, mean: Any, var: Any, now: Tensor, spread: Tensor, momentum: float) -> None:
+    """Write this rank's part of running statistics, of those that there are."""
     if mean is not None:
         mean.lerp_(batch.vector(now.to(mean.dtype)), momentum)
     if var is not None:
         unbiased = spread * (batch.count / max(batch.count - 1, 1))
         var.lerp_(batch.vector(unbiased.to(var.dtype)), momentum)
-    return batch.like(result.to(x.dtype)), batch.vector(now), batch.vector(torch.rsqrt(spread + eps))
 
 
 def _statistics(batch: _Batch, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,6 +128,19 @@ def _fits(x: Any, given: Sequence[Any]) -> bool:
     half = x.dtype in (torch.float16, torch.bfloat16)
     known = len(dtypes) < 2 and dtypes <= {x.dtype, torch.float32 if half else x.dtype}
     return x.is_floating_point() and x.numel() > 0 and x.ndim > 1 and known and all(t.ndim == 1 for t in given)
+
+
+def _statistics_alone(func: Any, x: Any, mean: Any, var: Any, momentum: float) -> Any:
+    given = [t for t in (mean, var) if t is not None]
+    if not _fits(x, given):
+        return NotImplemented
+    batch, dtype = _Batch(x), given[0].dtype if given else x.dtype
+    if batch.outside:
+        now = spread = wide(x._local_tensor.new_empty(0))
+    else:
+        now, spread = _statistics(batch, batch.piece(x))
+        _renew(batch, mean, var, now, spread, momentum)
+    return batch.vector(now.to(dtype)), batch.vector(spread.to(dtype))
 
 
 def _without_statistics(func: Any, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
@@ -169,6 +187,7 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     "_native_batch_norm_legit.default": _forward,
     "_native_batch_norm_legit.no_stats": _without_statistics,
     "_batch_norm_with_update.default": _with_update,
+    "batch_norm_update_stats.default": _statistics_alone,
     "native_batch_norm_backward.default": _backward,
     "batch_norm_backward.default": _backward,
 }
