@@ -4,6 +4,7 @@ Sizes 5 and 7 are uneven on two and on three ranks; size 1 and 3 leave ranks of 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,16 @@ def _encoder_layer(x, qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias
     return torch._transformer_encoder_layer_fwd(
         x, 8, 2, qkv, qkv_bias, out, out_bias, False, False, 1e-5, *weights, *mask
     ).nan_to_num(7)
+
+
+def _with_statistics(normalise):
+    """A result that tells of running statistics, which the operator's schema does not say that it writes to."""
+
+    def run(x, mean, var):
+        normed = normalise(x, mean, var, momentum=0.3)
+        return normed + (mean * var).sum()
+
+    return run
 
 
 def _unary(names, **more):
@@ -348,6 +359,8 @@ NETWORKS = [
     case("layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), (5, 3, 6), (6,), (6,)),
     case("layer_norm weight", lambda x, w: F.layer_norm(x, (6,), w), (5, 3, 6), (6,)),
     case("layer_norm bare", lambda x: F.layer_norm(x, (3, 6)), (5, 3, 6)),
+    case("batch_norm", _with_statistics(partial(F.batch_norm, training=True)), (4, 3, 5), (3,), (3,), grad=False, positive=True),
+    case("instance_norm", _with_statistics(F.instance_norm), (4, 8, 2, 4), (8,), (8,), grad=False, positive=True),
     case("embedding", lambda w, i: F.embedding(i, w), (7, 4), (3, 5), integers={1: 7}),
     case("embedding padding", lambda w, i: F.embedding(i, w, padding_idx=2), (7, 4), (5,), integers={1: 7}),
     case("embedding by frequency", lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), (4, 3), (3, 5), integers={1: 4}),
