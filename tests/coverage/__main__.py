@@ -2,6 +2,7 @@
 
 python -m tests.coverage                         # everything, then the page (make coverage)
 python -m tests.coverage --mesh 2 -v add mm      # some operators, what is not right in full
+python -m tests.coverage --mesh "3 in units"     # split dims in units; or "in runs"
 """
 
 import argparse
@@ -16,9 +17,12 @@ from tests.coverage.samples import database
 from tests.coverage.sweep import sweep_operator, verdict
 
 
+MESHES = "2", "2x2", "2 in units", "2 in runs"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mesh", action="append", help="such as 2 or 2x2; both by default")
+    parser.add_argument("--mesh", action="append", help=f"such as {', '.join(MESHES)}; all of these by default")
     parser.add_argument("--samples", type=int, default=3, help="of an operator, on the first mesh; one on the others")
     parser.add_argument("--keep", help="a JSON file for what was found; taken up again where it exists")
     parser.add_argument("-v", action="store_true", help="show trials that are not right")
@@ -27,13 +31,14 @@ def main() -> None:
     kept = Path(options.keep) if options.keep else None
     found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else {}
     prepare()
-    for k, mesh in enumerate(options.mesh or ["2", "2x2"]):
-        pool = Pool(tuple(map(int, mesh.split("x"))))
+    for k, mesh in enumerate(options.mesh or MESHES):
+        shape, _, cut = mesh.partition(" in ")
+        pool = Pool(tuple(map(int, shape.split("x"))))
         here = found.setdefault(mesh, {})
         for name in options.names or database():
             if name not in here:
                 start = time.monotonic()
-                here[name] = sweep_operator(pool, name, 1 if k else options.samples)
+                here[name] = sweep_operator(pool, name, 1 if k else options.samples, cut)
                 _say(mesh, name, here[name], time.monotonic() - start, options.v)
                 if kept:
                     kept.write_text(json.dumps(found))

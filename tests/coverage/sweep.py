@@ -7,10 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Task:
-    """An operator, and how many of its samples to try."""
+    """An operator, how many of its samples to try, and how their split dims are cut (see trial.placements)."""
 
     op: str
     samples: int
+    cut: str = ""
     skip: tuple[str, ...] = ()
 
 
@@ -20,7 +21,7 @@ def run_operator(task: Task, mesh: Any, gathered: list[int], report: Callable[[A
     from tests.coverage.trial import placements, try_one
 
     for sample in samples(task.op, task.samples):
-        for where in placements(sample, mesh.ndim):
+        for where in placements(sample, mesh.ndim, task.cut):
             label = f"{sample.number} {_shown(where)} of {[tuple(t.shape) for t in sample.tensors]}"
             if label in task.skip:
                 continue
@@ -36,11 +37,11 @@ def _shown(where: Any) -> str:
     return " ".join("".join(map(short, ps)) for ps in where)
 
 
-def sweep_operator(pool: Any, name: str, samples: int, limit: float = 25.0) -> dict[str, dict[str, Any]]:
+def sweep_operator(pool: Any, name: str, samples: int, cut: str = "", limit: float = 25.0) -> dict[str, dict[str, Any]]:
     """Label -> outcome of each trial, the worst of all ranks; a trial that broke the ranks counts as "dies"."""
     trials: dict[str, dict[str, Any]] = {}
     for _ in range(6):
-        reports, broken = pool.run(Task(name, samples, tuple(trials)), limit)
+        reports, broken = pool.run(Task(name, samples, cut, tuple(trials)), limit)
         begun = None
         for rank_reports in reports:
             for kind, value in rank_reports:

@@ -10,10 +10,10 @@ from tests.coverage.sweep import sweep_operator
 STEP = 24  # one in so many operators is tried in the default run
 
 
-def _sweep(names, mesh, samples):
+def _sweep(names, mesh, samples, cut=""):
     pool = Pool(mesh)
     try:
-        return {name: sweep_operator(pool, name, samples) for name in names}
+        return {name: sweep_operator(pool, name, samples, cut) for name in names}
     finally:
         pool.stop()
 
@@ -34,6 +34,19 @@ def test_some_operators_do_as_the_page_says():
     assert list(_complaints(_sweep(names, (2,), 3))) == []
 
 
+# Handlers, which the proof of rules does not reach.
+HANDLED = """
+    nn_functional_avg_pool2d nn_functional_batch_norm nn_functional_conv2d nn_functional_conv_transpose1d gather std
+    nn_functional_instance_norm nn_functional_max_pool1d nn_functional_ctc_loss multinomial normal as_strided dist
+""".split()
+
+
+@pytest.mark.parametrize("cut", ["units", "runs"])
+def test_dims_that_are_not_split_in_blocks(cut):
+    found = _sweep(HANDLED, (2,), 1, cut)
+    assert [name for name, trials in found.items() if not report.is_right(trials)] == []
+
+
 def test_what_gathers_is_seen_to():
     names = ["block_diag", "mm", "bincount", "argmax", "min_reduction_with_dim", "cumsum"]
     assert [report.keeps(trials) for trials in _sweep(names, (2,), 2).values()] == [False] + [True] * 5
@@ -49,3 +62,11 @@ def test_the_page_keeps_what_was_reached():
 def test_all_operators_do_as_the_page_says(start):
     names = [name for k in range(start, min(start + 4, STEP)) for name in sorted(database())[k::STEP]]
     assert list(_complaints(_sweep(names, (2,), 3))) == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cut", ["units", "runs"])
+def test_no_operator_is_wrong_where_dims_are_not_split_in_blocks(cut):
+    found = _sweep(sorted(set(database()) - report.refused()), (3,), 1, cut)
+    assert [name for name, trials in found.items() if trials and not report.is_right(trials)] == []

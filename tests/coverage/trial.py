@@ -29,14 +29,19 @@ class Outcome:
     gathers: int = 0
 
 
-def placements(sample: Sample, axes: int) -> Iterator[tuple[Any, ...]]:
-    """Placements for all operands: each alone and all together, whole, split along their dims, and Partial."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
+def placements(sample: Sample, axes: int, cut: str = "") -> Iterator[tuple[Any, ...]]:
+    """Placements for all operands: each alone and all together, whole, split along their dims, and Partial.
+
+    Args:
+        cut: how split dims are: in "units" or in "runs", of or as many as their lengths allow, or in blocks.
+    """
+    from torch.distributed.tensor import Partial, Replicate
 
     whole = (Replicate(),) * axes
 
     def split(t: torch.Tensor, *dims: int) -> tuple[Any, ...]:
-        return tuple([Shard(d % t.ndim) if t.ndim and -t.ndim <= d < t.ndim else Replicate() for d in dims])
+        there = [d % t.ndim if t.ndim and -t.ndim <= d < t.ndim else None for d in dims]
+        return tuple([Replicate() if d is None else _shard(d, t.shape[d], cut) for d in there])
 
     def terms(t: torch.Tensor, op: str) -> tuple[Any, ...]:
         return (Partial(op),) * axes if t.is_floating_point() and t.dtype.itemsize > 1 else whole
@@ -52,6 +57,15 @@ def placements(sample: Sample, axes: int) -> Iterator[tuple[Any, ...]]:
         tuple([terms(t, ("avg", "max", "min")[k % 3]) for k, t in enumerate(ts)]),
     ]
     return iter(dict.fromkeys(chosen))
+
+
+def _shard(dim: int, length: int, cut: str) -> Any:
+    from torchshard import Shard, UnitShard
+
+    divisor = next((n for n in (2, 3, 5, 7) if length % n == 0), 1)
+    if not cut or not length or divisor == 1:
+        return Shard(dim)
+    return UnitShard(dim, divisor) if cut == "units" else UnitShard(dim, runs=divisor)
 
 
 def same(got: Any, want: Any, initialised: bool) -> None:
@@ -88,8 +102,10 @@ def try_one(sample: Sample, where: Sequence[Any], mesh: Any, gathered: list[int]
         _held(x, t) if any(q.is_partial() for q in x.placements) else _leaf(t)
         for x, t in zip(placed, sample.tensors, strict=True)
     ]
+    given = [t.detach().clone() for t in plain]
     torch.manual_seed(1)
     want = sample.run(plain)
+    written = [k for k, (t, old) in enumerate(zip(plain, given, strict=True)) if not torch.equal(t.detach(), old)]
     torch.manual_seed(1)
     split = [t.numel() for t, p in zip(plain, where, strict=True) if any(q.is_shard() for q in p)]
     gathered.clear()  # what placing the operands took
@@ -97,6 +113,7 @@ def try_one(sample: Sample, where: Sequence[Any], mesh: Any, gathered: list[int]
         got = sample.run(placed)
         gathers = sum(n >= min(split, default=0) for n in gathered)
         same(got, want, initialised)
+        same([placed[k] for k in written], [plain[k] for k in written], initialised)  # as running statistics
     except Exception as error:
         return Outcome(_kind(error), None, _said(error))
     if not sample.differentiable or not initialised:
