@@ -169,6 +169,33 @@ def test_values_that_go_by_one_name(tmp_path):
         load({"a": {"b": 0}, "a.b": 0}, checkpoint_id=tmp_path)
 
 
+def runs(rank, world, folder):
+    """Of a weight that is split in runs a rank has several stretches, which torch would read as one."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard import DTensor, Shard, init_device_mesh
+    from torchshard.parallel import ColwiseParallel, parallelize_module
+    from torchshard.parallel.fsdp import fully_shard, load
+    from torchshard.state_dict import from_torch
+
+    mesh, plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), torch.nn.Linear(4, 12, bias=False)
+    want = torch.arange(48.0).view(12, 4)
+    model = parallelize_module(plain, mesh["tp"], ColwiseParallel(runs=3))
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1))
+    dcp.save({"weight": want}, checkpoint_id=f"{folder}/whole")
+    state = model.state_dict()
+    load(state, checkpoint_id=f"{folder}/whole")
+    assert torch.equal(DTensor.from_torch(model.weight.detach()).full_tensor(), want)
+    dcp.save(from_torch(state), checkpoint_id=f"{folder}/runs")
+    state = {"weight": torch.zeros(12, 4)}
+    load(state, checkpoint_id=f"{folder}/runs")
+    assert torch.equal(state["weight"], want)
+
+
+def test_weights_that_are_split_in_runs(tmp_path):
+    run_ranks(4, runs, str(tmp_path))
+
+
 def dead(rank, world, folder):
     import os
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as upstream
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,12 +20,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchshard._torch import default_group, is_sharded_tensor, reader_for
+from torchshard._torch import default_group, is_sharded_tensor, reader_for, strided_shard
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.keys.containers import places
 from torchshard.layout.boxes import Box, check_tiling
 from torchshard.state_dict.trees import leaves
+from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.interop import from_torch
 
 
 def load(
@@ -47,7 +50,8 @@ def load(
         CheckpointError: a key is missing, a shape or a dtype differs, stored pieces overlap or do not make up a tensor,
             or a file cannot be read; on every rank, naming the keys, and the ranks that found it. Or torch has no
             reader for `checkpoint_id`.
-        ShardingError: two values have the same name when keys are joined by dots.
+        ShardingError: two values have the same name when keys are joined by dots; or a DTensor of torch's is split in
+            pieces that its placements do not tell.
         NotImplementedError: a ShardedTensor, or an object with a state dict of its own.
     """
     agreement = _agreement(process_group)
@@ -78,7 +82,10 @@ def load(
     with torch.no_grad():
         for name, container, key in found:
             if isinstance(x := container[key], Tensor):
-                x.copy_(fresh[name])
+                given = fresh[name]
+                if isinstance(given, DTensor) and isinstance(x, upstream.DTensor):
+                    x, given = x.to_local(), given.to_local()
+                x.copy_(given)
             else:
                 container[key] = fresh[name]
 
@@ -120,8 +127,15 @@ def _fresh(found: list[tuple[str, Any, Any]]) -> dict[str, Any]:
                 got=name,
                 fix="rename one of the keys",
             )
-        fresh[name] = torch.empty_like(x, requires_grad=False) if isinstance(x, Tensor) else x
+        fresh[name] = torch.empty_like(_of_all_stretches(x), requires_grad=False) if isinstance(x, Tensor) else x
     return fresh
+
+
+def _of_all_stretches(x: Tensor) -> Tensor:
+    """A DTensor of torch's with a strided split as one of ours: torch takes what a rank has for a single stretch."""
+    if isinstance(x, upstream.DTensor) and any(isinstance(p, strided_shard()) for p in x.placements):
+        return from_torch(x.detach())
+    return x
 
 
 def _described(x: Any) -> str:
