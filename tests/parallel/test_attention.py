@@ -194,6 +194,8 @@ def with_fsdp(rank, world):
     plain = Attention(4, bias=False)
     with pytest.raises(ShardingError, match="FSDP would cut the runs of a parameter across"):
         fully_shard(parallelize_module(copy.deepcopy(plain), mesh["tp"], plan()), mesh=mesh["dp"])
+    with pytest.raises(ShardingError, match=r"no placements(.|\n)*where: +out\.weight(.|\n)*DistributedDataParallel"):
+        fully_shard(parallelize_module(Attention(3, bias=False), mesh["tp"], {"out": plan()["out"]}), mesh=mesh["dp"])
     model = parallelize_module(copy.deepcopy(plain), mesh["tp"], plan())
     model = fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(int(p.shape[0] > 16)))
     x = torch.randn(2, 5, 16)

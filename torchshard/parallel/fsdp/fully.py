@@ -121,6 +121,17 @@ def _require_torch_can_say(
             where=name,
             fix="leave it out of the plan, or replicate it; or DistributedDataParallel(device_mesh=) instead of FSDP",
         )
+    try:
+        told(layout)
+    except ShardingError as error:
+        raise ShardingError(
+            "FSDP cannot hold a parameter that the plan cuts in a way for which torch has no placements.",
+            expected=error.expected,
+            got=error.got,
+            where=f"{name}, {layout}",
+            fix="a number of units, or heads, that the plan's ranks divide; or DistributedDataParallel(device_mesh=)"
+            " instead of FSDP",
+        ) from error
     placement: Any = shard_placement_fn(parameter) if shard_placement_fn is not None else None
     own = getattr(placement, "mesh_info", None)  # a ShardPlacementResult: on a mesh of the parameter's own
     if own is not None:
