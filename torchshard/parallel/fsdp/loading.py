@@ -26,7 +26,6 @@ from torchshard.errors import CheckpointError, ShardingError
 from torchshard.keys.containers import places
 from torchshard.layout.boxes import Box, check_tiling
 from torchshard.state_dict.trees import leaves
-from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch
 
 
@@ -82,10 +81,7 @@ def load(
     with torch.no_grad():
         for name, container, key in found:
             if isinstance(x := container[key], Tensor):
-                given = fresh[name]
-                if isinstance(given, DTensor) and isinstance(x, upstream.DTensor):
-                    x, given = x.to_local(), given.to_local()
-                x.copy_(given)
+                _of_all_stretches(x).copy_(fresh[name])
             else:
                 container[key] = fresh[name]
 
@@ -132,7 +128,7 @@ def _fresh(found: list[tuple[str, Any, Any]]) -> dict[str, Any]:
 
 
 def _of_all_stretches(x: Tensor) -> Tensor:
-    """A DTensor of torch's with a strided split as one of ours: torch takes what a rank has for a single stretch."""
+    """A DTensor of torch's with a strided split as one of ours, over its memory: torch takes a part for one stretch."""
     if isinstance(x, upstream.DTensor) and any(isinstance(p, strided_shard()) for p in x.placements):
         return from_torch(x.detach())
     return x
