@@ -1,6 +1,7 @@
 """State dicts of parallel modules: out, in, through checkpoints, and with parameters that are plain outside of forward."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -155,6 +156,58 @@ def lent(rank, world):
 
 def test_parameters_are_lent_to_forward():
     run_ranks(2, lent)
+
+
+class ReadsBelow(nn.Module):
+    """Reads parameters of a module below that it does not call, as nn.MultiheadAttention does those of its out_proj."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width))
+        self.calls = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.calls(nn.functional.linear(x, self.inner[0].weight, self.inner[0].bias).relu())
+
+
+class Blocks(nn.Sequential):
+    reentrant = None
+
+    def forward(self, x):
+        for block in self:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def lent_again(rank, world):
+    """Run again in backward, out of the module that was treated, a block has the parameters of modules below it."""
+    from torchshard import Replicate, distribute_tensor, init_device_mesh
+    from torchshard.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        fsdp,
+        local_parameters,
+        parallelize_module,
+        placed_parameters,
+    )
+
+    torch.manual_seed(0)
+    mesh, plain, x = init_device_mesh("cpu", (world,)), Blocks(ReadsBelow(6), ReadsBelow(6)), torch.randn(3, 6)
+    plain(x).square().sum().backward()
+    styles = {"*.inner.0": ColwiseParallel(), "*.calls": RowwiseParallel(use_local_output=False)}
+    for lend, reentrant in itertools.product((local_parameters, fsdp.torch_parameters), (False, True)):
+        model = Blocks(*(ReadsBelow(6) for _ in plain))
+        model.load_state_dict(plain.state_dict())
+        model.reentrant = reentrant
+        lend(parallelize_module(model, mesh, styles))
+        given = distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
+        model(given).square().sum().backward()
+        for p, q in zip(placed_parameters(model), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def test_parameters_are_lent_to_blocks_that_are_run_again():
+    run_ranks(2, lent_again)
 
 
 def optimizer_states(rank, world, folder):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch, to_torch
-from torchshard.tensor.parts import Placed
+from torchshard.tensor.owners import Placed
 
 _hooked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules whose state dicts hold torch's DTensors for their buffers."""

@@ -18,7 +18,7 @@ from torchshard._torch import fsdp_extension_base, mark_flattened, untraced
 from torchshard.errors import ShardingError
 from torchshard.parallel.fsdp import chunks
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.parts import Placed
+from torchshard.tensor.owners import Placed
 
 
 def is_ours(x: Any) -> bool:

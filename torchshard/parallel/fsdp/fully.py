@@ -27,7 +27,7 @@ from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import over, to_torch, told
 from torchshard.tensor.layout import TensorLayout
-from torchshard.tensor.parts import Owner, replace_parameters
+from torchshard.tensor.owners import Owner, replace_parameters
 from torchshard.tensor.replacing import before, now, replacing
 
 Modules = TypeVar("Modules", bound=nn.Module | Sequence[Any])

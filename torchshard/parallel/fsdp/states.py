@@ -14,7 +14,7 @@ from torchshard._torch import below_torch_functions
 from torchshard.parallel.fsdp.chunks import as_ours, part_of
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
-from torchshard.tensor.parts import Placed
+from torchshard.tensor.owners import Placed
 
 Parameters = Sequence[tuple[nn.Module, str, Any]]
 
