@@ -413,3 +413,28 @@ def normed_heads(rank, world):
 
 def test_norms_of_heads_have_the_gradient_of_all_heads():
     assert max(run_ranks(5, normed_heads)) < 1e-5
+
+
+def transforms(rank, world):
+    from torch.func import functional_call, grad
+
+    from torchshard import DTensor, Replicate, distribute_tensor, init_device_mesh
+    from torchshard.errors import UnsupportedOperatorError
+    from torchshard.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    model = parallelize_module(nn.Linear(4, 6), mesh, ColwiseParallel())
+    weights = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    for x in (torch.ones(3, 4), distribute_tensor(torch.ones(3, 4), mesh, [Replicate()])):
+
+        def loss(weights, x=x):
+            y = functional_call(model, weights, (x,))
+            return (y.to_local() if isinstance(y, DTensor) else y).square().sum()
+
+        assert [g.shape for g in torch.autograd.grad(loss(weights), [*weights.values()])] == [(6, 4), (6,)]
+        with pytest.raises(UnsupportedOperatorError, match=r"torch\.autograd\.grad"):
+            grad(loss)(weights)
+
+
+def test_plans_inside_of_functional_transforms_are_refused():
+    run_ranks(1, transforms)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchshard._torch import placements_are_values
+from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.autograd import part_in
 from torchshard.tensor.caching import one_node
@@ -261,7 +262,19 @@ def with_placements(x: DTensor, placements: Sequence[Placement], local: bool) ->
 
 
 def with_placements(x: DTensor, placements: Sequence[Placement], local: bool = False) -> Tensor:
-    """A DTensor with these placements, itself where nothing changes, or its part. For hooks, also in regions."""
+    """A DTensor with these placements, itself where nothing changes, or its part. For hooks, also in regions.
+
+    Raises:
+        UnsupportedOperatorError: it is no DTensor.
+    """
+    if not isinstance(x, DTensor):
+        raise UnsupportedOperatorError(
+            "A parallel style got no DTensor from its module.",
+            expected="a DTensor, as modules compute with weights that are DTensors",
+            got=f"{type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
+            fix="no to_local() in forward of the module; and torch.autograd.grad in place of torch.func, which stands"
+            " plain tensors in for DTensors",
+        )
     if not is_dynamo_compiling():
         return part_in(x, placements) if local else x._placed(placements)
     x = x._placed(placements) if _ANY_CALL_TAKES_PLACEMENTS else x.redistribute(placements=placements)

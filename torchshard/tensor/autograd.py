@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import exported_whole, in_forward_ad, is_traced, skip_methods
+from torchshard._torch import exported_whole, in_forward_ad, in_transform, is_traced, skip_methods
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
@@ -324,6 +324,13 @@ def from_local(
     """See DTensor.from_local; and caching.tie."""
     if isinstance(local, DTensor):
         raise RuntimeError("from_local takes a plain torch.Tensor, and this is a DTensor; use redistribute")
+    if in_transform():
+        raise UnsupportedOperatorError(
+            "A DTensor cannot be made inside of torch.func, which stands plain tensors in for DTensors.",
+            expected="from_local, or a module with a plan, outside of grad, vjp and the other transforms",
+            got=f"from_local of a tensor of shape {tuple(local.shape)} inside",
+            fix="take derivatives by torch.autograd.grad, with create_graph=True for the second",
+        )
     if (shape is None) != (stride is None):
         dense = "" if shape is None else f"; that of a contiguous tensor is {contiguous_stride(tuple(shape))}"
         raise RuntimeError(f"from_local takes shape and stride together; got shape={shape}, stride={stride}{dense}")
