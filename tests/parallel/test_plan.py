@@ -154,8 +154,9 @@ def test_shared_parameters_stay_shared(mesh):
     assert later.head.weight is later.embedding.weight
     parallelize_module(later, mesh, {"head": ColwiseParallel()})
     assert later.head.weight is later.embedding.weight
-    with pytest.raises(ShardingError, match="does not move a DTensor"):
+    with pytest.raises(ShardingError, match="placed before, by a style that cuts it otherwise") as raised:
         parallelize_module(Tied(), mesh, {"embedding": ColwiseParallel(), "head": ColwiseParallel()})
+    assert (raised.value.where, "parallelize_plan['head']" in "".join(raised.value.__notes__)) == ("weight", True)
 
 
 def test_what_parameters_carry(mesh):

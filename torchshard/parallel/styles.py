@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchshard._torch import placements_are_values
-from torchshard.errors import UnsupportedOperatorError
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.autograd import part_in
 from torchshard.tensor.caching import one_node
@@ -216,7 +216,19 @@ def place_parameter(
     Raises:
         ShardingError: it is a DTensor of another placement, or has hooks.
     """
-    placed: Tensor = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+    try:
+        placed: Tensor = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+    except ShardingError as error:
+        if not isinstance(parameter, DTensor):
+            raise
+        raise ShardingError(
+            "A parameter has been placed before, by a style that cuts it otherwise.",
+            expected=parameter._spec,
+            got=placement,
+            where=name,
+            fix="where modules share it, styles that cut it alike, as RowwiseParallel of an embedding and"
+            " ColwiseParallel of a linear layer do; else one style for it, once",
+        ) from error
     if placed is not parameter:
         module.register_parameter(name, successor(parameter, placed.detach(), module, name))
 
