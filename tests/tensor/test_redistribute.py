@@ -145,6 +145,27 @@ def test_a_gradient_lies_as_its_tensor_does_where_nothing_changes():
         }
 
 
+def terms_of_a_parameter_that_was_looked_at(rank, world):
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+    w = distribute_tensor(torch.ones(2), mesh, [Replicate()]).requires_grad_()
+    before = w.full_tensor().tolist()
+    with CommDebugMode() as mode:
+        (x * w).sum().backward()
+    return before, mode.get_total_counts(), w.grad.placements, w.grad.full_tensor().tolist()
+
+
+def test_full_tensor_leaves_gradients_of_other_uses_where_they_are():
+    """A parameter that is printed, say: its gradient is not reduced in every backward from then on."""
+    from torchshard import Partial
+
+    for found in run_ranks(2, terms_of_a_parameter_that_was_looked_at):
+        assert found == ([1.0, 1.0], 0, (Partial(),), [12.0, 16.0])
+
+
 def nested_orders(rank, world):
     """A dim cut by both axes, in both nesting orders: torch's placement for the other order goes there and back."""
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -275,9 +275,12 @@ def redistribute(
     return _redistributed(x, target, forward_dtype, backward_dtype, async_op)
 
 
-def whole(x: DTensor) -> DTensor:
-    """The tensor, whole on every rank, as the user has asked for it."""
-    return redistribute(x, x._spec.mesh.replicated(), asked=True)
+def whole(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> DTensor:
+    """The tensor, whole on every rank, as the user has asked for it with such a gradient.
+
+    One that comes back whole lies as the tensor does, and what other uses of the tensor give is to stay as it is.
+    """
+    return redistribute(x, x._spec.mesh.replicated(), asked=grad_placements is not None)
 
 
 @exported_whole

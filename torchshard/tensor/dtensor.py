@@ -147,7 +147,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         """
         from torchshard.tensor import autograd
 
-        return autograd.whole(self).to_local(grad_placements=grad_placements)
+        return autograd.whole(self, grad_placements).to_local(grad_placements=grad_placements)
 
     @staticmethod
     def from_torch(upstream: Tensor) -> "DTensor":
