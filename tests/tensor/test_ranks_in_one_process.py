@@ -4,10 +4,12 @@ import unittest
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard as Part
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from tests.ranks import fake_ranks, run_ranks
-from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+from torchshard import Replicate, Shard, ShardedTensor, distribute_tensor, init_device_mesh
 from torchshard.errors import ShardingError
 
 
@@ -38,6 +40,15 @@ class Threads(MultiThreadedTestCase):
             torch.testing.assert_close(a.redistribute(placements=[Shard(1)] * len(shape)).full_tensor(), x)
             x, w = x.detach(), w.detach()
 
+    def test_parts_in_groups(self):  # ranks of such groups have no store that they know of
+        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))["columns"].get_group()
+        at = dist.get_rank(group)
+        x = ShardedTensor.from_local(torch.full((at + 1, 2), float(at)), process_group=group)
+        part = Part.from_tensor_and_offsets(torch.ones(2, 2), [2 * at, 0], dist.get_rank())
+        y = ShardedTensor.from_local_shards([part], 4, 2, process_group=group)
+        assert (x.shape, y.shape) == ((3, 2), (4, 2))
+        assert (2 * x + 1).local_tensor().tolist() == [[2.0 * at + 1] * 2] * (at + 1)
+
 
 def threads(rank, world):
     result = unittest.TestResult()
@@ -46,7 +57,7 @@ def threads(rank, world):
 
 
 def test_ranks_that_are_threads():
-    assert run_ranks(1, threads, backend="") == [(1, [])]
+    assert run_ranks(1, threads, backend="") == [(2, [])]
 
 
 def played(rank, world):

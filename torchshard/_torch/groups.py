@@ -31,9 +31,10 @@ def group_named(name: str) -> dist.ProcessGroup:
 def group_store(group: dist.ProcessGroup) -> Store:
     """The store through which the group's ranks found each other (ProcessGroup.get_group_store, 2.11-2.15).
 
-    There is no public way to it; without it an error says so.
+    There is no public way to it; without it an error says so. Groups of ranks that are threads do not know theirs, but
+    torch does (distributed_c10d._world, 2.11-2.15).
     """
-    return group.get_group_store()
+    return group.get_group_store() or _c10d._world.pg_map[group][1]
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
