@@ -361,7 +361,7 @@ def _failing(rank, world):
         ("at once", ValueError, "no such luck"),
         ("later", RuntimeError, "ValueError: no luck later"),
         ("list", TypeError, "must hold one tensor"),
-        ("number", RuntimeError, "callback must return a torch.futures.Future .* but got builtins.int"),
+        ("number", RuntimeError, "callback must return a torch.futures.Future object, but got builtins.int"),
     ]:
         fail[0] = case
         with pytest.raises(kind, match=text):

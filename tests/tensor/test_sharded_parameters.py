@@ -189,6 +189,11 @@ def _asking(rank, world):
     with torch.no_grad():
         x.local_tensor().fill_(3.0)
     assert x.detach().local_tensor().eq(3.0).all()
+    for number in (4.0, 5.0):  # what takes the place of a part is the tensor's from then on
+        part = x.local_shards()[0]
+        part.tensor = torch.full((2, 2), number)
+        assert x.local_tensor().eq(number).all()
+        assert type(copy.copy(part)) is specs.Shard
     a, b = (torch.full((1, 2), float(n), requires_grad=True) for n in (1, 2))
     parts = [specs.Shard.from_tensor_and_offsets(t * t, [2 * rank + k, 0], rank) for k, t in enumerate((a, b))]
     joined = ShardedTensor.from_local_shards(parts, 4, 2)

@@ -128,8 +128,8 @@ class Hooked:
         if not _is_future(future):
             kind = type(future)
             raise RuntimeError(
-                "DDP communication hook's callback must return a torch.futures.Future or torch._C.Future object, but "
-                f"got {kind.__module__}.{kind.__qualname__}"
+                "DDP communication hook: callback must return a torch.futures.Future object, but got "
+                f"{kind.__module__}.{kind.__qualname__}"
             )
         return future
 

@@ -29,7 +29,10 @@ class HeldInParts:
         parts = self._parts()
         if not parts or parts[0] is self._local_shards[0].tensor:
             return self._local_shards
-        return [specs.Shard(part, shard.metadata) for part, shard in zip(parts, self._local_shards, strict=True)]
+        held = zip(parts, self._local_shards, strict=True)
+        if torch.compiler.is_dynamo_compiling():
+            return [specs.Shard(part, shard.metadata) for part, shard in held]
+        return [_HandedOut(part, shard) for part, shard in held]
 
     def _parts(self) -> tuple[Tensor, ...]:
         parts = tuple([shard.tensor for shard in self._local_shards])
@@ -67,6 +70,22 @@ class HeldInParts:
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise _no_memory("__dlpack__()")
+
+
+class _HandedOut(specs.Shard):
+    """A part with history, for one that a ShardedTensor holds: what is put in its place is held from then on."""
+
+    def __init__(self, part: Tensor, held: Any) -> None:
+        super().__init__(part, held.metadata)
+        self._held = held
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "tensor" and "_held" in vars(self):
+            self._held.tensor = value
+
+    def __reduce__(self) -> Any:
+        return specs.Shard, (self.tensor, self.metadata)
 
 
 def joined(shards: Sequence[Any], metadata: Any, spec: Any, group: dist.ProcessGroup) -> Any:
