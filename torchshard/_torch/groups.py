@@ -31,10 +31,38 @@ def group_named(name: str) -> dist.ProcessGroup:
 def group_store(group: dist.ProcessGroup) -> Store:
     """The store through which the group's ranks found each other (ProcessGroup.get_group_store, 2.11-2.15).
 
-    There is no public way to it; without it an error says so. Groups of ranks that are threads do not know theirs, but
-    torch does (distributed_c10d._world, 2.11-2.15).
+    There is no public way to it. Groups of ranks that are threads do not know theirs, but torch does
+    (distributed_c10d._world, 2.11-2.15).
+
+    Raises:
+        ValueError: neither knows, as torch has not made the group.
     """
-    return group.get_group_store() or _c10d._world.pg_map[group][1]
+    store = group.get_group_store() or _c10d._world.pg_map.get(group, ("", None))[1]
+    if store is None:
+        raise ValueError(
+            f"the process group {group.name()!r} of {group.size()} ranks has no store, by which ranks learn of others"
+            " that do something else or are lost: torch.distributed.new_group makes groups that have one, also of a"
+            " class of your own (torch.distributed.Backend.register_backend)"
+        )
+    return store
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name torch gave a group (distributed_c10d._world, 2.11-2.15), which one written in Python may not know."""
+    return _c10d._world.pg_names.get(group) or group.group_name
+
+
+def group_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The global ranks of a group, in their order; of one that torch does not know, its own ranks.
+
+    Such is a ProcessGroup written in Python that nobody has registered.
+    """
+    return dist.get_process_group_ranks(group) if is_registered(group) else list(range(group.size()))
+
+
+def group_backend(group: dist.ProcessGroup) -> str:
+    """What torch.distributed.get_backend says; of a group that torch does not know, its own name."""
+    return dist.get_backend(group) if is_registered(group) else group.name()
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -63,9 +91,9 @@ def device_carried(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     return bound or torch.device("cpu" if "cpu" in known else min(known))
 
 
-def is_destroyed(group: dist.ProcessGroup) -> bool:
-    """Whether destroy_process_group has been called for this group or for all (distributed_c10d._world, 2.11-2.15)."""
-    return group not in _c10d._world.pg_group_ranks
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch knows the group: it has made it and not destroyed it since (distributed_c10d._world, 2.11-2.15)."""
+    return group in _c10d._world.pg_group_ranks
 
 
 def debug_level() -> str:

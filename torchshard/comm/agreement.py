@@ -52,7 +52,7 @@ class Agreement:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, what: str = "buckets", alone: bool = False
     ) -> None:
-        self.ranks, self.what = dist.get_process_group_ranks(group), what
+        self.ranks, self.what = _torch.group_ranks(group), what
         self.rank, self.world = self.ranks[group.rank()], len(self.ranks)
         self.limit = _torch.group_timeout(group, device).total_seconds()
         self._known: dict[tuple[int, str], int] = {}
@@ -65,9 +65,9 @@ class Agreement:
         self._store: Store | None = None
         self._places: tuple[Store, str] | None = None
         self._group = group
-        if self.world > 1 and dist.get_backend(group) != "fake":
+        if self.world > 1 and _torch.group_backend(group) != "fake":
             kind = _ALONE if alone else "agreements"
-            self._places = _torch.group_store(group), f"torchshard/{group.group_name}/{kind}"
+            self._places = _torch.group_store(group), f"torchshard/{_torch.group_name(group)}/{kind}"
             if not alone:
                 self._common_store()
 

@@ -57,7 +57,7 @@ def answers(group: dist.ProcessGroup, place: str, what: str, ranks: Sequence[int
     rank = ranks[group.rank()]
     silent, waits = set(ranks), dict[int, str]()
     try:
-        store: Store = PrefixStore(f"torchshard/{group.group_name}/{place}", _torch.group_store(group))
+        store: Store = PrefixStore(f"torchshard/{_torch.group_name(group)}/{place}", _torch.group_store(group))
         store = PrefixStore(str(store.add(f"turns/{rank}", 1)), store)
         store.set(f"alive/{rank}", what)
         deadline = time.monotonic() + _TO_ANSWER

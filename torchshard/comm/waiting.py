@@ -12,7 +12,7 @@ from torchshard._torch import is_gloo
 from torchshard.comm.agreement import Agreement
 from torchshard.errors import RankMismatchError
 
-_GLANCE = timedelta(seconds=1)
+_GLANCE, _TO_THE_END = timedelta(seconds=1), timedelta(0)
 
 
 class Promise:
@@ -35,8 +35,11 @@ class Promise:
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when there is a result; raise RuntimeError if the time is over, or what the future was given."""
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+        """Return when there is a result; raise RuntimeError if the time is over, or what the future was given.
+
+        A time of 0 has no end, as that of torch's works.
+        """
+        if not self._done.wait(timeout.total_seconds() if timeout else None):
             raise RuntimeError("there is no result in time")
         self._future.wait()
         return True
@@ -59,14 +62,14 @@ def wait_for(
         held_up: see `holds_up`.
         what: is waited for, for messages.
 
-    A wait that holds up the host is cut into slices of a second, and between them the agreement is asked. Else
-    Work.wait() orders streams, and that is all that is done.
+    A wait that holds up the host is cut into slices of a second, and between them the agreement is asked, if there is
+    anybody to disagree with. Else Work.wait() orders streams, and that is all that is done.
     """
     for work in works:
-        if held_up:
+        if held_up and agreement.world > 1:
             _wait_in_slices(work, agreement, position, what)
         else:
-            work.wait()
+            work.wait(_TO_THE_END)  # works written in Python, as groups are, may want it said
 
 
 def _wait_in_slices(work: Any, agreement: Agreement, position: int, what: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchshard._torch import is_registered
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.packed import packed_all_reduce_of
 from torchshard.comm.summing import all_reduce
@@ -30,7 +31,12 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, alone: bool = False) -> None:
         self.group, self.device, self.issued = group, device, 0
         self.agreement, self._held_up = Agreement(group, device, alone=alone), holds_up(group, device)
+        self._registered = is_registered(group)  # not one of the user's own class, which torch need not know
         pause_at_exit()
+
+    def is_over(self) -> bool:
+        """Whether the group has been destroyed."""
+        return self._registered and not is_registered(self.group)
 
     def confirm(self, text: str) -> None:
         """Make sure that all ranks are about to do what `text` says."""

@@ -163,7 +163,7 @@ def _durations(step: Step) -> dict[str, int]:
 
 def facts_of(wrapper: Any) -> dict[str, str | int]:
     """What a wrapper knows of itself when it is built."""
-    group, backend = wrapper.process_group, torch.distributed.get_backend(wrapper.process_group)
+    group, backend = wrapper.process_group, _torch.group_backend(wrapper.process_group)
     return {
         "module_name": type(wrapper.module).__name__,
         "world_size": group.size(),

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
@@ -79,7 +78,7 @@ class ObservedReducer(Reducer):
         return not isinstance(reduction.hook, SteppingHook)
 
     def _take_hook(self, reduction: Hooked) -> None:
-        on_gloo = self.exchange.device.type == "cpu" or dist.get_backend(self.group) == "gloo"
+        on_gloo = self.exchange.device.type == "cpu" or _torch.group_backend(self.group) == "gloo"
         wait = partial(self.exchange.wait, what="the bucket before the one that is full")
         reduction.in_turn = wait if on_gloo and not reduction.is_linear else None
         self.reduction = reduction
@@ -129,7 +128,7 @@ class ObservedReducer(Reducer):
 
     def check_group(self) -> None:
         """Raise RuntimeError if the process group is no more."""
-        if _torch.is_destroyed(self.group):
+        if self.exchange.is_over():
             raise RuntimeError(
                 "DistributedDataParallel: the process group of this wrapper has been destroyed; wrap the module anew, "
                 "or use ddp.module, the module inside, where nothing is to be reduced"
