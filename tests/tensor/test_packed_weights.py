@@ -154,6 +154,33 @@ def test_every_second_column():
     )
 
 
+def lengths_of_a_graph(rank, world):
+    """Graphs of a dim of which every second item is taken, by what is said of its length before."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh, counts = init_device_mesh("cpu", (world,)), []
+    for mark in (torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        run = torch.compile(lambda x: (x[::2] * 2, x[1::2]), backend=counter, fullgraph=True)
+        for rows in (8, 12, 24, 16, 11, 13):  # the last two are gathered, and have a graph of their own
+            full = torch.randn(rows, 3).requires_grad_()
+            x = distribute_tensor(full.detach(), mesh, [Shard(0)]).requires_grad_()
+            mark(x, 0)
+            wanted, found = (full[::2] * 2, full[1::2]), [y.full_tensor() for y in run(x)]
+            for w, f in zip(wanted, found, strict=True):
+                assert torch.equal(w, f), (mark, rows)
+            for part in (wanted, found):
+                sum([y.square().sum() for y in part]).backward()
+            assert torch.equal(x.grad.full_tensor(), full.grad), (mark, rows)
+        counts.append(counter.frame_count)
+    return counts
+
+
+def test_every_second_row_of_any_length_in_one_graph():
+    assert run_ranks(2, lengths_of_a_graph) == [[2, 2]] * 2
+
+
 def saved(rank, world, folder):
     from torchshard import Replicate, Shard, UnitShard, checkpoint, distribute_tensor, init_device_mesh, state_dict
 

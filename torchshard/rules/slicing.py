@@ -73,7 +73,7 @@ def _slice(x: Layout, dim: int = 0, start: int | None = None, end: int | None = 
         return _unchanged(x)
     if _takes_one_of_each(n, start, end, step) and dim in x.sharding.splits:
         line = _line(x.ndim, dim, [f"({_RUN} {_STRIDE})"], [_RUN])
-        return Made(line, {_RUN: int(n // step), _STRIDE: step}, local=lambda f, t, *_: f(t, dim, start, end, step))
+        return Made(line, {_RUN: n // step, _STRIDE: step}, local=lambda f, t, *_: f(t, dim, start, end, step))
     bounds = _bounds(n, start, end, step) if run else None
     if run and bounds and bounds[0] < bounds[1] and bounds[0] % run == 0 and bounds[1] % run == 0:
         return _cut_in_runs(x, dim, run, [bounds], lambda f, t, own: f(t, dim, *own[0]))
@@ -141,7 +141,7 @@ def _slice_backward(grad: Layout, size: Sequence[int], dim: int, start: int, end
             return function(part, whole, dim, start, sys.maxsize, step)
 
         line = _line(grad.ndim, dim, [_RUN], [f"({_RUN} {_STRIDE})"])
-        return Made(line, {_RUN: int(n // step), _STRIDE: step}, local=apart)
+        return Made(line, {_RUN: n // step, _STRIDE: step}, local=apart)
     run = _length_of_all_runs([grad], dim)
     bounds = _bounds(n, start, end, step) if run else None
     if not run or not bounds or n % run or bounds[0] % run:
