@@ -1,7 +1,10 @@
 """What is moved, and how often: terms that lists are added up of stay terms, and an operand given twice goes once."""
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -108,3 +111,25 @@ def test_gradients_of_a_split_batch_are_reduced_by_few_collectives(kind, options
             p.grad = DTensor.from_local(torch.ones(p.shape), mesh, [Partial()])
         optimizer.step()
         assert _sent(optimizer.step) == expected
+
+
+def _padded(rank, world):
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    full = torch.arange(35.0).reshape(5, 7) - 9
+    for kind, pad, value in itertools.product(("max", "min", "sum", "avg"), ((1, 2), (0, 0, 2, -1), (-1, -2)), (0, 3)):
+        part = full - rank if kind == "max" else full + rank if kind == "min" else full * (rank + 1)
+        x = DTensor.from_local(part, mesh, [Partial(kind)], shape=full.shape, stride=full.stride())
+        want = F.pad(x.full_tensor(), pad, value=value)
+        with CommDebugMode() as mode:
+            y = F.pad(x, pad, value=value)
+        assert torch.equal(y.full_tensor(), want), (kind, pad, value)
+        if mode.get_total_counts():
+            assert y.placements != x.placements
+            found.append((kind, pad, value))
+    return found
+
+
+def test_numbers_around_terms_are_terms():
+    """But for sums: each rank's number would be added to the others'."""
+    sums = [(kind, pad, 3) for kind in ("sum", "avg") for pad in ((1, 2), (0, 0, 2, -1))]
+    assert run_ranks(2, _padded) == [sums] * 2

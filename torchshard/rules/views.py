@@ -191,7 +191,10 @@ def _pad(x: Layout, pad: Sequence[int], value: Any = 0) -> Made:
         if pad[2 * k] or pad[2 * k + 1]:
             names[x.ndim - 1 - k] = f"W{k}"
     result = [f"Z{f}" if f[0] == "W" else f for f in names]
-    return Made(_line(names, result), options={} if value else {"linear": ((0,),)})
+    if all(isinstance(n, int) and n <= 0 for n in pad):
+        return Made(_line(names, result), options={"moves": True})
+    extremes = {"max": ((0,),), "min": ((0,),)}  # of one value on all ranks, the extreme is that value
+    return Made(_line(names, result), options=extremes if value else {"linear": ((0,),), **extremes})
 
 
 def _view_dtype(x: Layout, dtype: Any) -> str | None:
