@@ -20,8 +20,10 @@ def _address(x):
 
 
 def _odd(rank, world):
+    from torch.distributed import tensor as upstream
     from torch.distributed._functional_collectives import all_reduce
     from torch.distributed.tensor import DeviceMesh, Partial, Replicate, Shard
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
     from torchshard import DTensor, ShardedTensor, init_device_mesh, state_dict
     from torchshard.errors import RankMismatchError, ShardingError
@@ -187,6 +189,14 @@ def _odd(rank, world):
     refused(lambda: state_dict.to_dtensor({"w": meta}, mesh, [Shard(0)]), "meta device has no values.*w.*src_rank")
     lost = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [Shard(0)])
     refused(lambda: state_dict.to_full({"w": lost}), "meta device has no values")
+    wrapped = LocalShardsWrapper([torch.ones(1, 2)], [(rank, 0)])
+    several = upstream.DTensor.from_local(wrapped, upstream.init_device_mesh("cpu", (world,)), [Shard(0)])
+    refused(lambda: state_dict.to_full({"t": several}), "LocalShardsWrapper of 1 parts.*from_local_shards")
+    placed = [
+        specs.Shard.from_tensor_and_offsets(part, list(offsets), rank)
+        for part, offsets in zip(wrapped.local_shards(), wrapped.local_offsets(), strict=True)
+    ]
+    assert state_dict.to_full(ShardedTensor.from_local_shards(placed, several.shape)).eq(1).all()
     sparse = torch.eye(3).to_sparse()
     assert state_dict.to_full({"s": sparse, "w": spread}, cpu_offload=True)["s"] is sparse
     quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)

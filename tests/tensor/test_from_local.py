@@ -91,11 +91,13 @@ def test_gradients_of_parts_and_terms():
 
 def refusals(rank, world):
     import torch.distributed.tensor as upstream
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
     from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
     x = torch.ones(4, 3)
+    wrapped = LocalShardsWrapper([torch.ones(4, 3)], [(4 * rank, 0)])
     torchs = upstream.distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])  # the second rank has nothing of it
     calls = {
         "placement": lambda: distribute_tensor(x, mesh, ["Shard(0)"]),
@@ -117,6 +119,7 @@ def refusals(rank, world):
         "nested": lambda: DTensor.from_local(
             torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), mesh, [Shard(0)]
         ),
+        "wrapped": lambda: DTensor.from_torch(upstream.DTensor.from_local(wrapped, mesh, [Shard(0)])),
         "torch's": lambda: distribute_tensor(torchs, mesh, [Shard(0)]),
         "torch's part": lambda: DTensor.from_local(torchs, mesh, [Shard(0)]),
         "factory": lambda: __import__("torchshard").zeros(4, device_mesh=mesh, placements=[Partial()]),
@@ -193,6 +196,11 @@ class Sentences(expecttest.TestCase):
   got:      a nested tensor
   where:    from_local
   fix:      x.to_padded_tensor(0.0)
+[wrapped] ShardingError: A tensor that wraps several parts of a larger one is no part of a DTensor.
+  expected: one plain torch.Tensor
+  got:      LocalShardsWrapper of 1 parts
+  where:    from_local
+  fix:      torchshard.ShardedTensor.from_local_shards of its parts and their offsets; or dcp.save the tensor, and convert the checkpoint
 [torch's] ShardingError: A DTensor is made of plain tensors.
   expected: a plain torch.Tensor
   got:      one of torch's own DTensors, of shape (1, 3) and placements (Shard(dim=0),)

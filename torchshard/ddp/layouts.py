@@ -46,9 +46,17 @@ class Events(list[Event]):
         ready = {gradient.name: moment for gradient, moment in zip(came, moments, strict=True)}
         return StepTimes(backward=self.end - self.begin, ready=ready)
 
-    def has_graphs(self) -> bool:
-        """Whether a compiled graph has made some of the gradients."""
-        return any(isinstance(event, tuple) for event in self)
+    def of_graphs(self) -> list[tuple[int, ...]]:
+        """What compiled graphs have made."""
+        return [event for event in self if isinstance(event, tuple)]
+
+    def that_tell(self, ranks: int) -> Sequence[Event]:
+        """Those by which this many ranks lay out their buckets.
+
+        One alone does not go by the order of gradients, but by that of parameters: where its hook speaks to other
+        processes, as in fault-tolerant training, these have seen other backwards, and some may have begun later.
+        """
+        return self if ranks > 1 else self.of_graphs()
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class ObservedReducer(Reducer):
         events = self.arrived
         assert events is not None, "there is something to learn from"
         first, self.has_learned = not self.has_learned, True
-        compiled = first and events.has_graphs()  # while it ran
+        compiled = first and bool(events.of_graphs())  # while it ran
         if self.link is not None:
             self._choose_policy(events if events and not compiled else None)
         super()._learn()

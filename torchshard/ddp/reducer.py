@@ -380,9 +380,10 @@ class Reducer(Launching, ReducerCompatibility):
     def _learn(self) -> None:
         """Lay the buckets out by what rank 0 has seen in this backward."""
         assert self.arrived is not None, "there is something to learn from"
-        laid = lay_out(self.arrived, self._gradients, self.lending.shared, self.policy, self.lending.joins)
+        events = self.arrived.that_tell(self.group.size())
+        laid = lay_out(events, self._gradients, self.lending.shared, self.policy, self.lending.joins)
         numbers = self.exchange.of_first_rank(encode(laid))
-        self.lending.know(event for event in self.arrived if isinstance(event, tuple))
+        self.lending.know(self.arrived.of_graphs())
         if not self.holds:
             self.arrived = None
         self._adopt(decode(numbers), agreed=self._verified)

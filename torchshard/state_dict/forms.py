@@ -21,7 +21,7 @@ from torchshard.state_dict.trees import not_dense
 from torchshard.tensor.declared import declared
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import require_ascending
-from torchshard.tensor.layout import TensorLayout
+from torchshard.tensor.layout import TensorLayout, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.pending import arrived
 from torchshard.tensor.redistribute import redistribute_local
@@ -215,6 +215,7 @@ def _on_mesh(x: Any, sharding: Sharding, local: Tensor, memory: Memory) -> Form:
 
 def _of_upstream(x: Any, reduce_partial: bool, memory: Memory) -> Form:
     mesh, shape = bind(x.device_mesh), tuple(x.shape)
+    require_strided(x.to_local(), "one of torch's DTensors")
     if any(placement.is_partial() for placement in x.placements):
         kept = [upstream.Replicate() if p.is_partial() else p for p in x.placements]
         _require_reduction(x, x.placements, reduce_partial)

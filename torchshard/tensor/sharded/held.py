@@ -72,7 +72,7 @@ class HeldInParts:
         raise _no_memory("__dlpack__()")
 
 
-class _HandedOut(specs.Shard):
+class _HandedOut(specs.Shard):  # type: ignore[misc, valid-type]
     """A part with history, for one that a ShardedTensor holds: what is put in its place is held from then on."""
 
     def __init__(self, part: Tensor, held: Any) -> None:
