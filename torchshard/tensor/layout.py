@@ -157,8 +157,8 @@ def require_strided(x: Any, where: str) -> None:
                 expected="one plain torch.Tensor",
                 got=f"{type(x).__name__} of {len(x.local_shards())} parts",
                 where=where,
-                fix="torchshard.ShardedTensor.from_local_shards of its parts and their offsets; or dcp.save the tensor, "
-                "and convert the checkpoint",
+                fix="torchshard.ShardedTensor.from_local_shards of its parts and their offsets; or dcp.save the "
+                "tensor, and convert the checkpoint",
             )
         return
     kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
