@@ -250,6 +250,8 @@ def _terms(axes: tuple[int, ...], layout: TensorLayout, grad: DTensor) -> Tensor
 @one_node  # torch.export's own access to parts loses gradients
 @exported_whole
 def _part(parameter: upstream.DTensor) -> Tensor:
+    if torch.compiler.is_exporting():  # which follows no DTensor made on the way
+        return parameter.to_local()
     return _Part.apply(parameter)  # type: ignore[no-any-return, no-untyped-call]
 
 
