@@ -140,7 +140,7 @@ def test_what_is_no_plan(mesh):
 
 
 class ExpertsAndColumns(ParallelStyle):
-    """A style of a user that takes two axes, as torchtitan's of experts: experts cut along one, columns along the other."""
+    """A style of a user that takes two axes: experts are cut along one, columns along the other."""
 
     def _apply(self, module, device_mesh):
         def partition(_, module, mesh):
