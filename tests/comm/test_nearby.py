@@ -1,5 +1,6 @@
 """Collectives between ranks of one machine, by words and in memory. Their values: test_collectives.py."""
 
+import functools
 import os
 import time
 from datetime import timedelta
@@ -8,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.ranks import by_messages, meet, run_ranks
+from torchshard import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torchshard.comm import collectives as C
 from torchshard.comm import nearby, reach, words
 from torchshard.comm.group import Group
@@ -86,6 +89,35 @@ def _modes_of_one_rank(rank, world):
     total = counts.get_total_counts() if rank == 0 else None
     collectives = [[n for n in mode.seen if "all_" in n or n[:6] in ("reduce", "broadc")] for mode in (names, outer)]
     return total, collectives
+
+
+def _kept_by_a_checkpoint(rank, world):
+    c10d = torch.ops._c10d_functional
+    kinds = {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_reduce.default}
+
+    def keep(context, operator, *args, **options):
+        return CheckpointPolicy.MUST_SAVE if operator in kinds else CheckpointPolicy.PREFER_RECOMPUTE
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = DTensor.from_local(torch.arange(6.0).view(2, 3) + rank, mesh, [Shard(0)]).requires_grad_()
+
+    def moved(x):
+        whole = x.sin().redistribute(placements=[Replicate()])
+        part = DTensor.from_local(whole.to_local(), mesh, [Partial()]).redistribute(placements=[Shard(0)])
+        return (part.cos() * x).sum().redistribute(placements=[Replicate()]).exp()
+
+    counts = CommDebugMode()
+    with counts:
+        saving = functools.partial(create_selective_checkpoint_contexts, keep)
+        checkpoint(moved, x, use_reentrant=False, context_fn=saving).backward()
+    kept, x.grad = x.grad.full_tensor(), None
+    moved(x).backward()
+    assert torch.equal(x.grad.full_tensor(), kept)
+    return counts.get_total_counts()
+
+
+def test_a_selective_checkpoint_keeps_what_was_sent():
+    assert run_ranks(2, _kept_by_a_checkpoint) == [4, 4]  # three, and the gradient of the second
 
 
 def test_modes_see_the_collectives_of_torch_and_may_be_on_one_rank_alone():

@@ -13,11 +13,15 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_in_bac
 from torch.distributed.tensor import parallel as theirs
 
 from tests.ranks import fake_ranks, run_ranks
-from torchshard import DeviceMesh, DTensor, Replicate, Shard, distribute_module, init_device_mesh
+from torchshard import DeviceMesh, DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from torchshard.errors import ShardingError
 from torchshard.parallel import (
     ColwiseParallel,
+    HeadwiseParallel,
     ParallelStyle,
+    ParameterwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     context_parallel,
@@ -125,11 +129,54 @@ def test_what_is_no_plan(mesh):
     with pytest.raises(RuntimeError, match=r"No mesh is given, and there is no surrounding .*; give device_mesh="):
         parallelize_module(module, parallelize_plan={"head": ColwiseParallel()})
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ShardingError, match=r'mesh\["tp"\]'):
-        parallelize_module(tree(), grid, {"head": ColwiseParallel()})
+    styles = ColwiseParallel(), SequenceParallel(), ParameterwiseParallel({}), PrepareModuleInput(), HeadwiseParallel()
+    for style in (*styles, PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Shard(0))):
+        head = nn.MultiheadAttention(4, 4) if isinstance(style, HeadwiseParallel) else nn.Linear(4, 4)
+        with pytest.raises(ShardingError, match=r'mesh\["tp"\]'):
+            parallelize_module(head, grid, style)
     parallelize_module(tree(), grid["tp"], {"head": ColwiseParallel()})
     with pytest.raises(NotImplementedError, match="context_parallel is not supported yet"):
         context_parallel(mesh)
+
+
+class ExpertsAndColumns(ParallelStyle):
+    """A style of a user that takes two axes: experts are cut along one, columns along the other."""
+
+    def _apply(self, module, device_mesh):
+        def partition(_, module, mesh):
+            module.w = nn.Parameter(distribute_tensor(module.w, mesh, [Shard(0), Shard(2)]))
+
+        def halves(module, inputs, mesh):
+            return tuple([DTensor.from_local(x, mesh, (Replicate(), Replicate())) for x in inputs])
+
+        return distribute_module(module, device_mesh, partition, halves, lambda module, y, mesh: y.full_tensor())
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(32.0).view(4, 2, 4))
+
+    def forward(self, x):
+        return x @ self.w
+
+
+def _experts_and_columns(rank, world):
+    model = nn.ModuleDict({"experts": Experts()})
+    parallelize_module(model, init_device_mesh("cpu", (2, 2)), {"experts": ExpertsAndColumns()})
+    w, x = model["experts"].w, torch.ones(3, 2)
+    y = model["experts"](x)
+    y.square().sum().backward()
+    own = Experts()
+    expected = own(x)
+    expected.square().sum().backward()
+    assert torch.equal(y, expected)
+    assert torch.equal(w.grad.full_tensor(), own.w.grad)
+    return w.to_local().shape
+
+
+def test_a_style_of_a_user_may_take_several_axes():
+    assert run_ranks(4, _experts_and_columns) == [(2, 2, 2)] * 4
 
 
 def test_the_surrounding_mesh_is_taken(mesh):

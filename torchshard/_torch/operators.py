@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -264,8 +264,10 @@ def has_modes() -> bool:
 
 
 @contextmanager
-def beneath_modes(answer: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """What modes let through of an operator is answered, by its overload and arguments, in place of a kernel.
+def beneath_modes(answers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """What modes let through of some operators, by their names with overloads, is answered in place of kernels.
+
+    Others that they run themselves, as a selective checkpoint detaches what it keeps, run as ever.
 
     torch.utils._python_dispatch: _get_current_dispatch_mode, _pop_mode, _push_mode (2.11-2.15).
     """
@@ -274,7 +276,11 @@ def beneath_modes(answer: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[Non
     above = []
     while modes._get_current_dispatch_mode() is not None:
         above.append(modes._pop_mode())
-    bottom = _interceptor()(lambda func, args, kwargs: answer(func, args))
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return answers.get(str(func), func)(*args, **kwargs)
+
+    bottom = _interceptor()(run)
     for mode in (bottom, *reversed(above)):
         modes._push_mode(mode)
     try:

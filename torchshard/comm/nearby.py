@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,17 +156,15 @@ class Watched(Transport):
         self._near = near
 
     def _call(self, collective: Any, x: Tensor, *args: Any) -> Tensor:
-        with _torch.beneath_modes(self._answer):
+        answers = {name: partial(answer, self._near) for name, answer in _ANSWERS.items()}
+        with _torch.beneath_modes(answers):
             return super()._call(collective, x, *args)
-
-    def _answer(self, collective: Any, args: tuple[Any, ...]) -> Tensor:
-        return _ANSWERS[collective.overloadpacket.__name__](self._near, *args)
 
 
 _ANSWERS: Mapping[str, Callable[..., Tensor]] = {
-    "all_gather_into_tensor": lambda near, x, size, name: near.all_gather(x),
-    "all_reduce": lambda near, x, op, name: near.all_reduce(x, op),
-    "reduce_scatter_tensor": lambda near, x, op, size, name: near.reduce_scatter(x, op),
-    "all_to_all_single": lambda near, x, taken, given, name: near.all_to_all(x, taken, given),
-    "broadcast": lambda near, x, seat, name: near.broadcast(x, seat),
+    "_c10d_functional.all_gather_into_tensor.default": lambda near, x, size, name: near.all_gather(x),
+    "_c10d_functional.all_reduce.default": lambda near, x, op, name: near.all_reduce(x, op),
+    "_c10d_functional.reduce_scatter_tensor.default": lambda near, x, op, size, name: near.reduce_scatter(x, op),
+    "_c10d_functional.all_to_all_single.default": lambda near, x, taken, given, name: near.all_to_all(x, taken, given),
+    "_c10d_functional.broadcast.default": lambda near, x, seat, name: near.broadcast(x, seat),
 }

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchshard._torch import leaves_of, tree_of
 from torchshard.parallel.preparing import prepare
-from torchshard.parallel.styles import ParallelStyle, place_parameter, with_placements
+from torchshard.parallel.styles import ParallelStyle, place_parameter, require_one_axis, with_placements
 from torchshard.tensor.distribute import distribute_module
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.naming import name_of_place
@@ -74,6 +74,7 @@ def cut(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, placements: M
     Raises:
         ValueError: the module has no parameter of a name.
     """
+    require_one_axis(style, mesh)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     if strange := [name for name in placements if name not in names]:
         raise ValueError(

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard._torch import current_mesh, uncompiled
-from torchshard.errors import ShardingError
 from torchshard.parallel.styles import ParallelStyle
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.mesh import bind
@@ -31,7 +30,8 @@ def parallelize_module(
 
     Args:
         module: the same on every rank; it, and modules in it, may be wrapped by torch.compile before or afterwards.
-        device_mesh: of one axis; a larger one is sliced: `mesh["tp"]`. By default that of the surrounding `with mesh:`.
+        device_mesh: of one axis, but for styles of your own; a larger one is sliced: `mesh["tp"]`. By default that of
+            the surrounding `with mesh:`.
         parallelize_plan: a style for the module itself, or styles by the names of submodules. Each part of a dotted
             name may be a pattern as of fnmatch, as in "layers.*.mlp.w1"; "" is the module itself. Later entries see
             what earlier ones did.
@@ -42,7 +42,8 @@ def parallelize_module(
         The module.
 
     Raises:
-        ShardingError: the mesh is none, or has several axes; a shared parameter is to be cut in two ways, or has hooks.
+        ShardingError: the mesh is none, or has several axes and the style takes one; a shared parameter is to be cut in
+            two ways, or has hooks.
         NotImplementedError: a style that does not know the module.
         TypeError: a plan that is neither.
 
@@ -52,13 +53,6 @@ def parallelize_module(
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     bind(mesh)  # or an error: it is something else
-    if mesh.ndim != 1:
-        raise ShardingError(
-            "parallelize_module works along one axis of a mesh.",
-            expected="a mesh of one axis",
-            got=f"{mesh}",
-            fix='slice it: parallelize_module(module, mesh["tp"], plan)',
-        )
     if parallelize_plan is None:
         warnings.warn("parallelize_module: there is no plan, so nothing is done", stacklevel=2)
         return module

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard.parallel.styles import ParallelStyle, annotated, with_placements
+from torchshard.parallel.styles import ParallelStyle, annotated, require_one_axis, with_placements
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.naming import name_of_place
 
@@ -56,6 +56,7 @@ class PrepareModuleInput(ParallelStyle):
                 raise AssertionError(f"input_kwarg_layouts names {names}, desired_input_kwarg_layouts {desired}")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_axis(self, device_mesh)
         local, given, desired_named = self.use_local_output, self.input_kwarg_layouts, self.desired_input_kwarg_layouts
         places = _places(device_mesh, self.input_layouts or ())
         desired = None if self.input_layouts is None else self.desired_input_layouts
@@ -116,6 +117,7 @@ class PrepareModuleOutput(ParallelStyle):
         _require_as_many("desired_output_layouts", self.desired_output_layouts, "output_layouts", self.output_layouts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_axis(self, device_mesh)
         places, desired = _places(device_mesh, self.output_layouts), self.desired_output_layouts
         local = self.use_local_output
 

@@ -40,7 +40,11 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Make `module` parallel over a mesh of one axis, in place, and return it."""
+        """Make `module` parallel over a mesh, which has one axis but where parallelize_module is given more, in place.
+
+        Returns:
+            The module.
+        """
 
 
 class _CutWeights(ParallelStyle):
@@ -66,6 +70,7 @@ class _CutWeights(ParallelStyle):
         return None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_axis(self, device_mesh)
         cuts = next((cuts for kind, cuts in self.cuts.items() if isinstance(module, kind)), None)
         if cuts is None:
             got, inside = type(module), ", ".join(name for name, _ in module.named_children())
@@ -182,6 +187,8 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_axis(self, device_mesh)
+
         def partition(_: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
             for name, parameter in list(submodule.named_parameters(recurse=False)):
                 place_parameter(submodule, name, parameter, mesh, Replicate(), self.src_data_rank)
@@ -206,6 +213,17 @@ def in_units(placement: Placement, unit: int, runs: int = 1) -> Placement:
     if unit == runs == 1 or not isinstance(placement, Shard):
         return placement
     return UnitShard(placement.dim, unit, runs)
+
+
+def require_one_axis(style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """The error of a style that is given a mesh of several axes, of which it would not know which to take."""
+    if mesh.ndim != 1:
+        raise ShardingError(
+            f"{type(style).__name__} works along one axis of a mesh.",
+            expected="a mesh of one axis",
+            got=f"{mesh}",
+            fix='slice it: parallelize_module(module, mesh["tp"], plan)',
+        )
 
 
 def place_parameter(

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -249,4 +250,26 @@ def _terms(axes: tuple[int, ...], layout: TensorLayout, grad: DTensor) -> Tensor
 @one_node  # torch.export's own access to parts loses gradients
 @exported_whole
 def _part(parameter: upstream.DTensor) -> Tensor:
-    return parameter.to_local()
+    if torch.compiler.is_exporting():  # which follows no DTensor made on the way
+        return parameter.to_local()
+    return _Part.apply(parameter)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Part(torch.autograd.Function):
+    """to_local() without an operator that selective checkpoints count.
+
+    The forward of a module around a checkpoint lends outside of it; what the checkpoint runs again lends inside.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: upstream.DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
+        detached = cast(upstream.DTensor, parameter.detach())  # to_local() of a Parameter makes a view
+        return detached.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return upstream.DTensor.from_local(
+            grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
