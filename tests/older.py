@@ -13,6 +13,7 @@ UNKNOWN = {
         "names in graphs", "other strides", "scales of rows", "unchecked invariants",
         "gradients of nextafter", "subclasses in nested regions", "dtypes of single parameters", "dims of gather",
         "DTensors between stages", "meshes of FSDP among others", "calls with placements",
+        "units in graphs", "attention without heads", "sizes as numbers",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",

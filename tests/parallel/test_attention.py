@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.older import require
 from tests.ranks import run_ranks
 
 WIDTH = 4  # of a head
@@ -179,6 +180,10 @@ def packed(rank, world, heads, local, compiled):
     [(2, 4, True, False), (2, 3, False, False), (4, 3, True, False), (2, 3, True, True), (2, 3, False, True)],
 )
 def test_packed_layers(world, heads, local, compiled):
+    if compiled:
+        require("units in graphs")
+    if world > heads:
+        require("attention without heads")
     assert max(run_ranks(world, packed, heads, local, compiled)) < 1e-5
 
 
