@@ -118,7 +118,9 @@ class Owner:
 
     def put(self, module: nn.Module) -> bool:
         """Put DTensors in place, until `put_away`; whether all are."""
-        own, lent, complete = vars(module), [], True
+        own, complete = vars(module), True
+        lent: list[str] = []
+        self._lent.append(lent)  # first: what fails on the way is taken back
         for name in self.placed:
             if name in own:
                 continue
@@ -127,7 +129,6 @@ class Owner:
                 lent.append(name)
             else:
                 complete = False
-        self._lent.append(lent)
         return complete
 
     def put_away(self, module: nn.Module) -> None:
@@ -162,10 +163,11 @@ class _Lender:
         """A forward of the module begins: have DTensors in place."""
         if self._lent_further_out():
             return
+        self.all_lent.append(False)
         complete = self.own is None or self.own.put(module)
         for owner, submodule in self.below:
             complete = owner.put(submodule) and complete
-        self.all_lent.append(complete)
+        self.all_lent[-1] = complete
 
     def take_back(self, module: nn.Module, *_: Any) -> None:
         """It is over."""
