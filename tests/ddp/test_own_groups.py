@@ -9,13 +9,18 @@ from tests.ranks import run_ranks
 from torchshard import DistributedDataParallel
 
 
+def done(result):
+    future = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
 class Work(dist.Work):
     """Done, as soon as it is asked."""
 
     def __init__(self, result):
         super().__init__()
-        self.future = torch.futures.Future()
-        self.future.set_result(result)
+        self.future = done(result)
 
     def wait(self, timeout):
         return True
@@ -64,13 +69,8 @@ def test_gradients_are_reduced_by_the_group(settings):
 
 
 def test_hooks_bring_the_gradients():
-    def twice(state, bucket):
-        future = torch.futures.Future()
-        future.set_result(2 * bucket.buffer())
-        return future
-
     model = DistributedDataParallel(nn.Linear(2, 1), process_group=Alone(0, 1))
-    model.register_comm_hook(None, twice)
+    model.register_comm_hook(None, lambda state, bucket: done(2 * bucket.buffer()))
     assert gradient(model) == [[[2.0, 2.0]], [[3.0, 3.0]], [[2.0, 2.0]]]
 
 
@@ -93,9 +93,7 @@ def test_buckets_of_one_rank_do_not_depend_on_what_it_has_seen():
 
         def note(state, bucket, seen=seen):
             seen.append([*map(id, bucket.parameters())])
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+            return done(bucket.buffer())
 
         torch.manual_seed(0)
         module, settings = Chosen(), {"bucket_cap_mb": 3e-5, "find_unused_parameters": True}

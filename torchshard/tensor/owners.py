@@ -201,15 +201,15 @@ def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
     for submodule, held in found:
         for name, p in held.items():
             require_replaceable(p, submodule, name)
-    owners = [kind(held) for _, held in found]
+    owners = {submodule: kind(held) for submodule, held in found}
     outside = {id(p): kind.outside(p) for _, held in found for p in held.values()}
     made: dict[int, nn.Parameter] = {}
-    for (submodule, held), owner in zip(found, owners, strict=True):  # from here on nothing is refused
+    for submodule, held in found:  # from here on nothing is refused
         for name, p in held.items():
             if id(p) not in made:
                 made[id(p)] = successor(p, outside[id(p)], submodule, name)
-        owner.move_in(submodule, {name: made[id(p)] for name, p in held.items()})
-    _have_lent(module, {submodule: owner for (submodule, _), owner in zip(found, owners, strict=True)})
+        owners[submodule].move_in(submodule, {name: made[id(p)] for name, p in held.items()})
+    _have_lent(module, owners)
 
 
 def _have_lent(module: nn.Module, owners: Mapping[nn.Module, Owner]) -> None:

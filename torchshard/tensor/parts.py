@@ -64,7 +64,7 @@ def placed_parameters(module: nn.Module) -> list[Tensor]:
     first = next((layout for _, layout in layouts if layout is not None), None)
     if first is None:
         dtensors = (p for p, _ in layouts if isinstance(p, DTensor | upstream.DTensor))
-        first = next((Placed._of(ours(p)._spec, DTensor) for p in dtensors), None)
+        first = next((Placed.of(ours(p)) for p in dtensors), None)
     for parameter, layout in layouts:
         if id(parameter) not in found:
             found[id(parameter)] = _placed(parameter, layout, first)
