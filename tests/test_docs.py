@@ -1,6 +1,7 @@
 """README and docs are true: every block runs, every link leads somewhere.
 
-    ```python    a script of its own, run in a process of its own (tests/interpreters.py)
+    ```python    a script of its own, run in a process of its own (tests/interpreters.py); "```python torch>=2.13" where
+                 an older torch can't
     ```console   `$ torchshard ...` and `$ python ...` are run; of others it is checked that what they name exists
     ```text      anything else, not run
 
@@ -14,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.interpreters import run_python
 
@@ -23,15 +26,20 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 LIMIT = 120  # seconds for one block or command
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```(\w*)(?: torch>=([\d.]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
 
 def blocks(page: Path) -> list[tuple[int, str, str]]:
-    """Line, language and text of each fenced block."""
+    """Line, language and text of each fenced block that this torch can run."""
     text = page.read_text()
-    return [(text.count("\n", 0, m.start()) + 1, m[1], m[2]) for m in _FENCE.finditer(text)]
+    here = TorchVersion(torch.__version__)
+    return [
+        (text.count("\n", 0, m.start()) + 1, m[1], m[3])
+        for m in _FENCE.finditer(text)
+        if m[2] is None or here >= m[2]
+    ]
 
 
 def prose(page: Path) -> str:
