@@ -34,7 +34,7 @@ class RankFailed(AssertionError):
 
 
 told_up_to: int | None = None
-"""Bytes that ranks to come tell one another rather than read; None for what is set in the package."""
+"""Bytes that ranks to come say rather than have read, and that each reduces whole; None for what the package has."""
 
 written_from: int | None = None
 """Elements from which graphs of ranks to come write gradients to their slots; None for what is set in the package."""
@@ -69,13 +69,13 @@ def _rank_main(
                 backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
             )
         if told is not None:
-            from torchshard.comm import summing
+            from torchshard.comm import reach
 
-            summing.SMALL = told
+            _set(reach, SAID=told, WHOLE=told)
         if written is not None:
             from torchshard.compiler import rewrite
 
-            rewrite.SMALL = written
+            _set(rewrite, SMALL=written)
         result = body(rank, world, *args)
         if backend and dist.is_initialized():
             dist.barrier()
@@ -86,6 +86,13 @@ def _rank_main(
     finally:
         sys.stdout.flush()
         pipe.close()
+
+
+def _set(module: Any, **values: int) -> None:
+    """Other numbers in place of those in the package, under names that it has."""
+    for name, value in values.items():
+        assert hasattr(module, name), f"{module.__name__} has no {name}"
+        setattr(module, name, value)
 
 
 def spare_time() -> None:

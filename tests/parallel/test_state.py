@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -320,3 +321,45 @@ def buffers(rank, world, folder):
 
 def test_buffers_are_torchs_in_state_dicts(tmp_path):
     run_ranks(4, buffers, str(tmp_path))
+
+
+class Asking(nn.Module):
+    """Modules within another that lends what it has, all but one parameter, so that those within lend, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.tail = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.tail(self.inner(x))
+
+
+def failing(rank, world):
+    from torchshard import Replicate, distribute_module, distribute_tensor, init_device_mesh
+    from torchshard.tensor.owners import replace_parameters
+    from torchshard.tensor.parts import _LocalOwner
+
+    class Failing(_LocalOwner):
+        def inside(self, name, parameter):
+            if parameter is module.inner[0].bias:
+                if asked:  # for the second time, by the modules within
+                    raise RuntimeError("not now")
+                asked.append(name)
+                return None
+            return None if parameter is module.spare else super().inside(name, parameter)
+
+    asked, mesh = [], init_device_mesh("cpu", (world,))
+    module = distribute_module(Asking(), mesh)
+    replace_parameters(module, Failing)
+    x = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="not now"):
+            module(x)
+    assert not any({"weight", "bias"} & vars(each).keys() for each in module.modules())
+
+
+def test_where_a_parameter_cannot_be_lent_all_are_taken_back():
+    run_ranks(1, failing)

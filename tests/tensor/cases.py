@@ -36,7 +36,6 @@ class Case:
     grad: bool = True
     booleans: tuple[int, ...] = ()
     partial: bool = True
-    exact_layout: bool = False
 
 
 def case(name, run, *shapes, **more):

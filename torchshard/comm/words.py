@@ -84,6 +84,7 @@ def _telling(ranks: Group, device: torch.device) -> Tell:
 
 
 def _of_all_ranks(numbers: Sequence[int], device: torch.device, ranks: Group) -> list[list[int]]:
+    """As collectives.of_all_ranks, but always by the transport: that one would ask for words first."""
     mine = torch.tensor([[*numbers]], dtype=torch.int64, device=device)
     said: list[list[int]] = waited(Transport(ranks).all_gather(mine), ranks).tolist()
     return said

@@ -74,8 +74,14 @@ class Holding:
         return [box for box, ranks in self.owners.items() if rank in ranks]
 
 
-# Many tensors of a state dict share their holdings, so what follows from the last pairs is kept.
+# Many tensors of a state dict share their holdings, so what follows from the last of them is kept.
 _kept = lru_cache(maxsize=64)
+
+
+@_kept
+def listed(holding: Holding) -> str:
+    """Each box with the ranks that hold it, as text; as long as there are ranks."""
+    return "; ".join(f"{box} on {ranks}" for box, ranks in holding.owners.items())
 
 
 @_kept

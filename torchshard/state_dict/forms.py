@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torchshard._torch import sharded_tensors, waited
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box, joined, whole
 from torchshard.layout.cuts import boxes_at
-from torchshard.layout.holding import Holding
+from torchshard.layout.holding import Holding, listed
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.strided import strided_intervals
 from torchshard.state_dict.trees import not_dense
@@ -162,13 +161,7 @@ def take_replicas(form: Form, mesh: BoundMesh) -> None:
 
 
 def _of_parts(form: Form | ShardedTensor, holding: Holding) -> str:
-    return f"{form.dtype} of shape {tuple(form.shape)}, parts {_owners(holding)}"
-
-
-@lru_cache(maxsize=64)
-def _owners(holding: Holding) -> str:
-    """As long as there are ranks, and asked for each of the tensors that lie alike."""
-    return "; ".join(f"{box} on {ranks}" for box, ranks in holding.owners.items())
+    return f"{form.dtype} of shape {tuple(form.shape)}, parts {listed(holding)}"
 
 
 def _of_sharded_tensor(x: ShardedTensor, memory: Memory) -> Form:

@@ -321,7 +321,7 @@ def local_mover(source: TensorLayout, target: TensorLayout) -> Callable[[Tensor]
 
 
 def way_of_list(pairs: Mapping[int, tuple[TensorLayout, TensorLayout]]) -> Hashable:
-    """What tells two list_movers apart, as long as these layouts are there."""
+    """What tells two of list_mover apart, as long as these layouts are there."""
     return tuple([(k, id(source), id(target)) for k, (source, target) in pairs.items()])
 
 

@@ -116,11 +116,13 @@ class Owner:
         for name, parameter in parameters.items():
             module.register_parameter(name, parameter)
 
+    def begin(self) -> None:
+        """What is put in place from now on is what the next `put_away` takes away, be it nothing."""
+        self._lent.append([])
+
     def put(self, module: nn.Module) -> bool:
         """Put DTensors in place, until `put_away`; whether all are."""
-        own, complete = vars(module), True
-        lent: list[str] = []
-        self._lent.append(lent)  # first: what fails on the way is taken back
+        own, complete, lent = vars(module), True, self._lent[-1]
         for name in self.placed:
             if name in own:
                 continue
@@ -132,7 +134,7 @@ class Owner:
         return complete
 
     def put_away(self, module: nn.Module) -> None:
-        """Take away what the last `put` has put there."""
+        """Take away what was put there since the last `begin`."""
         for name in self._lent.pop():
             del vars(module)[name]
 
@@ -159,11 +161,15 @@ class _Lender:
         self.all_lent: list[bool] = []
         self.outer: list[list[bool]] = []
 
-    def lend(self, module: nn.Module, *_: Any) -> None:
+    def lend(self, module: nn.Module, *_inputs: Any) -> None:
         """A forward of the module begins: have DTensors in place."""
         if self._lent_further_out():
             return
         self.all_lent.append(False)
+        if self.own is not None:
+            self.own.begin()
+        for owner, _ in self.below:  # all of them first: where one fails, all are taken back
+            owner.begin()
         complete = self.own is None or self.own.put(module)
         for owner, submodule in self.below:
             complete = owner.put(submodule) and complete

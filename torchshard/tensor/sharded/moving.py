@@ -10,7 +10,7 @@ from torchshard._torch import is_traced, skip_methods
 from torchshard.comm.circle import refusing
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.boxes import Box, whole
-from torchshard.layout.holding import Holding, lacking
+from torchshard.layout.holding import Holding, lacking, listed
 from torchshard.tensor.carrying import Job, carry
 from torchshard.tensor.sharded import checking, specs
 from torchshard.tensor.sharded.operators import cut_as
@@ -62,7 +62,7 @@ def gather(x: ShardedTensor, dst: int, out: Tensor | None, dtype: torch.dtype | 
         goals = [(whole(x.shape), out.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device=out.device))]
     target = Holding.of(x.shape, [(ranks[dst], whole(x.shape))])
     source = held(x)
-    plan = f"{x.dtype} of shape {tuple(x.shape)}, {_listed(source)}, gathered on rank {ranks[dst]}"
+    plan = f"{x.dtype} of shape {tuple(x.shape)}, {listed(source)}, gathered on rank {ranks[dst]}"
     carry([Job("gather", plan, x.dtype, source, target, parts(x), goals, device, problem, group)])
     if goals and out is not None and goals[0][1] is not out:
         out.detach().copy_(goals[0][1] if dtype is None else goals[0][1].to(dtype))
@@ -94,15 +94,11 @@ def cut(x: ShardedTensor, spec: Any) -> ShardedTensor:
         with refusing(ranks, device, group):
             tensors = [_room(x, s) for s in mine]
         goals = [(specs.box_of(s, x.shape), tensor) for s, tensor in zip(mine, tensors, strict=True)]
-        plan = f"{x.dtype} of shape {tuple(x.shape)}, {_listed(source)}, to {_listed(target)}"
+        plan = f"{x.dtype} of shape {tuple(x.shape)}, {listed(source)}, to {listed(target)}"
         carry([Job("reshard", plan, x.dtype, source, target, parts(x), goals, device, None, group)])
     asking = metadata.tensor_properties.requires_grad
     shards = [specs.Shard(tensor.requires_grad_(asking), s) for tensor, s in zip(tensors, mine, strict=True)]
     return made(shards, metadata, spec, group)
-
-
-def _listed(holding: Holding) -> str:
-    return "; ".join(f"{box} on {owners}" for box, owners in holding.owners.items())
 
 
 def _room(x: ShardedTensor, shard: Any) -> Tensor:
