@@ -196,6 +196,22 @@ def test_dims_flattened_before_a_split_one_have_a_graph_for_each_length():
     assert exported.module()(torch.ones(5, 2, 2)).shape == (40, 2)
 
 
+def test_rows_of_an_uneven_batch_are_in_one_graph_for_all_lengths():
+    """A product flattens them. To split them along time would tie the graph to the number of sequences."""
+    torch._dynamo.reset()
+    counting = CompileCounterWithBackend("aot_eager")
+    product = torch.compile(torch.matmul, backend=counting, fullgraph=True)
+    for batch, time in ((11, 5), (15, 6), (19, 8)):
+        x = distribute_tensor(torch.randn(batch, time, 6), MESH, [Shard(0)]).requires_grad_()
+        for dim in (0, 1):
+            torch._dynamo.maybe_mark_dynamic(x, dim)
+        result = product(x, distribute_tensor(torch.ones(6, 4), MESH, [Replicate()]))
+        assert result.shape == (batch, time, 4)
+        result.sum().backward()
+        assert x.grad.shape == x.shape
+    assert counting.frame_count == 1
+
+
 @pytest.mark.parametrize(
     ("placement", "view"),
     [(Shard(0), lambda x: x.flatten(0, 1)), (Shard(1), lambda x: x.flatten(1, 2)), (Shard(1), lambda x: x[0].t())],

@@ -63,8 +63,9 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
             price = _price(way, axis, parts, layouts, estimate, fixed, options, padding_of(way, parts, pieces))
             if price < math.inf:
                 # What runs where it lies is taken: users place tensors to have it so.
+                # Where all have to move, a trace is not tied to its lengths for the sake of a cheaper way.
                 cost = price + _pending(way, layouts, axis, parts, estimate)
-                ranked.append((price >= _LAUNCH, cost, at))
+                ranked.append(((1 + bool(way.told)) if price >= _LAUNCH else 0, cost, at))
         ranked.sort()
         # Lengths are asked about last, and no more than it takes: those of a trace are guarded then.
         before = chosen.values()
