@@ -1,4 +1,4 @@
-"""Memory of eager data parallel: the peak of some steps under our wrapper and under torch's.
+"""Memory of data parallel, eager and compiled (aot_eager): the peak of some steps with our wrapper and torch's.
 
     python -m benchmarks.ddp_memory
 
@@ -15,11 +15,18 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from benchmarks.compile_step import MLP
 from benchmarks.ddp_step import SETTINGS
 from tests.models import mlp
 from tests.ranks import run_ranks
 
 MiB = 1 << 20
+
+CASES = {
+    **SETTINGS,
+    "torch.compile": {"compiled": True},
+    "torch.compile, bucket views": {"compiled": True, "gradient_as_bucket_view": True},
+}
 
 
 def _status(key):
@@ -31,11 +38,12 @@ def peak(rank, world, ours, name):
     """MiB at most, of a wrapper from its construction to the end of its fifth step."""
     from torchshard.ddp import DistributedDataParallel
 
-    settings = dict(SETTINGS[name])
-    hook, module = settings.pop("hook", None), mlp(1024, 8)
+    settings = dict(CASES[name])
+    hook, compiled, module = settings.pop("hook", None), settings.pop("compiled", False), MLP()
     x = torch.randn(16, 1024)
     nn.parallel.DistributedDataParallel(nn.Linear(2, 2))(torch.ones(2, 2)).sum().backward()  # what is loaded once
     DistributedDataParallel(nn.Linear(2, 2))(torch.ones(2, 2)).sum().backward()
+    torch.compile(nn.Linear(2, 2), backend="aot_eager")(torch.ones(2, 2)).sum().backward()
     module(x).sum().backward()
     module.zero_grad()
     gc.collect()
@@ -44,15 +52,17 @@ def peak(rank, world, ours, name):
     model = (DistributedDataParallel if ours else nn.parallel.DistributedDataParallel)(module, **settings)
     if hook:
         model.register_comm_hook(None, hook)
+    if compiled:
+        model = torch.compile(model, backend="aot_eager")
     for _ in range(5):
         model.zero_grad()
         model(x).square().mean().backward()
     return _status("VmHWM") - before
 
 
-def compared(names=tuple(SETTINGS)) -> list[tuple[str, float, float]]:
+def compared(names=tuple(CASES)) -> list[tuple[str, float, float]]:
     """For each setting, the peaks of rank 0 in MiB: ours, torch's."""
-    return [(name, *(run_ranks(2, peak, ours, name, timeout=60)[0] for ours in (True, False))) for name in names]
+    return [(name, *(run_ranks(2, peak, ours, name, timeout=120)[0] for ours in (True, False))) for name in names]
 
 
 def main() -> str:

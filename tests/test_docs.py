@@ -36,9 +36,7 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
     text = page.read_text()
     here = TorchVersion(torch.__version__)
     return [
-        (text.count("\n", 0, m.start()) + 1, m[1], m[3])
-        for m in _FENCE.finditer(text)
-        if m[2] is None or here >= m[2]
+        (text.count("\n", 0, m.start()) + 1, m[1], m[3]) for m in _FENCE.finditer(text) if m[2] is None or here >= m[2]
     ]
 
 

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import textwrap
+import weakref
 from importlib.metadata import entry_points
 
 import pytest
@@ -138,8 +139,8 @@ def _global_state():
     import torch._inductor.config
 
     configs = [torch._dynamo.config, torch._inductor.config, torch._functorch.config]
-    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    return [config.get_config_copy() for config in configs], torch.compiler.list_backends(), active
+    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # Dynamo asks whether it is true
+    return [config.get_config_copy() for config in configs], torch.compiler.list_backends(), bool(active)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -151,6 +152,28 @@ def test_nothing_global_is_changed(fake_group, wrapped):
         for _ in range(3):
             compiled(x).sum().backward()
         assert _global_state() == before
+
+
+def test_what_a_graph_has_made_is_kept_until_it_is_compared(fake_group):
+    """Longer, and the first backward would hold all gradients twice."""
+    lending, made = DistributedDataParallel(make("mlp")).reducer.lending, torch.ones(4)
+    memory = weakref.ref(made.untyped_storage())
+    compare, brought = lending._comparing(0, made), made.view(2, 2)
+    del made
+    compare((brought,))
+    assert not lending.shared
+    del brought
+    assert memory() is None
+    compare((torch.ones(4),))  # once more: the graph is not its only source
+    assert lending.shared == {0}
+
+    made = torch.ones(4)
+    memory = weakref.ref(made.untyped_storage())
+    compare = lending._comparing(1, made)
+    del made
+    assert memory() is not None
+    compare((torch.ones(4),))
+    assert lending.shared == {0, 1}
 
 
 def test_backends_with_different_options_side_by_side(fake_group):

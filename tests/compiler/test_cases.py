@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 from torchshard.compiler import ingraph
 from torchshard.compiler.options import parse
 from torchshard.compiler.rewrite import BucketPass
+from torchshard.ddp.cutting import reduces_gradients
 
 
 def _plain(model, module, rank, size):
@@ -218,6 +219,7 @@ def test_double_backward_is_an_error_of_torch(trial):
 def test_fullgraph_is_one_graph_each_way(trial, make, monkeypatch):
     graphs, backwards = [], []
 
+    @reduces_gradients
     def counting(graph, inputs):
         graphs.append(graph)
         return traced(graph, inputs)

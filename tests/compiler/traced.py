@@ -4,8 +4,10 @@ from torchshard import _torch
 from torchshard.compiler.ingraph import InGraph
 from torchshard.compiler.rewrite import BucketPass, graph_parameters
 from torchshard.ddp import active
+from torchshard.ddp.cutting import reduces_gradients
 
 
+@reduces_gradients
 def traced(graph, inputs):
     reducer = active.reducer_to_compile_for()
     if reducer is None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchshard.errors import ShardingError
@@ -359,11 +359,15 @@ def test_arrays_beside_dicts_of_them_go_by_other_names():
 words = st.text("abc", min_size=1, max_size=3)
 
 
-@given(st.lists(st.tuples(words, st.integers(0, 12), words), min_size=1, max_size=8, unique=True), words)
-def test_what_is_renamed_comes_back(names, new):
+@given(st.lists(st.tuples(words, st.integers(0, 12), words), min_size=1, max_size=8, unique=True), words, st.booleans())
+@example([("a", 1, "b"), ("c", 2, "b")], "a", True)  # refused
+@example([("c", 1, "b"), ("b", 2, "b")], "a", True)
+def test_what_is_renamed_comes_back(names, new, first):
     """For any keys: either the rename is refused, or its inverse gives them back."""
     sd = {f"{a}.{k}.{b}": np.array(i) for i, (a, k, b) in enumerate(names)}
     rules = KeyRules([rename(r"a.(\d+)", rf"{new}.x.\1"), add_prefix("p."), rename(r"p.([bc]+)", r"\1.q")])
+    if first:
+        rules = KeyRules([rename("c", "a"), *rules.rules])
     try:
         made = rules(sd)
     except ShardingError:

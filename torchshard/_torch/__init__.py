@@ -164,6 +164,7 @@ from torchshard._torch.operators import (
     returning,
     schema,
 )
+from torchshard._torch.optimizing import Standing, given_backend
 from torchshard._torch.partitioning import expect_gradients_of_written, fill_unused_results, run_collectives_once
 from torchshard._torch.pieces import compile_pieces
 from torchshard._torch.recomputing import recomputed_region
@@ -206,6 +207,7 @@ __all__ = [
     "FSDPUser",
     "GraphPass",
     "Inherited",
+    "Standing",
     "after_every_forward",
     "aliasing",
     "as_if_uncompiled",
@@ -247,6 +249,7 @@ __all__ = [
     "fsdp_extension_base",
     "fsdp_names",
     "functional_collectives",
+    "given_backend",
     "gloo_threads",
     "gradient_outputs",
     "graph_break",

@@ -10,10 +10,12 @@ from torchshard import _torch
 from torchshard.compiler import ingraph, split
 from torchshard.compiler.options import Options, parse
 from torchshard.ddp import active
+from torchshard.ddp.cutting import reduces_gradients
 
 _log = logging.getLogger(__name__)
 
 
+@reduces_gradients
 def torchshard(
     graph: torch.fx.GraphModule,
     inputs: Sequence[Any],

@@ -17,6 +17,7 @@ from torchshard import _torch
 from torchshard.buckets import ONE_BUCKET, BucketPolicy, Gradient, PlannedBucket, names_text, size_text
 from torchshard.compiler.options import Compiler, Options, check_inner, policy_of
 from torchshard.compiler.undivided import inseparable, take_views_where_used
+from torchshard.ddp.cutting import reduces_gradients
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class SplitPlan:
         return str(tabulate(rows, headers, disable_numparse=True))
 
 
+@reduces_gradients
 class SplitBackend:
     """Cuts graphs and compiles the pieces; a backend for torch.compile.
 

@@ -105,13 +105,15 @@ class Lending:
             self._checks.append(self._reducer.leaves[i].register_prehook(self._comparing(i, view)))
 
     def _comparing(self, index: int, made: torch.Tensor) -> Callable[[tuple[torch.Tensor, ...]], None]:
-        memory = made.untyped_storage()  # kept, so that nothing else comes to lie there; a tensor kept would be copied
-        offset = made.data_ptr() - memory.data_ptr()
+        address = made.data_ptr()
+        # Kept until then, so that nothing else comes to lie there; a tensor kept would be copied.
+        kept = [made.untyped_storage()]
 
         @_torch.skip_alone
         def compare(brought: tuple[torch.Tensor, ...]) -> None:
-            if brought[0].data_ptr() != memory.data_ptr() + offset:
+            if not kept or brought[0].data_ptr() != address:
                 self.shared.add(index)
+            kept.clear()
 
         return compare
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torchshard import _torch
 from torchshard.comm.probing import links_of
 from torchshard.comm.summing import look_for_neighbours
-from torchshard.ddp import active, options
+from torchshard.ddp import active, cutting, options
 from torchshard.ddp.compat import Compatibility
 from torchshard.ddp.composite import require_plain
 from torchshard.ddp.engine import Engine
@@ -212,6 +212,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         span.__enter__()
         try:
             inputs, kwargs = self._before(inputs, kwargs)
+            cutting.stand()
         except BaseException:
             span.__exit__(None, None, None)
             raise
