@@ -81,15 +81,18 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
         return _then_uncarried(start_all_gather(carried(x), dim, lengths, group), x.dtype)
     longest = max(lengths)
     piece = dense(padded(x, dim, longest))
-    shape = (group.size, *piece.shape)
+    rows = [piece.shape[0]] * group.size
     coming = _by(group, piece).all_gather(piece)
     if group.seats is None and dim == 0 and min(lengths) == longest:
         return Started(group, (coming,), _first)
 
     def join(got: Sequence[Tensor]) -> Tensor:
-        pieces = got[0].view(shape)
-        seats = group.seats or range(group.size)
-        return joined(torch.cat, [pieces[seat].narrow(dim, 0, n) for seat, n in zip(seats, lengths, strict=True)], dim)
+        pieces, seats = got[0].split_with_sizes(rows), group.seats or range(group.size)
+        given = [
+            pieces[seat] if n == longest else pieces[seat].narrow(dim, 0, n)
+            for seat, n in zip(seats, lengths, strict=True)
+        ]
+        return joined(torch.cat, given, dim)
 
     return Started(group, (coming,), join)
 
@@ -223,12 +226,10 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
         return Started(group, (_by(group, x).reduce_scatter(dense(x), name),), _first)
     # The collective splits the first dim: the pieces have to lie one after another in it.
     pieces = [padded(piece, dim, longest) for piece in by_seat(x.split_with_sizes(list(lengths), dim), group)]
-    shape = pieces[0].shape
-    packed = joined(torch.stack, pieces).reshape(-1)
+    packed = joined(torch.cat, pieces)
 
     def mine_of(got: Sequence[Tensor]) -> Tensor:
-        piece = got[0].view(shape)
-        return piece if mine == longest else piece.narrow(dim, 0, mine).contiguous()
+        return got[0] if mine == longest else got[0].narrow(dim, 0, mine).contiguous()
 
     return Started(group, (_by(group, packed).reduce_scatter(packed, name),), mine_of)
 
