@@ -27,8 +27,8 @@ class Joining(CustomGraphPass):
         graph = copy.deepcopy(graph)  # the CPU has no such operators
         before = _names(graph)
         with (
-            mock.patch("torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group", lambda name: True),
-            mock.patch("torch.distributed.is_nccl_available", lambda: True),
+            mock.patch("torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group", return_value=True),
+            mock.patch("torch.distributed.is_nccl_available", return_value=True),
         ):
             micro_pipeline_tp.micro_pipeline_tp_pass(graph)
         self.counted.append((before, _names(graph)))
