@@ -9,6 +9,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel as Theirs
 
 from tests.ranks import run_ranks
@@ -39,24 +40,13 @@ def _inside(wrapper, module, backend):
     return wrapper(torch.compile(module, backend=backend), bucket_cap_mb=1)
 
 
-class Counting:
-    """A backend that compiles nothing; how many graphs it was given."""
-
-    def __init__(self):
-        self.graphs = 0
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        return graph.forward
-
-
 def _graphs(make, wrapper=DistributedDataParallel):
     torch._dynamo.reset()
-    counting = Counting()
+    counting = CompileCounter()
     model = make(wrapper, Layers(), counting)
     for _ in range(3):
         model(torch.ones(2, WIDTH))
-    return counting.graphs
+    return counting.frame_count
 
 
 @pytest.mark.parametrize("make", [_outside, _inside])
@@ -74,13 +64,13 @@ def test_what_is_not_wrapped_is_whole(fake_group):
 
 
 def test_a_module_compiled_in_a_wrapper_is_compiled_anew_without(fake_group):
-    counting, module = Counting(), Layers()
+    counting, module = CompileCounter(), Layers()
     compiled, x = torch.compile(module, backend=counting), torch.ones(2, WIDTH)
     wrapped = DistributedDataParallel(compiled, bucket_cap_mb=1)
     for _ in range(2):
         wrapped(x)
         compiled(x)
-    assert counting.graphs == LAYERS + 1
+    assert counting.frame_count == LAYERS + 1
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,12 @@ def in_heads(plan, config):
     return {**whole, **{f"layers.*.attention.{name}": style for name, style in attention.items()}}
 
 
+def block_plan(kind, library=None):
+    """What a plan says of each block."""
+    prefix = "layers.*."
+    return {path.removeprefix(prefix): style for path, style in plan(kind, library).items() if path.startswith(prefix)}
+
+
 def plan(kind, library=None):
     """The plan of a kind: "tp" cuts weights; "sp" also splits the sequence between blocks; "dtensor" is "sp" with
     DTensors all the way, which may be cut unevenly. `library` is what styles are of: torchshard.parallel, or torch's."""

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes import micro_pipeline_tp
 
 from tests.older import require
-from tests.parallel.llama import Block, Config, plan, rotary
+from tests.parallel.llama import Block, Config, block_plan, rotary
 from tests.ranks import fake_ranks
 
 
@@ -45,9 +45,7 @@ def _names(graph):
 
 def _counted(library, mesh):
     joining, config = Joining(), Config(width=64, heads=8)
-    prefix = "layers.*."
-    styles = {path.removeprefix(prefix): s for path, s in plan("sp", library).items() if path.startswith(prefix)}
-    block = library.parallelize_module(Block(config), mesh, styles)
+    block = library.parallelize_module(Block(config), mesh, block_plan("sp", library))
     x = torch.randn(2, 16 // mesh.size(), config.width, requires_grad=True)
     with torch._inductor.config.patch(post_grad_custom_post_pass=joining, force_disable_caches=True):
         torch.compile(block, fullgraph=True)(x, rotary(16, config.head)).sum().backward()

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.older import known, require
 from tests.parallel import fsdp_cases as cases
-from tests.parallel.llama import Block, Config, Llama, loss, plan, rotary
+from tests.parallel.llama import Block, Config, Llama, block_plan, loss, plan, rotary
 from tests.plain_graphs import assert_plain, collectives, recording
 from tests.ranks import fake_ranks, run_ranks
 
@@ -25,8 +25,7 @@ def compare(rank, world, kind, sizes, dynamic):
     torch.manual_seed(0)
     plain, block = Block(config), Block(config)
     block.load_state_dict(plain.state_dict())
-    prefix = "layers.*."
-    of_block = {path.removeprefix(prefix): style for path, style in plan(kind).items() if path.startswith(prefix)}
+    of_block = block_plan(kind)
     parallelize_module(block, mesh, of_block)
     graphs = []
     compiled = torch.compile(block, backend=recording(graphs), fullgraph=True, dynamic=dynamic)

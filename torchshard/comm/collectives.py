@@ -31,6 +31,7 @@ from torchshard.comm.travelling import (
     one_after_another,
     padded,
     uncarried,
+    unpadded,
 )
 
 SMALL = 16 * 1024
@@ -88,11 +89,7 @@ def start_all_gather(x: Tensor, dim: int, lengths: Sequence[int], group: Group) 
 
     def join(got: Sequence[Tensor]) -> Tensor:
         pieces, seats = got[0].split_with_sizes(rows), group.seats or range(group.size)
-        given = [
-            pieces[seat] if n == longest else pieces[seat].narrow(dim, 0, n)
-            for seat, n in zip(seats, lengths, strict=True)
-        ]
-        return joined(torch.cat, given, dim)
+        return joined(torch.cat, [unpadded(pieces[seat], dim, n) for seat, n in zip(seats, lengths, strict=True)], dim)
 
     return Started(group, (coming,), join)
 
@@ -227,11 +224,8 @@ def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int]
     # The collective splits the first dim: the pieces have to lie one after another in it.
     pieces = [padded(piece, dim, longest) for piece in by_seat(x.split_with_sizes(list(lengths), dim), group)]
     packed = joined(torch.cat, pieces)
-
-    def mine_of(got: Sequence[Tensor]) -> Tensor:
-        return got[0] if mine == longest else got[0].narrow(dim, 0, mine).contiguous()
-
-    return Started(group, (_by(group, packed).reduce_scatter(packed, name),), mine_of)
+    coming = _by(group, packed).reduce_scatter(packed, name)
+    return Started(group, (coming,), lambda got: unpadded(got[0], dim, mine).contiguous())
 
 
 def _first(got: Sequence[Tensor]) -> Tensor:

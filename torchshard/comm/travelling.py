@@ -61,6 +61,11 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
     return joined(torch.cat, [x, x.new_zeros(shape)], dim)
 
 
+def unpadded(x: Tensor, dim: int, length: int) -> Tensor:
+    """Without what `padded` has put behind it."""
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length)
+
+
 def joined(join: Callable[..., Tensor], pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
     """torch.cat or torch.stack: a move under torch.autocast is a move all the same."""
     with without_autocast(pieces[0].device):
