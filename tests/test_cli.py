@@ -367,7 +367,8 @@ def test_notes_that_nobody_can_read(folder, tmp_path, stream):
     done = subprocess.run(convert, shell=True, env=env, stdout=subprocess.PIPE, timeout=60)
     assert done.returncode == 0
     assert list(safetensors.torch.load_file(tmp_path / "w.safetensors")) == ["model.w"]
-    assert subprocess.run(f"{command} inspect {tmp_path / 'none'} {stream}", shell=True, env=env).returncode == 2
+    inspect = f"{command} inspect {tmp_path / 'none'} {stream}"
+    assert subprocess.run(inspect, shell=True, env=env, timeout=60).returncode == 2
 
 
 def test_a_trace_that_cannot_be_written(tmp_path):

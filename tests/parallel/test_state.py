@@ -361,5 +361,27 @@ def failing(rank, world):
     assert not any({"weight", "bias"} & vars(each).keys() for each in module.modules())
 
 
+def refusing(rank, world):
+    from torchshard import init_device_mesh
+    from torchshard.parallel import ColwiseParallel, local_parameters, parallelize_module
+
+    def refuse(module, inputs):
+        raise RuntimeError("not now")
+
+    mesh = init_device_mesh("cpu", (world,))
+    module = local_parameters(parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel()))
+    hook = module.register_forward_pre_hook(refuse, prepend=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="not now"):
+            module(torch.ones(2, 4))
+        hook.remove()
+        module(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_hook_before_that_raises_leaves_nothing_to_take_back():
+    run_ranks(1, refusing)
+
+
 def test_where_a_parameter_cannot_be_lent_all_are_taken_back():
     run_ranks(1, failing)

@@ -193,7 +193,7 @@ def _load_alone(x):
     file = io.BytesIO()
     torch.save(x, file)
     script = "import io, sys, torch; from torchshard import DTensor; torch.load(io.BytesIO(sys.stdin.buffer.read()))"
-    done = subprocess.run([sys.executable, "-c", script], input=file.getvalue(), capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script], input=file.getvalue(), capture_output=True, timeout=100)
     return done.stderr.decode().partition("ShardingError: ")[2]
 
 

@@ -176,8 +176,8 @@ class _Lender:
         self.all_lent[-1] = complete
 
     def take_back(self, module: nn.Module, *_: Any) -> None:
-        """It is over."""
-        if self._lent_further_out():
+        """It is over, or did not begin: a hook before ours has raised."""
+        if not self.all_lent or self._lent_further_out():
             return
         self.all_lent.pop()
         if self.own is not None:
