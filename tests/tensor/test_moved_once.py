@@ -113,6 +113,17 @@ def test_gradients_of_a_split_batch_are_reduced_by_few_collectives(kind, options
         assert _sent(optimizer.step) == expected
 
 
+def test_logsumexp_of_a_split_dim_sends_each_number_once_and_nothing_in_backward():
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(64, 8), mesh, [Shard(1)]).requires_grad_()
+        found = []
+        assert _sent(lambda: found.append(x.logsumexp(1))) == 3  # the sum, and a largest element, which is so or NaN
+        assert found[0].placements == (Replicate(),)
+        assert _sent(lambda: x.logsumexp(1).sum().backward()) == 3
+        assert x.grad.placements == (Shard(1),)
+
+
 def _padded(rank, world):
     mesh, found = init_device_mesh("cpu", (world,)), []
     full = torch.arange(35.0).reshape(5, 7) - 9

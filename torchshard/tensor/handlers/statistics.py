@@ -14,7 +14,17 @@ from torchshard.comm import collectives
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.reducing import Dims, dims_of
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import FLOATS, INTEGERS, EagerAlone, in_boxes, made_of, part, split_along, wide
+from torchshard.tensor.handlers.parts import (
+    FLOATS,
+    INTEGERS,
+    EagerAlone,
+    in_boxes,
+    made_of,
+    part,
+    reduced,
+    split_along,
+    wide,
+)
 from torchshard.tensor.mesh import BoundMesh
 
 
@@ -47,9 +57,10 @@ def _logsumexp(func: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
     dims = dims_of(dim, x.ndim)
     if not split_along(x, dims) or not x.is_floating_point() or 0 in [x.shape[d] for d in dims]:
         return NotImplemented
-    largest = x.amax(dims, True)
-    finite = torch.where(largest.abs() == math.inf, 0.0, largest)
-    total = (x - finite).exp().sum(dims, True).log() + finite
+    (largest,) = reduced(x.amax(dims, True))  # here, as it is read more than once, and the result in backward
+    finite: Any = torch.where(largest.abs() == math.inf, 0.0, largest)
+    (total,) = reduced((x - finite).exp().sum(dims, True))
+    total = total.log() + finite
     return total if keepdim else total.view([n for d, n in enumerate(x.shape) if d not in dims])
 
 
