@@ -1,5 +1,7 @@
 """Random operators draw the same tensor for every placement: the one that a single device draws."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -167,3 +169,23 @@ def test_what_a_single_device_refuses():
 
 
 REFUSED = {"chance": lambda put: F.dropout(put(VALUES), 1.5), "sums": lambda put: torch.multinomial(put(-VALUES), 2)}
+
+
+def _dropped_by_inductor(rank, world):
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    torch._inductor.config.fallback_random = torch._inductor.config.force_disable_caches = True
+    mesh, x, found = init_device_mesh("cpu", (world,)), torch.randn(1, 2, 10, 4), []
+    attention = functools.partial(F.scaled_dot_product_attention, dropout_p=0.3)
+    for function in (attention, torch.compile(attention, fullgraph=True)):
+        torch.manual_seed(rank)
+        q = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+        y = function(q, q, q)
+        y.square().sum().backward()
+        found.append((y.full_tensor(), q.grad.full_tensor()))
+    torch.testing.assert_close(*found)
+
+
+def test_inductor_reads_what_the_first_rank_has_sent():
+    """Its kernels for a CPU lie behind the wait for it."""
+    run_ranks(2, _dropped_by_inductor)

@@ -125,6 +125,7 @@ from torchshard._torch.inductor import (
     inductor_patches,
     mark_cacheable,
     masked_index_put,
+    read_after_waits,
     trace_backward,
 )
 from torchshard._torch.isolating import as_if_uncompiled, no_trace_in_dynamo
@@ -340,6 +341,7 @@ __all__ = [
     "print_parts",
     "profiled",
     "queue_callback",
+    "read_after_waits",
     "reader_for",
     "reading_number",
     "real_object",

@@ -1,5 +1,6 @@
 """Inductor and the compilers behind a backend."""
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -119,6 +120,34 @@ def _inductor_pass(rewrite: GraphPass, patches: Mapping[str, Any]) -> Any:
             return None if None in keys else (*keys, rewrite.key)
 
     return Composed()
+
+
+def read_after_waits() -> None:
+    """Have inductor, if it is there, read what a collective brings behind the wait for it, also in kernels for a CPU.
+
+    To fuse loops it derives anew what a kernel reads, by the name of the memory; so it forgets that a wait has changed
+    that memory, and may move the kernel before the collective. From 2.14 on it does not.
+    (torch._inductor.scheduler.SchedulerNode: recompute_size_and_body, mutation_renames, 2.11-2.13)
+    """
+    if (scheduler := sys.modules.get("torch._inductor.scheduler")) is not None:  # as soon as inductor compiles
+        _keep_renames(scheduler)
+
+
+@functools.cache
+def _keep_renames(scheduler: Any) -> None:
+    node = scheduler.SchedulerNode
+    recompute = getattr(node, "recompute_size_and_body", None)
+    if recompute is None:
+        return
+
+    @functools.wraps(recompute)
+    def recomputed(self: Any, *about: Any, **also: Any) -> None:
+        before = [dep for dep in self.read_writes.reads if isinstance(dep, (scheduler.WeakDep, scheduler.StarDep))]
+        recompute(self, *about, **also)
+        found = self.read_writes.with_read(type(self.read_writes.reads)(before))
+        self.set_read_writes(found.rename(self.mutation_renames))
+
+    setattr(node, recompute.__name__, recomputed)
 
 
 def gradient_outputs(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node, int]]:

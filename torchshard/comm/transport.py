@@ -10,7 +10,14 @@ from typing import Any, NoReturn, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard._torch import below_autograd, functional_collectives, group_named, is_gloo, run_collectives_once
+from torchshard._torch import (
+    below_autograd,
+    functional_collectives,
+    group_named,
+    is_gloo,
+    read_after_waits,
+    run_collectives_once,
+)
 from torchshard.comm.group import Group
 from torchshard.comm.lost import NO_LOSS, raise_lost
 
@@ -98,6 +105,7 @@ def waited(x: Tensor, group: Group) -> Tensor:
         return x
     if x.__class__ is not Tensor:
         run_collectives_once()
+        read_after_waits()
     try:
         with computing(x):
             here: Tensor = _c10d.wait_tensor(x)
@@ -114,6 +122,7 @@ def computing(x: Tensor) -> AbstractContextManager[object]:
 def read(x: Tensor) -> Tensor:
     """In a trace: a tensor, and whatever made it, that no pass over the graph takes for unused, as it is waited for."""
     run_collectives_once()
+    read_after_waits()
     return _c10d.wait_tensor(x)  # type: ignore[no-any-return]
 
 
