@@ -104,6 +104,31 @@ def test_communication_hooks_in_graphs():
     assert run_ranks(2, _hooked) == [16, 16]
 
 
+def _stepping(rank, world):
+    """A hook that steps the optimizer writes to weights that the backward graph would still need."""
+    from torchshard.ddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    wrapped = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(5)])
+    reference, x = copy.deepcopy(wrapped), torch.randn(world, 3, 96)
+    model = DistributedDataParallel(wrapped, bucket_cap_mb=0.01)
+    model._register_fused_optim(torch.optim.SGD, lr=30.0)
+    compiled = torch.compile(model, backend="torchshard")
+    optimizer = torch.optim.SGD(reference.parameters(), lr=30.0)
+    for _ in range(4):
+        compiled(x[rank]).square().mean().backward()
+        optimizer.zero_grad()
+        reference(x.flatten(0, 1)).square().mean().backward()
+        optimizer.step()
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q, p)
+        model.zero_grad()
+
+
+def test_hooks_that_step_come_after_the_graph():
+    run_ranks(2, _stepping)
+
+
 def _delayed(rank, world, backend):
     """All gradients come at once from a compiled graph, those that are reduced with delay after their trigger's."""
     from torchshard.ddp import DistributedDataParallel

@@ -178,7 +178,7 @@ class Engine:
             stepping = SteppingHook(self.process_group, self._module_parameters)
             self.reducer.use_hook(stepping, None)
             self.reducer.at_end.append(stepping.after_backward)
-            self.reducer.lending.refused = True  # a step needs the whole gradient
+            self.reducer.reduction.may_step = True
 
     # ------------------------------------------------------------------------------------------ who finishes
 

@@ -20,6 +20,8 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
     _parameters: list[torch.Tensor]
     _last: bool
     _is_complex: bool
+    gave_parameters = False
+    """Whether the hook, which may write to them, has asked for the parameters."""
 
     @classmethod
     def make(
@@ -71,6 +73,7 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of `gradients`."""
+        self.gave_parameters = True
         return self._parameters
 
     def is_last(self) -> bool:

@@ -25,7 +25,6 @@ class Lending:
     Attributes:
         shared: parameters with gradients from a graph and from elsewhere.
         late: gradients that came after a graph had filled their place, in the backward that runs.
-        refused: every gradient has to come through its hook.
         shadowed: some ranks may only play along, and have to be told what comes late.
         joins: sizes of buckets are chosen after graphs have been compiled, with small segments.
         segments: sizes of what graphs are compiled to fill at once.
@@ -38,7 +37,7 @@ class Lending:
         self._reducer: Reducer = weakref.proxy(reducer)  # which owns this
         self.shared: set[int] = set()
         self.late: dict[int, torch.Tensor] = {}
-        self.refused = self.shadowed = self.joins = False
+        self.shadowed = self.joins = False
         self.adjust: Callable[[BucketPolicy], BucketPolicy] = lambda policy: policy
         self.use_sizes(reducer.policy, reducer.policy)
         self._bucket_of: dict[tuple[int, ...], GraphBucket] = {}  # by segment
@@ -47,6 +46,11 @@ class Lending:
         self._checks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooks: dict[tuple[int, ...], tuple[Sequence[object], Sequence[Mapping[int, object]]]] = {}
         """By segment: leaves, and what holds their hooks."""
+
+    @property
+    def refused(self) -> bool:
+        """Every gradient has to come through its hook: a graph still needs parameters when it gives their gradients."""
+        return self._reducer.reduction.may_step
 
     def use_sizes(self, segments: BucketPolicy, pieces: BucketPolicy | None) -> None:
         """Have graphs compiled for these sizes."""

@@ -40,9 +40,11 @@ class Sum:
         is_linear: whether gradients may as well be reduced in two parts, and added up.
         dtype: that they are sent in, if it is another than theirs; not known of a hook that is not linear.
         text: what becomes of them, for ranks to compare.
+        may_step: whether it may write to parameters, as hooks do that step optimizers.
     """
 
     hooked, is_linear, dtype, text = False, True, None, "averaged"
+    may_step = False
 
     def __init__(self, exchange: Exchange) -> None:
         self.scale = 1.0 / exchange.group.size()
@@ -90,6 +92,7 @@ class Hooked:
     dtype: torch.dtype | None = None
     text = "given to a communication hook"
     in_turn: Callable[[list[Any]], None] | None = None
+    may_step = False  # the hook has not asked a bucket for its parameters yet
 
     def __init__(self, hook: CommHook, state: object) -> None:
         self.hook, self._state = hook, state
@@ -108,6 +111,7 @@ class Hooked:
         self._before.clear()
         if bucket.work is not None:
             bucket.receive(bucket.work.result())
+            self.may_step = self.may_step or bucket.work.gave_parameters
 
     def send(self, given: GradBucket) -> Any:
         """As for Sum."""
@@ -207,6 +211,11 @@ class Answer(Promise):
             if _FROM_PYTHON not in str(error) or _FROM_GLOO in str(error):
                 raise
         return True
+
+    @property
+    def gave_parameters(self) -> bool:
+        """See GradBucket."""
+        return self._given.gave_parameters
 
     def result(self) -> torch.Tensor:
         """What the hook gave; RuntimeError if one of its callbacks raised, TypeError if it is no tensor."""
