@@ -14,6 +14,7 @@ UNKNOWN = {
         "gradients of nextafter", "subclasses in nested regions", "dtypes of single parameters", "dims of gather",
         "DTensors between stages", "meshes of FSDP among others", "calls with placements",
         "units in graphs", "attention without heads", "sizes as numbers", "products beside collectives",
+        "renamed reads",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",
@@ -21,8 +22,9 @@ UNKNOWN = {
         "masked rows", "join without buffers", "unchecked invariants", "gradients of nextafter",
         "subclasses in nested regions", "dtypes of single parameters", "dims of gather",
         "DTensors between stages", "inference in a piece", "products beside collectives",
+        "renamed reads",
     },
-    "2.13": {"writes in functions", "dtypes of single parameters"},
+    "2.13": {"writes in functions", "renamed reads", "dtypes of single parameters"},
     "2.14": {"text", "dtypes of single parameters"},
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import torch
@@ -137,7 +138,7 @@ def read_after_waits() -> None:
 def _keep_renames(scheduler: Any) -> None:
     node = scheduler.SchedulerNode
     recompute = getattr(node, "recompute_size_and_body", None)
-    if recompute is None:
+    if recompute is None or _renames(recompute):
         return
 
     @functools.wraps(recompute)
@@ -148,6 +149,16 @@ def _keep_renames(scheduler: Any) -> None:
         self.set_read_writes(found.rename(self.mutation_renames))
 
     setattr(node, recompute.__name__, recomputed)
+
+
+def _renames(recompute: Callable[[Any], None]) -> bool:
+    """Whether torch does so itself: tried on what stands for a node without other dependencies."""
+    told: list[Any] = []
+    reads = SimpleNamespace(reads=(), rename=lambda renames: renames)
+    node = SimpleNamespace(read_writes=reads, mutation_renames={"before": "after"}, set_read_writes=told.append)
+    node._compute_attrs = lambda **_: None
+    recompute(node)
+    return told == [node.mutation_renames]
 
 
 def gradient_outputs(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node, int]]:
