@@ -163,3 +163,70 @@ def values_and_terms(rank, world):
 def test_gradients_that_have_their_value_are_not_added():
     require("meshes of FSDP among others")
     run_ranks(4, values_and_terms)
+
+
+class Plain(nn.Module):
+    """A batch of each rank's own, as a plain tensor, and parameters as what a function makes of them."""
+
+    def __init__(self, library, mesh, part, cut):
+        super().__init__()
+        whole = torch.arange(12.0).reshape(4, 3)
+        self.weight = nn.Parameter(library.distribute_tensor(whole, mesh, [library.Replicate(), cut]))
+        self.part, self.library = part, library
+
+    def forward(self, x):
+        return (x @ self.part(self.library, self.weight)).square()
+
+
+def _through_map(library, weight):
+    from torch.distributed.tensor.experimental import local_map as torch_local_map
+
+    from torchshard.parallel import local_map
+
+    mapped = local_map if library.__name__ == "torchshard" else torch_local_map
+    placements = weight.placements
+    return mapped(lambda w: w * 2, list(placements), in_placements=(placements,))(weight).to_local()
+
+
+PARTS = {
+    "to_local": lambda library, w: w.to_local(),
+    "full_tensor": lambda library, w: w.full_tensor(),
+    "a view": lambda library, w: w.view(3, 4).t().to_local(),
+    "redistributed": lambda library, w: w.redistribute(placements=[library.Replicate()] * 2).to_local(),
+    "local_map": _through_map,
+}
+SPLIT = "to_local", "full_tensor", "redistributed"
+
+
+def plain_batches(rank, world):
+    import torch.distributed.tensor as theirs
+    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    import torchshard as ours
+    from torchshard.parallel.fsdp import fully_shard
+
+    mesh = ours.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dims = DataParallelMeshDims(shard="dp")
+    x = torch.arange(8.0).reshape(2, 4) + mesh.get_local_rank("dp")  # the same on the ranks of an axis "tp"
+
+    def gradient(library, shard, part, cut, compiled):
+        model = Plain(library, mesh, part, cut)
+        if compiled == "before":
+            model.compile(backend="aot_eager")
+        shard(model, mesh=mesh, dp_mesh_dims=dims)
+        run = torch.compile(model, backend="aot_eager") if compiled == "whole" else model
+        run(x).sum().backward()
+        return model.weight.grad.full_tensor()
+
+    for name, part in PARTS.items():
+        for cut in (ours.Replicate(), ours.Shard(1)) if name in SPLIT else (ours.Replicate(),):
+            want = gradient(theirs, torch_fully_shard, part, cut, None)
+            for compiled in (None, "before", "whole"):
+                got = gradient(ours, fully_shard, part, cut, compiled)
+                torch.testing.assert_close(got, want, msg=lambda m, at=(name, cut, compiled): f"{at}: {m}")
+
+
+def test_gradients_of_plain_parts_are_terms():
+    require("meshes of FSDP among others")
+    run_ranks(4, plain_batches)

@@ -76,7 +76,8 @@ class _Redistribute(torch.autograd.Function):
             part = brought(x, source, layout)
         else:
             part = redistribute_local(local, source, layout)
-        return wrap(part, moved(source, layout))
+        layout = moved(source, layout)
+        return wrap(part, layout.with_marks(source.terms) if source.marks else layout)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
@@ -126,7 +127,7 @@ class _ToLocal(torch.autograd.Function):
         layout: TensorLayout = ctx.layout
         sharding = ctx.placements
         if sharding is None:
-            sharding = layout.sharding.without_partial()
+            sharding = layout.sharding_of_gradient
         elif not isinstance(sharding, Sharding):
             sharding = from_torch(sharding, layout.mesh, layout.shape)
         # In the order of the tensor's own strides: those of a short piece's gradient may not be those on other ranks.

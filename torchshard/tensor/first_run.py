@@ -24,6 +24,9 @@ from torchshard.tensor.refusing import reading_first, refusing, telling_whole
 
 Plan = Callable[..., Any]
 
+_SAME = "_to_copy.default", "clone.default"
+"""Operators whose result is their operand once more, as views are."""
+
 
 class FirstRun:
     """The first run of a call on local tensors, from which its plan is made."""
@@ -222,8 +225,12 @@ class FirstRun:
                 fix="mend the rule; torchshard.validate_rule tells where it is wrong",
             )
         unmoved = [o.layout.assumed for o, moves in zip(self.operands, self.moves, strict=True) if not moves]
-        turned = self.operands[0].layout.marks & TURNED if self.call.viewed() and not self.severs else 0
-        return layout.marked(turned, frozenset().union(*unmoved))
+        first, marks = self.operands[0].layout, 0
+        if self.call.viewed():
+            marks = first.terms if self.severs else first.terms | first.marks & TURNED
+        elif self.call.name in _SAME:
+            marks = first.terms
+        return layout.marked(marks, frozenset().union(*unmoved))
 
     def _meta_stride(self, k: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Strides from a run on meta tensors, for autograd formulas branch on them, and `contiguous` and `reshape`.

@@ -96,7 +96,7 @@ def require_ascending(sharding: Sharding, mesh: Any) -> None:
 def over(part: Tensor, layout: TensorLayout, kind: type[Tensor]) -> Tensor:
     """A DTensor of a class, ours or torch's, whose part on this rank is `part`, of its dtype; differentiable."""
     if part.dtype is not layout.dtype:  # mixed precision, and states of optimizers
-        layout = layout_for(layout.sharding, layout.shape, layout.stride, part.dtype)
+        layout = layout_for(layout.sharding, layout.shape, layout.stride, part.dtype).with_marks(layout.marks)
     if kind is DTensor:
         return ours_over(part, layout)
     if part.requires_grad:

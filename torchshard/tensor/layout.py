@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from torchshard._torch import (
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Sharding, contiguous_stride
 from torchshard.layout.pieces import Symbolic
+from torchshard.layout.placements import Partial, R
 from torchshard.tensor.torch_placements import to_torch
 
 if TYPE_CHECKING:
@@ -30,16 +31,25 @@ if TYPE_CHECKING:
 # Marks: what may be true of a tensor beside its layout, on this rank. Plans are made for each combination.
 SEVERED = 1  # stands for a view of another tensor, but had to be moved: it shares no storage with its base
 TURNED = 2  # its part lies in memory in another order than from_local was told; operators read a copy in that order
+_TERMS = 4  # and up, a bit for each axis: see terms_along
 
 Symbolic.unrecorded, Symbolic.asked, Symbolic.expected = unrecorded, asked, expected
 Symbolic.number, Symbolic.renewed = number, renewed
+
+
+def terms_along(axes: Iterable[int]) -> int:
+    """Marks of a parameter, and of its views: gradients of plain parts of it are terms along these axes, where whole.
+
+    So they are where FSDP adds gradients of the ranks of an axis, on each of which a part serves a batch of its own.
+    """
+    return sum([_TERMS << axis for axis in axes])
 
 
 class TensorLayout(Layout):
     """A Layout as DTensor holds it.
 
     Attributes:
-        marks: SEVERED, TURNED, both or neither.
+        marks: SEVERED, TURNED, and those of `terms_along`, some or none.
         assumed: layouts that from_local has taken for granted, and of which this tensor was made without a collective
             that would have compared them: that all ranks hold pieces, or terms, of one size and memory order.
         tensor_meta: the layout itself: torch's fast constructor reads shape, stride and dtype there.
@@ -72,6 +82,27 @@ class TensorLayout(Layout):
             (found.marks, found.assumed), found.plain = key, self.plain
             found = self.plain._marked.setdefault(key, found)
         return found
+
+    def with_marks(self, marks: int) -> "TensorLayout":
+        """The same layout with these marks as well."""
+        return self.marked(self.marks | marks)
+
+    @property
+    def terms(self) -> int:
+        """Those of its marks that `terms_along` gives."""
+        return self.marks & -_TERMS
+
+    @property
+    def sharding_of_gradient(self) -> Sharding:
+        """That of the gradient of a part, where nothing else is said."""
+        sharding = self.sharding.without_partial()
+        if not self.terms:
+            return sharding
+        placements = [
+            Partial() if placement is R and self.terms & _TERMS << axis else placement
+            for axis, placement in enumerate(sharding.placements)
+        ]
+        return sharding.mesh.sharding(placements, dict(sharding.order))
 
     def to(self, sharding: Sharding) -> "TensorLayout":
         """The same tensor in another sharding."""
@@ -174,22 +205,24 @@ def require_strided(x: Any, where: str) -> None:
 
 
 @dataclass(frozen=True)
-class TurnedSharding:
-    """What a graph is told of a tensor that is TURNED, in place of its sharding: where it leaves it is marked again."""
+class MarkedSharding:
+    """What a graph is told of a tensor with marks, in place of its sharding: where it leaves it is marked again."""
 
     sharding: Sharding
+    marks: int
 
     def layout(self, shape: Sequence[int], stride: Sequence[int], dtype: Any) -> TensorLayout:
         """See Sharding.layout."""
-        return layout_for(self.sharding, shape, stride, dtype).marked(TURNED)
+        return layout_for(self.sharding, shape, stride, dtype).marked(self.marks)
 
 
-Told = Sharding | TurnedSharding
+Told = Sharding | MarkedSharding
 
 
 def told_of(layout: TensorLayout) -> Told:
     """What a graph is told of a tensor of this layout beside its size, stride and dtype."""
-    return TurnedSharding(layout.sharding) if layout.marks & TURNED else layout.sharding
+    marks = layout.marks & ~SEVERED
+    return MarkedSharding(layout.sharding, marks) if marks else layout.sharding
 
 
 def sized(shape: tuple[int, ...], part: Sequence[int], told: Told) -> tuple[int, ...]:
@@ -199,7 +232,7 @@ def sized(shape: tuple[int, ...], part: Sequence[int], told: Told) -> tuple[int,
     And where a length is a number, that of the part is one: Dynamo makes symbols of both where each has changed, so of
     the part alone where a tensor of the same size is split otherwise.
     """
-    sharding = told.sharding if isinstance(told, TurnedSharding) else told
+    sharding = told.sharding if isinstance(told, MarkedSharding) else told
     if len(part) != len(shape):
         return shape
     for n, held in zip(shape, part, strict=True):

@@ -4,7 +4,7 @@ Each module with such parameters has an `Owner`, which knows how they lie, and e
 hooks have the parameters of all modules below it in place while it runs: it may read them without calling their module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchshard._torch import after_every_forward, skip_methods
 from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch, over
-from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.layout import TensorLayout, layout_for, terms_along
 from torchshard.tensor.naming import name_on, named
 from torchshard.tensor.redistribute import redistribute_local
 from torchshard.tensor.replacing import require_replaceable, successor
@@ -43,7 +43,7 @@ class Placed:
 
     @classmethod
     def _of(cls, layout: TensorLayout, kind: type[Tensor]) -> "Placed":
-        name = name_on(layout.mesh, (layout, kind), layout, layout.stride, kind.__module__)  # type: ignore[arg-type]
+        name = name_on(layout.mesh, (layout, kind), layout, layout.stride, layout.marks, kind.__module__)  # type: ignore[arg-type]
         return cls(layout, kind, name)
 
     def __reduce__(self) -> Any:
@@ -52,6 +52,10 @@ class Placed:
     def replicated(self, x: Tensor) -> "Placed":
         """For a plain tensor that is the same on all ranks of this mesh."""
         return self._of(layout_for(self.layout.mesh.replicated(), x.shape, x.stride(), x.dtype), self.kind)
+
+    def with_terms(self, axes: Iterable[int]) -> "Placed":
+        """The same for a parameter of which somebody else adds the gradients along these axes."""
+        return self._of(self.layout.with_marks(terms_along(axes)), self.kind)
 
     def lent(self, part: Tensor) -> Tensor:
         """The DTensor of a part, of its dtype, through which gradients come back to it."""

@@ -213,6 +213,7 @@ class _TorchOwner(Owner):
         for name in self.placed:
             if all(getattr(module, name) is not each for each in ignored):
                 self._axes.setdefault(name, axes)
+                self.placed[name] = self.placed[name].with_terms(self._axes[name])
 
     @staticmethod
     def outside(x: Any) -> Tensor:
@@ -229,7 +230,7 @@ class _TorchOwner(Owner):
             return None  # likewise
         x = placed.lent(_part(parameter))
         if x.requires_grad:
-            x.register_hook(partial(_terms, axes, placed.layout))
+            x.register_hook(partial(_terms, axes, placed.layout.plain))
         return x
 
     def _loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
