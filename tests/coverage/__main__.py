@@ -2,7 +2,7 @@
 
 python -m tests.coverage                         # everything, then the page (make coverage)
 python -m tests.coverage --mesh 2 -v add mm      # some operators, what is not right in full
-python -m tests.coverage --mesh "3 in units"     # split dims in units; or "in runs"
+python -m tests.coverage --mesh "3 in units"     # split dims in units; or "in runs", "2x2 in levels"
 """
 
 import argparse

@@ -33,7 +33,8 @@ def placements(sample: Sample, axes: int, cut: str = "") -> Iterator[tuple[Any, 
     """Placements for all operands: each alone and all together, whole, split along their dims, and Partial.
 
     Args:
-        cut: how split dims are: in "units" or in "runs", of or as many as their lengths allow, or in blocks.
+        cut: how split dims are: in "units" or in "runs", of or as many as their lengths allow, in "levels", of both, or
+            in blocks.
     """
     from torch.distributed.tensor import Partial, Replicate
 
@@ -41,13 +42,15 @@ def placements(sample: Sample, axes: int, cut: str = "") -> Iterator[tuple[Any, 
 
     def split(t: torch.Tensor, *dims: int) -> tuple[Any, ...]:
         there = [d % t.ndim if t.ndim and -t.ndim <= d < t.ndim else None for d in dims]
-        return tuple([Replicate() if d is None else _shard(d, t.shape[d], cut) for d in there])
+        return tuple([Replicate() if d is None else _shard(d, t.shape[d], cut, k) for k, d in enumerate(there)])
 
     def terms(t: torch.Tensor, op: str) -> tuple[Any, ...]:
         return (Partial(op),) * axes if t.is_floating_point() and t.dtype.itemsize > 1 else whole
 
     ts = sample.tensors
     dims = [(0,) * axes, (1,) * axes, (-1,) * axes] if axes == 1 else [(0, 0), (0, 1), (1, 0), (-1, 0)]
+    if cut == "levels":
+        dims = [(0, 0), (1, 1), (-1, -1), (0, 1)]
     chosen = [
         tuple([whole for _ in ts]),
         *[tuple([split(t, *d) for t in ts]) for d in dims],
@@ -59,12 +62,14 @@ def placements(sample: Sample, axes: int, cut: str = "") -> Iterator[tuple[Any, 
     return iter(dict.fromkeys(chosen))
 
 
-def _shard(dim: int, length: int, cut: str) -> Any:
+def _shard(dim: int, length: int, cut: str, axis: int) -> Any:
     from torchshard import Shard, UnitShard
 
     divisor = next((n for n in (2, 3, 5, 7) if length % n == 0), 1)
-    if not cut or not length or divisor == 1:
+    if not cut or not length or divisor == 1 or (cut == "levels" and divisor == length):
         return Shard(dim)
+    if cut == "levels":  # the first axis splits the slower part of the dim, the next one the faster
+        return UnitShard(dim, runs=divisor) if axis else UnitShard(dim, length // divisor)
     return UnitShard(dim, divisor) if cut == "units" else UnitShard(dim, runs=divisor)
 
 

@@ -11,7 +11,7 @@ from tests.layout.play import play
 from tests.layout.strategies import meshes, shardings
 from torchshard.errors import ShardingError
 from torchshard.layout import Box, Mesh, Partial, R, Shard, format_placements, parse_placements
-from torchshard.layout.cuts import is_as, route, unrolled, unrolled_shape
+from torchshard.layout.cuts import cuts_of, intervals, is_as, rolled_dims, route, unrolled, unrolled_shape
 from torchshard.layout.placements import Cut
 from torchshard.layout.strided import strided_intervals
 
@@ -41,22 +41,23 @@ def changes(draw):
 
 def held(full, sharding):
     """What each rank holds, a Partial axis read as Replicate: the rule of torch.chunk, for one axis after another."""
-    parts = []
-    for place in sharding.mesh.coordinates():
-        part = full
-        for dim, axes in sharding.splits.items():
-            runs, unit = sharding.cuts.get(dim, Cut())
-            index = (
-                np.arange(full.shape[dim]).reshape(runs, -1, unit)
-                if full.shape[dim]
-                else np.zeros((runs, 0, unit), int)
-            )
-            for a in axes:
-                step = -(-index.shape[1] // sharding.mesh.shape[a])
-                index = index[:, place[a] * step : (place[a] + 1) * step]
-            part = part.take(index.ravel(), dim)
-        parts.append(part.copy())
-    return parts
+    return [full[np.ix_(*held_at(full.shape, sharding, place))] for place in sharding.mesh.coordinates()]
+
+
+def held_at(shape, sharding, place):
+    """Of each dim, the places that a coordinate holds: those which every cut of it leaves there."""
+    found = [np.arange(n) for n in shape]
+    for dim, axes in sharding.splits.items():
+        left = {}
+        for a in axes:
+            p = sharding.placements[a]
+            units = left.get(p, np.arange(shape[dim] // (p.runs * p.unit)))
+            step = -(-len(units) // sharding.mesh.shape[a])
+            left[p] = units[place[a] * step : (place[a] + 1) * step]
+        for p, units in left.items():
+            at = found[dim] % max(shape[dim] // p.runs, 1) // p.unit
+            found[dim] = found[dim][np.isin(at, units)]
+    return found
 
 
 @settings(max_examples=300, deadline=None)
@@ -70,19 +71,27 @@ def test_every_route_ends_in_the_target_with_the_right_values(change):
             part *= place[axis] == 0
         assert part.shape == source.part(shape, place)
     assert source.largest(shape) == tuple(np.max([p.shape for p in parts], axis=0))
-    for hop in route(source, target, shape, 8).hops:
-        inside = play(hop.transition, [p.reshape(unrolled_shape(p.shape, hop.cuts)) for p in parts])
-        parts = [_rolled(p, hop.cuts) for p in inside]
+    taken(source, target, shape, parts)
+
+
+def taken(source, target, shape, parts):
+    """Take the way from `source` to `target`, and compare what ranks hold then; return the way."""
+    full = np.arange(float(math.prod(shape))).reshape(shape)
+    way = route(source, target, shape, 8)
+    for hop in way.hops:
+        whole, before = unrolled_shape(shape, hop.cuts), hop.transition.source
+        places = source.mesh.coordinates()
+        inside = [p.reshape(before.part(whole, place)) for p, place in zip(parts, places, strict=True)]
+        parts = play(hop.transition, inside)
+        for first, last in rolled_dims(hop.cuts):
+            parts = [_flat(p, first, last) for p in parts]
     for part, wanted in zip(parts, held(full, target), strict=True):
         np.testing.assert_array_equal(part, wanted)
+    return way
 
 
-def _rolled(part, cuts):
-    at, shape = iter(part.shape), []
-    while len(shape) < part.ndim - sum(n > 1 for cut in cuts.values() for n in cut):
-        kept = 1 + sum(n > 1 for n in cuts.get(len(shape), ()))
-        shape.append(math.prod([next(at) for _ in range(kept)]))
-    return part.reshape(shape)
+def _flat(part, first, last):
+    return part.reshape(*part.shape[:first], math.prod(part.shape[first : last + 1]), *part.shape[last + 1 :])
 
 
 @settings(max_examples=200, deadline=None)
@@ -146,13 +155,15 @@ def test_moves_between_equal_runs_are_those_of_the_plain_tensor():
     assert [s.kind for s in route(units, plain, (63, 4096), 4).steps] == ["exchange"]
     assert [s.kind for s in route(units, plain, (63, 1), 4).steps] == ["all_gather", "slice"]
     assert [s.kind for s in route(units, plain, (63, 4096), 4, regular=True).steps] == ["all_gather", "slice"]
-    assert unrolled(rows, rows.cuts) is mesh.sharding([R, Shard(1)])
+    assert unrolled(rows, cuts_of(rows)) is mesh.sharding([R, Shard(1)])
 
 
 def test_what_cannot_be():
     mesh = Mesh((2, 2), names=("a", "b"), coordinate=(0, 1))
     with pytest.raises(ShardingError, match="same number of runs"):
-        mesh.sharding([Shard(0), Shard(0, 2)])
+        mesh.sharding([Shard(0, 3), Shard(0, 2)])
+    with pytest.raises(ShardingError, match="and runs within the units of other axes"):
+        mesh.sharding([Shard(0), Shard(0, 2)]).layout((8,), (1,), np.dtype("float32"))
     rows = mesh.sharding([Shard(0, 2), R])
     with pytest.raises(ShardingError, match="runs of equal length, and whole units"):
         rows.layout((7,), (1,), np.dtype("float32"))
@@ -170,3 +181,51 @@ def test_as_text():
     placements = parse_placements(text)
     assert placements == (Shard(0, 4), R, Shard(1), Shard(2, 1, 9), Shard(3, 2, 9))
     assert format_placements(placements) == text
+
+
+@st.composite
+def flattened(draw):
+    """((source, target), shape) of a tensor whose dim 0 is made of several, of which the source splits two."""
+    mesh = draw(meshes(max_axes=3, max_size=12))
+    assume(mesh.ndim > 1)
+    runs, slow, between, fast, unit = (draw(st.integers(1, n)) for n in (2, 5, 2, 5, 2))
+    n = runs * slow * between * fast * unit
+    outer, inner = Shard(0, runs, between * fast * unit), Shard(0, runs * slow * between, unit)
+    source = [draw(st.sampled_from([outer, inner, R, Shard(1)])) for _ in range(mesh.ndim)]
+    assume({outer, inner} <= {*source})
+    kinds = draw(st.sampled_from([[outer, inner, R], [outer, R, Shard(1)], [inner, Shard(1)], [Shard(0), Shard(1)]]))
+    target = [draw(st.sampled_from(kinds)) for _ in range(mesh.ndim)]
+    try:
+        made = [
+            mesh.sharding(placements).layout((n, 6), (6, 1), np.dtype("float64")) for placements in (source, target)
+        ]
+    except ShardingError:
+        assume(False)
+    return [layout.sharding for layout in made], (n, 6)
+
+
+@settings(max_examples=400, deadline=None)
+@given(flattened())
+def test_every_route_of_dims_that_are_split_at_several_levels(change):
+    (source, target), shape = change
+    full = np.arange(float(math.prod(shape))).reshape(shape)
+    parts = held(full, source)
+    for place, part in zip(source.mesh.coordinates(), parts, strict=True):
+        assert part.shape == source.part(shape, place)
+        rows = [at + k for at, length in intervals(source, shape, place)[0] for k in range(length)]
+        np.testing.assert_array_equal(rows, held_at(shape, source, place)[0])
+    assert source.largest(shape) == tuple(np.max([p.shape for p in parts], axis=0))
+    taken(source, target, shape, parts)
+
+
+def test_levels_of_a_batch_and_of_time():
+    """8 samples of 16 tokens, flattened: samples split by one axis, tokens by the other."""
+    mesh = Mesh((2, 2), ("dp", "cp"))
+    tokens, shape = mesh.sharding([Shard(0, 1, 16), Shard(0, 8)]), (128, 4)
+    assert intervals(tokens, shape, (1, 1))[0] == [(72, 8), (88, 8), (104, 8), (120, 8)]
+    assert not tokens.boxed
+    assert mesh.sharding([Shard(0, 8), Shard(0, 1, 16)]).splits == {0: (1, 0)}
+    for target in ([R, R], [Shard(0), R], [R, Shard(0, 8)]):
+        way = route(tokens, mesh.sharding(target), shape, 4)
+        assert {step.kind for step in way.steps} == {"all_gather"}
+    assert [s.kind for s in route(tokens, mesh.sharding([Shard(0), Shard(1)]), shape, 4).steps] == ["all_to_all"]

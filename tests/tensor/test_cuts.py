@@ -3,6 +3,7 @@ goes on from there.
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -45,6 +46,41 @@ def layer_of_a_split_batch(rank, world, batch_first, batch):
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_an_encoder_layer_keeps_its_batch_split(batch_first, world, batch):
     run_ranks(world, layer_of_a_split_batch, batch_first, batch)
+
+
+def layers_of_samples_and_time(rank, world, lengths):
+    """Where an axis splits samples and another time, linear layers send nothing, forward, and weights' terms backward."""
+    from torchshard import Replicate, Shard, distribute_module, distribute_tensor, explain, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8, bias=False))
+    x = torch.randn(*lengths, 8, requires_grad=True)
+    layers(x).square().sum().backward()
+    wanted = {name: p.grad for name, p in layers.named_parameters()}
+    layers.zero_grad()
+    distribute_module(layers, mesh)
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)]):
+        placed = distribute_tensor(x.detach(), mesh, placements).requires_grad_()
+        seen = explain(lambda placed=placed: layers(placed))
+        assert not seen.collectives, seen
+        assert seen.result.placements == tuple(placements)
+        backward = explain(lambda seen=seen: seen.result.square().sum().backward())
+        assert not backward.collectives, backward
+        torch.testing.assert_close(placed.grad.full_tensor(), x.grad)
+        for name, p in layers.named_parameters():
+            torch.testing.assert_close(p.grad.redistribute(placements=[Replicate()] * 2).to_local(), wanted[name])
+        layers.zero_grad()
+        flat = placed.detach().flatten(0, 1)
+        again = distribute_tensor(x.detach().flatten(0, 1), mesh, flat.placements)
+        assert torch.equal(again.to_local(), flat.to_local())
+        whole = flat.redistribute(placements=[Replicate(), Shard(1)])
+        assert torch.equal(whole.redistribute(placements=flat.placements).to_local(), flat.to_local())
+
+
+@pytest.mark.parametrize("lengths", [(4, 6), (3, 5), (2, 4)])
+def test_linear_layers_of_samples_and_time_that_are_split(lengths):
+    run_ranks(4, layers_of_samples_and_time, lengths)
 
 
 # What may follow once a split dim and another have been flattened: x is (12, 8), k is (8, 5), t are 12 classes.
@@ -113,7 +149,7 @@ def operators_that_follow(rank, world, mesh_shape, lengths, split, written, move
     g = torch.Generator().manual_seed(0)
     full, weight = exact((*lengths, 8), g).requires_grad_(), exact((8, 5), g).requires_grad_()
     classes = torch.randint(0, 12, lengths, generator=g)
-    batch = [Shard(split)] * mesh.ndim
+    batch = [Shard(d) for d in split]
     whole = [Replicate()] * mesh.ndim
     for name, fn in FOLLOWING.items():
         x, k = full.detach().requires_grad_(), weight.detach().requires_grad_()
@@ -122,7 +158,7 @@ def operators_that_follow(rank, world, mesh_shape, lengths, split, written, move
         (wanted * weights).sum().backward()
         dx, dk = place(full, mesh, batch), place(weight, mesh, whole)
         rows, labels = dx.reshape(12, 8), place(classes, mesh, batch).reshape(12)
-        assert set(map(repr, layout_of(rows).placements)) == {written}, rows.placements
+        assert " ".join(map(repr, layout_of(rows).placements)) == written, rows.placements
         got = fn(rows, dk, labels)
         (got * place(weights, mesh, whole)).sum().backward()
         if name in KEEP_SPLIT and name != moved:
@@ -140,16 +176,21 @@ def operators_that_follow(rank, world, mesh_shape, lengths, split, written, move
 @pytest.mark.parametrize(
     ("mesh_shape", "lengths", "split", "written", "moved"),
     [
-        ((2,), (3, 4), 1, "S(0/3)", None),
-        ((2, 2), (3, 4), 1, "S(0/3)", None),
+        ((2,), (3, 4), (1,), "S(0/3)", None),
+        ((2, 2), (3, 4), (1, 1), "S(0/3) S(0/3)", None),
         # Uneven, as those that follow; the 3 runs that it is viewed as are others.
-        ((2,), (4, 3), 1, "S(0/4)", "unflatten"),
-        ((2,), (3, 4), 0, "S(0*4)", None),
-        ((2, 2), (3, 4), 0, "S(0*4)", "largest"),  # a rank has nothing, of which there is no largest
+        ((2,), (4, 3), (1,), "S(0/4)", "unflatten"),
+        ((2,), (3, 4), (0,), "S(0*4)", None),
+        ((2, 2), (3, 4), (0, 0), "S(0*4) S(0*4)", "largest"),  # a rank has nothing, of which there is no largest
+        # Each of two dims by an axis of its own.
+        ((2, 2), (3, 4), (0, 1), "S(0*4) S(0/3)", None),
+        ((2, 2), (3, 4), (1, 0), "S(0/3) S(0*4)", None),
+        ((2, 2), (4, 3), (0, 1), "S(0*3) S(0/4)", "unflatten"),
+        ((2, 2), (2, 6), (0, 1), "S(0*6) S(0/2)", "unflatten"),
     ],
 )
 def test_operators_that_follow(mesh_shape, lengths, split, written, moved):
-    run_ranks(2 * len(mesh_shape), operators_that_follow, mesh_shape, lengths, split, written, moved)
+    run_ranks(math.prod(mesh_shape), operators_that_follow, mesh_shape, lengths, split, written, moved)
 
 
 def axes_of_size_one(rank, world):
@@ -225,13 +266,16 @@ def placements_of_torch(rank, world):
         [strided(0, split_factor=4), strided(0, split_factor=2)],
         [Shard(1), strided(0, split_factor=2)],
         [strided(0, split_factor=2), strided(1, split_factor=2)],
+        [Shard(0), strided(0, split_factor=4)],  # of (8, 2), one by each axis
+        [strided(0, split_factor=4), Shard(0)],
+        [strided(0, split_factor=8), strided(0, split_factor=2)],
         [Shard(0), Shard(1)],
         [Replicate(), Shard(0)],
     ]
     for before in ends:
         x = distribute_tensor(full, mesh, before)
         assert x.placements == tuple(before)
-        if before in ends[1:3]:  # several axes, which torch would take for an order of axes
+        if before in [*ends[1:3], *ends[5:8]]:  # several axes, which torch would take for an order of axes
             with pytest.raises(ShardingError, match="torch's DTensor cannot be told"):
                 x.to_torch()
         else:

@@ -15,7 +15,6 @@ from tests.older import require
 from tests.ranks import run_ranks
 from torchshard import DTensor, Replicate, Shard, UnitShard, distribute_tensor, init_device_mesh, layout_of
 from torchshard import state_dict as converting
-from torchshard._torch import strided_shard
 from torchshard.errors import RankMismatchError, ShardingError
 
 SEVENS = UnitShard(0, 7)
@@ -61,10 +60,12 @@ def made_and_moved(rank, world):
         bare.full_tensor()
     with pytest.raises(ShardingError, match="whole units"):
         distribute_tensor(FULL, mesh, [UnitShard(0, 4)])
-    turned, second = init_device_mesh("cpu", (1, world)), strided_shard()(0, split_factor=2)  # splits after the other
-    for other in (Shard(0), UnitShard(0, 3), second):
+    turned = init_device_mesh("cpu", (1, world))
+    for other in (Shard(0), UnitShard(0, 3)):
         with pytest.raises(ShardingError, match="in the same number of runs, and in the same units"):
             distribute_tensor(FULL[:14], turned, [other, SEVENS])
+    within = distribute_tensor(FULL[:14], turned, [UnitShard(0, 1, runs=2), SEVENS])  # of two units, each whole
+    assert torch.equal(within.to_local(), FULL[7 * rank :][:7])
     with pytest.raises(ShardingError, match="cannot be told of a dim that is split in units"):
         x.to_torch()
     with pytest.raises(RuntimeError, match="unsupported placements"):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchshard.layout.boxes import Box
-from torchshard.layout.pieces import largest_piece, nested_piece, nested_pieces, piece
+from torchshard.layout.pieces import nested_piece, nested_pieces, piece
 
 Splits = Mapping[int, tuple[int, ...]]
 Units = Mapping[int, int]
@@ -62,16 +62,6 @@ def _strides(axes: tuple[int, ...], mesh_shape: Sequence[int]) -> dict[int, int]
         strides[axis] = step
         step *= mesh_shape[axis]
     return strides
-
-
-def largest_shape(
-    shape: Sequence[int], splits: Splits, mesh_shape: Sequence[int], units: Units = NO_UNITS
-) -> tuple[int, ...]:
-    """Shape of the largest box; the same on every rank, so decisions are made with it."""
-    size = list(shape)
-    for dim, axes in splits.items():
-        size[dim] = largest_piece(size[dim], [mesh_shape[a] for a in axes], units.get(dim, 1))
-    return tuple(size)
 
 
 def holders(

@@ -16,8 +16,9 @@ from weakref import WeakValueDictionary
 from torchshard.errors import ShardingError
 from torchshard.layout import grid
 from torchshard.layout.boxes import Box
+from torchshard.layout.levels import largest_length, length_at, levels_of, may_nest
 from torchshard.layout.pieces import Symbolic, is_even
-from torchshard.layout.placements import WHOLE, Cut, Partial, Placement, Placements, R, Shard, without_partial
+from torchshard.layout.placements import WHOLE, Partial, Placement, Placements, R, Shard, without_partial
 from torchshard.layout.reductions import may_mix
 
 Order = tuple[tuple[int, tuple[int, ...]], ...]
@@ -118,14 +119,16 @@ class Sharding:
 
     Attributes:
         splits: dim -> axes that split it, first to split first; only for dims that are split.
-        cuts: dim -> what of it is split, for dims that are split in runs or in units.
+        levels: dim -> how they do so; see levels.py.
+        cuts: dim -> what of it is split, for dims that are split in runs or in units; of several levels the innermost.
         units: dim -> length of its units, where that is not 1.
         order: the part of `splits` that is not left to right, as in the argument of Mesh.sharding.
         partial: the axes with a Partial placement.
     """
 
     __slots__ = (
-        "__weakref__", "_layouts", "_let_go", "cuts", "mesh", "order", "partial", "placements", "splits", "units"
+        "__weakref__", "_layouts", "_let_go", "cuts", "levels", "mesh", "order", "partial", "placements", "splits",
+        "units",
     )  # fmt: skip
 
     def __init__(self, mesh: Mesh, placements: Placements, order: Order) -> None:
@@ -137,8 +140,9 @@ class Sharding:
                 fix=f"placements={[R] * mesh.ndim}, with Shard(dim) or Partial() where it applies",
             )
         self.mesh, self.placements = mesh, placements
-        self.splits = _splits(mesh, placements, order)
-        self.cuts = _cuts(placements, self.splits)
+        self.levels = {dim: levels_of(placements, axes) for dim, axes in _splits(mesh, placements, order).items()}
+        self.splits = {dim: tuple([a for _, axes in levels for a in axes]) for dim, levels in self.levels.items()}
+        self.cuts = {dim: cut for dim, (*_, (cut, _)) in self.levels.items() if cut != WHOLE}
         self.units = {dim: cut.unit for dim, cut in self.cuts.items() if cut.unit > 1}
         self.order = tuple([(d, axes) for d, axes in self.splits.items() if axes != tuple(sorted(axes))])
         self.partial = tuple([a for a, p in enumerate(placements) if type(p) is Partial])
@@ -183,7 +187,7 @@ class Sharding:
     def evened(self, shape: Sequence[int]) -> "Sharding":
         """This sharding of a tensor of this shape, without units where they come out even: that of its layout."""
         placements = self.placements
-        for dim in [d for d in self.units if d < len(shape)]:
+        for dim in [d for d in self.units if d < len(shape) and len(self.levels[d]) == 1]:
             axes, cut = self.splits[dim], self.cuts[dim]
             if is_even(shape[dim], [cut.apart, *[self.mesh.shape[a] for a in axes]]):
                 placements = tuple([Shard(dim, cut.runs) if a in axes else p for a, p in enumerate(placements)])
@@ -195,9 +199,13 @@ class Sharding:
 
     def _held(self) -> tuple[object, ...]:
         ranks = self.mesh.shape
-        splits = {d: cut for d, axes in self.splits.items() if (cut := [a for a in axes if ranks[a] > 1])}
-        cuts = {d: cut for d, cut in self.cuts.items() if d in splits}
-        return splits, cuts, [(a, self.placements[a]) for a in self.partial]
+        levels = [
+            (dim, cut, held)
+            for dim, levels in self.levels.items()
+            for cut, axes in levels
+            if (held := [a for a in axes if ranks[a] > 1])
+        ]
+        return levels, [(a, self.placements[a]) for a in self.partial]
 
     def replace(self, axis: int, placement: Placement) -> "Sharding":
         """This sharding with another placement on one axis; a Shard is appended last to its dim's order."""
@@ -232,18 +240,10 @@ class Sharding:
 
     def part(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
         """The shape of the part of one coordinate, in runs or not."""
-        run = self._run(shape)
-        return self._runs_of(grid.box_at(run, self.splits, self.mesh.shape, coordinate, self.units).size)
-
-    def _run(self, shape: Sequence[int]) -> Sequence[int]:
-        """The shape with one run of each dim."""
-        return [n // self.cuts[d].runs if d in self.cuts else n for d, n in enumerate(shape)] if self.cuts else shape
-
-    def _runs_of(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of all runs, of that of a part of one run of each dim."""
-        if not self.cuts:
-            return part
-        return tuple([n * self.cuts[d].runs if d in self.cuts else n for d, n in enumerate(part)])
+        size = list(shape)
+        for dim, levels in self.levels.items():
+            size[dim] = length_at(shape[dim], levels, self.mesh.shape, coordinate)
+        return tuple(size)
 
     @property
     def boxed(self) -> bool:
@@ -261,7 +261,10 @@ class Sharding:
 
     def largest(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the largest part, the same on every rank."""
-        return self._runs_of(grid.largest_shape(self._run(shape), self.splits, self.mesh.shape, self.units))
+        size = list(shape)
+        for dim, levels in self.levels.items():
+            size[dim] = largest_length(shape[dim], levels, self.mesh.shape)
+        return tuple(size)
 
     @property
     def replicas(self) -> int:
@@ -302,11 +305,12 @@ class Layout:
                 got=repr(sharding),
                 where=f"axis {', '.join(self.mesh.names[a] for a in sharding.splits[dim])} of the mesh, shape {shape}",
             )
-        for dim, cut in sharding.cuts.items():
-            if shape[dim] % cut.apart:
+        for dim in sharding.cuts:
+            if not may_nest(shape[dim], cuts := [cut for cut, _ in sharding.levels[dim]]):
                 raise ShardingError(
                     "A dim that is split in runs, or in units, has runs of equal length, and whole units.",
-                    expected=f"a length that {cut.apart} divides",
+                    expected=f"a length that {math.lcm(*[cut.apart for cut in cuts])} divides"
+                    + ", and runs within the units of other axes" * (len(cuts) > 1),
                     got=f"length {shape[dim]} of dim {dim}",
                     where=sharding,
                 )
@@ -365,21 +369,6 @@ def _splits(mesh: Mesh, placements: Placements, order: Order) -> dict[int, tuple
             )
         splits[dim] = axes
     return dict(sorted(splits.items()))
-
-
-def _cuts(placements: Placements, splits: Mapping[int, Sequence[int]]) -> dict[int, Cut]:
-    cuts: dict[int, Cut] = {}
-    for dim, axes in splits.items():
-        found = {Cut(p.runs, p.unit) for p in (placements[a] for a in axes) if isinstance(p, Shard)}
-        if len(found) > 1:
-            raise ShardingError(
-                "All axes that split a dim split it in the same number of runs, and in the same units.",
-                expected=f"one number of runs, and one length of units, for dim {dim}",
-                got=placements,
-            )
-        if found != {WHOLE}:
-            cuts[dim] = found.pop()
-    return cuts
 
 
 def _sharding(mesh: Mesh, placements: Placements, order: Order) -> Sharding:

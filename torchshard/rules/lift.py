@@ -18,7 +18,7 @@ from torchshard.layout.reductions import masking
 from torchshard.rules.bind import Bound
 from torchshard.rules.notation import Operand
 from torchshard.rules.rule import Options
-from torchshard.rules.ways import Way, cut_pieces, cuts_of, is_possible, padding_of, settle, ways
+from torchshard.rules.ways import Pieces, Way, cut_pieces, cuts_of, is_possible, lengths_left, padding_of, settle, ways
 
 _LAUNCH = 20_000.0  # bytes that a link carries in the time that starting a collective takes
 _COPY = 1.0  # a slice: next to nothing, but not nothing
@@ -55,7 +55,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
     nbytes = [layout.largest_nbytes() for layout in layouts]
     nbytes += [layouts[0].nbytes_of(bound.known_shape(k)) for k in range(len(bound.results))]
     estimate = [float(Symbolic.expected(n)) for n in nbytes]
-    pieces = {f: [n] for f, n in bound.sizes.items()}
+    pieces: Pieces = {}
     chosen: dict[int, Way] = {}
     for axis in sorted(range(mesh.ndim), key=lambda a: mesh.shape[a] == 1):  # one rank goes along with any way
         parts, ranked = mesh.shape[axis], []
@@ -95,7 +95,7 @@ def take(bound: Bound, chosen: Sequence[Way], layouts: Sequence[Layout]) -> Lift
         None where the lengths, or Partials that do not mix, forbid it.
     """
     mesh = layouts[0].mesh
-    pieces = {f: [n] for f, n in bound.sizes.items()}
+    pieces: Pieces = {}
     for axis, (way, parts) in enumerate(zip(chosen, mesh.shape, strict=True)):
         if not is_possible(way, parts, pieces, chosen[:axis]):
             return None
@@ -138,6 +138,8 @@ def _is_as(now: Placement, wanted: Placement, layout: Layout) -> bool:
         return True
     if not (isinstance(now, Shard) and isinstance(wanted, Shard) and now.dim == wanted.dim):
         return False
+    if len(layout.sharding.levels[now.dim]) > 1:
+        return False  # each cut has a way of its own
     sizes = [layout.mesh.shape[a] for a in layout.sharding.splits[now.dim]]
     return is_as(now, wanted, layout.shape[now.dim], sizes)
 
@@ -177,7 +179,7 @@ def _ask_whether_cheapest(
     nbytes: Sequence[int],
     fixed: Mapping[int, int | None],
     options: Options,
-    pieces: Mapping[str, Sequence[int]],
+    pieces: Pieces,
 ) -> None:
     """Ask of symbolic lengths what the choice depends on: a trace is guarded by it, and is made anew where it turns.
 
@@ -196,7 +198,7 @@ def _ask_whether_cheapest(
         start = cost(way, known, padding)
         found = [start, *[cost(way, [*known[:k], 1.0, *known[k + 1 :]], padding) - start for k in symbolic]]
         if (way is best or padding > 1) and cost(way, expected, 1.0) != cost(way, expected, 2.0):
-            for n in pieces[way.factor] if way.factor is not None else ():
+            for n in lengths_left(way, pieces):
                 bool(n >= parts) if Symbolic.expected(n) >= parts else int(n)
         return found
 
@@ -262,4 +264,10 @@ def _by_dim(
     dims: Operand, placements: Sequence[Placement], orders: Mapping[str, tuple[int, ...]]
 ) -> dict[int, tuple[int, ...]]:
     split = {p.dim for p in placements if isinstance(p, Shard)}
-    return {dim: next(orders[f] for f in dims[dim] if f in orders) for dim in split}
+    return {
+        dim: tuple([a for f in dims[dim] for a in orders.get(f, ()) if _splits(placements[a], dim)]) for dim in split
+    }
+
+
+def _splits(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Shard) and placement.dim == dim

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchshard.layout.layout import Layout
+from torchshard.layout.levels import may_nest
 from torchshard.layout.pieces import Symbolic, piece
 from torchshard.layout.placements import WHOLE, Cut, Partial, Placement, Placements, R, Shard
 from torchshard.layout.reductions import exists_of_nothing, may_mix
@@ -28,6 +29,7 @@ class Way:
         results: what it then does to each result.
         factor: the one that is split; None where nothing is.
         cut: what of it is.
+        length: of the factor, where it is known.
         even: every rank must hold an equal piece of each run of the factor.
         full: no rank may hold an empty piece of it.
         told: symbolic lengths, whose numbers the placements are for.
@@ -37,6 +39,7 @@ class Way:
     results: Placements
     factor: str | None = None
     cut: Cut = WHOLE
+    length: int | None = None
     even: bool = False
     full: bool = False
     told: tuple[int, ...] = ()
@@ -76,14 +79,15 @@ def cuts_of(bound: Bound, layouts: Sequence[Layout]) -> Mapping[str, Iterable[Cu
     """How operands have factors cut: what is left of the runs and units of a dim beside its other factors."""
     found: dict[str, set[Cut]] = {}
     for dims, layout in zip(bound.operands, layouts, strict=True):
-        for d, cut in layout.sharding.cuts.items():
+        for d in layout.sharding.cuts:
             for place, factor in enumerate(dims[d]):
                 slower, faster = _around(bound, dims[d], place)
                 if None in slower or any(type(n) is not int for n in faster):
                     continue
                 runs, unit = _steps(slower), _steps(faster)
-                if cut.runs % runs == 0 and cut.unit % unit == 0 and cut != (runs, unit):
-                    found.setdefault(factor, set()).add(Cut(cut.runs // runs, cut.unit // unit))
+                for cut, _ in layout.sharding.levels[d]:
+                    if cut.runs % runs == 0 and cut.unit % unit == 0 and cut != (runs, unit):
+                        found.setdefault(factor, set()).add(Cut(cut.runs // runs, cut.unit // unit))
     return found
 
 
@@ -138,7 +142,7 @@ def _split(bound: Bound, options: Options, factor: str, cut: Cut) -> Way | None:
     lossy = partial if any(p is partial for p in results) else None
     even = even or (lossy is not None and lossy.op == "avg")
     full = options.full or (lossy is not None and not exists_of_nothing(lossy.op))
-    return Way(tuple(operands), tuple(results), factor, cut, even, full, tuple(told))
+    return Way(tuple(operands), tuple(results), factor, cut, length, even, full, tuple(told))
 
 
 def _steps(lengths: Iterable[int | None]) -> int:
@@ -161,22 +165,41 @@ def _passing(partial: Partial, options: Options) -> tuple[tuple[int, ...], ...]:
     return groups or (((0,),) if options.mono and groups is not None else ())
 
 
-def cut_pieces(pieces: dict[str, list[int]], way: Way, parts: int) -> None:
-    """Note in `pieces` the lengths that a way leaves of its factor: the longest and the shortest."""
+Pieces = dict[tuple[str, Cut], list[int]]
+"""What axes so far have left of the runs of factors that they split: the lengths of the longest and the shortest."""
+
+
+def _runs_left(way: Way, pieces: Mapping[tuple[str, Cut], list[int]]) -> list[int]:
+    assert way.factor is not None
+    left = pieces.get((way.factor, way.cut))
+    if left is not None:
+        return left
+    assert way.length is not None, f"no operand tells the length of {way.factor}"
+    return [way.length // way.cut.runs if way.cut.runs > 1 else way.length]
+
+
+def cut_pieces(pieces: Pieces, way: Way, parts: int) -> None:
+    """Note in `pieces` the lengths that a way leaves of the runs of its factor."""
     if way.factor is not None:
-        runs, unit = way.cut
-        ends = [(n, k) for n in pieces[way.factor] for k in (0, parts - 1)]
-        pieces[way.factor] = [runs * piece(n // runs, parts, k, unit)[1] for n, k in ends]
+        ends = [(n, k) for n in _runs_left(way, pieces) for k in (0, parts - 1)]
+        pieces[way.factor, way.cut] = [piece(n, parts, k, way.cut.unit)[1] for n, k in ends]
 
 
-def is_possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chosen: Iterable[Way]) -> bool:
+def lengths_left(way: Way, pieces: Mapping[tuple[str, Cut], list[int]]) -> list[int]:
+    """How many a way could split: the longest and the shortest piece, in units; none where it splits nothing."""
+    if way.factor is None:
+        return []
+    runs = _runs_left(way, pieces)
+    return [n // way.cut.unit for n in runs] if way.cut.unit > 1 else runs
+
+
+def is_possible(way: Way, parts: int, pieces: Mapping[tuple[str, Cut], list[int]], chosen: Iterable[Way]) -> bool:
     """Whether lengths, and the ways of the axes before, allow a way."""
     if way.factor is not None:
-        lengths, apart = pieces[way.factor], way.cut.apart
-        if apart > 1:
-            if any(n % apart for n in lengths):
-                return False
-            lengths = [n // apart for n in lengths]
+        assert way.length is not None, f"no operand tells the length of {way.factor}"
+        if way.cut.apart > 1 and way.length % way.cut.apart:
+            return False
+        lengths = lengths_left(way, pieces)
         if way.even and any(n % parts for n in lengths):
             return False
         if way.full and any(piece(n, parts, parts - 1)[1] == 0 for n in lengths):
@@ -185,14 +208,30 @@ def is_possible(way: Way, parts: int, pieces: Mapping[str, Sequence[int]], chose
         for one, other in zip(before.results + before.operands, way.results + way.operands, strict=True):
             if isinstance(one, Partial) and isinstance(other, Partial) and not may_mix(one.op, other.op):
                 return False
-            one_dim = isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim
-            if one_dim and (one is not other or before.factor != way.factor):
-                return False  # axes split the same factor of a dim, cut in the same way
+            if not (isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim):
+                continue
+            if one is other:  # axes split the same factor of a dim, cut in the same way
+                if before.factor != way.factor:
+                    return False
+            elif not _lie_apart((before, one), (way, other)):
+                return False
     return True
 
 
-def padding_of(way: Way, parts: int, pieces: Mapping[str, Sequence[int]]) -> float:
+def _lie_apart(*ways: tuple[Way, Shard]) -> bool:
+    """Whether axes may split a dim in these ways, other factors of it or one by two cuts: each within the other.
+
+    In a trace only where that holds for these lengths alone.
+    """
+    lengths, cuts = set(), []
+    for way, placement in ways:
+        if way.told or type(way.length) is not int:
+            return False
+        cuts.append(Cut(placement.runs, placement.unit))
+        lengths.add(way.length // way.cut.apart * cuts[-1].apart)
+    return len(lengths) == 1 and may_nest(lengths.pop(), sorted(cuts))
+
+
+def padding_of(way: Way, parts: int, pieces: Mapping[tuple[str, Cut], list[int]]) -> float:
     """How much more is sent where a factor is too short for all ranks to have some of it."""
-    apart = way.cut.apart
-    lengths = [Symbolic.expected(n) // apart for n in pieces[way.factor]] if way.factor is not None else ()
-    return max([parts / n for n in lengths if 0 < n < parts], default=1.0)
+    return max([parts / n for n in map(Symbolic.expected, lengths_left(way, pieces)) if 0 < n < parts], default=1.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchshard.comm.reducing import prepare
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.layout.cuts import unrolled, unrolled_shape
+from torchshard.layout.cuts import cuts_of, unrolled, unrolled_shape
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, Placement
 from torchshard.tensor.layout import dense_stride
@@ -102,8 +102,8 @@ def _cut(full: Tensor, coordinate: tuple[int, ...], sharding: Sharding) -> Tenso
 
 def _part(full: Tensor, coordinate: tuple[int, ...], sharding: Sharding) -> Tensor:
     """The elements of one coordinate."""
-    shape = unrolled_shape(full.shape, sharding.cuts)
-    part = full.reshape(shape)[unrolled(sharding, sharding.cuts).box(shape, coordinate).slices]
+    shape = unrolled_shape(full.shape, cuts := cuts_of(sharding))
+    part = full.reshape(shape)[unrolled(sharding, cuts).box(shape, coordinate).slices]
     return part.reshape(sharding.part(full.shape, coordinate))
 
 

@@ -16,7 +16,7 @@ from torchshard.comm.collectives import SMALL
 from torchshard.comm.comparing import differing
 from torchshard.comm.nearby import by_transport
 from torchshard.errors import RankMismatchError, UnsupportedOperatorError
-from torchshard.layout.cuts import Cuts, route, unrolled_shape
+from torchshard.layout.cuts import Hop, rolled_dims, route, unrolled_shape
 from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.tensor import crossing
 from torchshard.tensor.layout import TensorLayout, dense_stride, told_stride
@@ -201,18 +201,22 @@ def _actions_within(mesh: BoundMesh, source: TensorLayout, target: TensorLayout,
     for hop in route(source.sharding, target.sharding, source.shape, source.dtype.itemsize, regular=traced).hops:
         inner = actions(hop.transition, mesh)
         if hop.cuts:
-            inner = [Action(partial(_unrolled, cuts=hop.cuts)), *inner, Action(partial(_rolled, cuts=hop.cuts))]
+            inner = [Action(partial(_unrolled, hop=hop, layout=source)), *inner, Action(partial(_rolled, hop=hop))]
         steps += inner
     return steps
 
 
-def _unrolled(x: Tensor, cuts: Cuts) -> Tensor:
-    return x.reshape(unrolled_shape(x.shape, cuts))
+def _unrolled(x: Tensor, hop: Hop, layout: TensorLayout) -> Tensor:
+    if all(len(cuts) == 1 for cuts in hop.cuts.values()):
+        return x.reshape(unrolled_shape(x.shape, hop.cuts))
+    assert layout.mesh.coordinate is not None, "a rank outside of the mesh has no part"
+    whole = unrolled_shape(layout.shape, hop.cuts)
+    return x.reshape(hop.transition.source.part(whole, layout.mesh.coordinate))
 
 
-def _rolled(x: Tensor, cuts: Cuts) -> Tensor:
-    for dim in sorted(cuts):
-        x = x.flatten(dim, dim + sum(n > 1 for n in cuts[dim]))
+def _rolled(x: Tensor, hop: Hop) -> Tensor:
+    for first, last in rolled_dims(hop.cuts):
+        x = x.flatten(first, last)
     return x
 
 

@@ -9,7 +9,8 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import norm_partial, register_placement, strided_shard
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding
-from torchshard.layout.placements import WHOLE, Partial, Placement, R, Shard
+from torchshard.layout.levels import factors_from_levels, levels_from_factors
+from torchshard.layout.placements import Cut, Partial, Placement, R, Shard
 from torchshard.layout.reductions import parse_norm
 from torchshard.layout.strided import factors_from_order, order_from_factors
 
@@ -129,27 +130,35 @@ def from_torch(
     orders: dict[int, tuple[int, ...]] = {}
     for dim, by_axis in factors.items():
         if any(factor != 1 for factor in by_axis.values()):
-            runs, orders[dim] = _nesting(placements, dim, shape[dim], by_axis, mesh)
-            plain = [axis for axis in by_axis if not isinstance(placements[axis], UnitShard)]  # that one tells its own
-            ours = [Shard(dim, runs) if axis in plain else p for axis, p in enumerate(ours)]
+            cuts, order = _nesting(placements, dim, shape[dim], by_axis, mesh)
+            orders.update(order)
+            for axis in by_axis:
+                if not isinstance(placements[axis], UnitShard):  # that one tells its own
+                    ours[axis] = Shard(dim, *cuts[axis])
     found = mesh.sharding(ours, orders)
     return found.evened(shape) if known else found
 
 
 def _nesting(
     placements: Sequence[TorchPlacement], dim: int, n: int, factors: Mapping[int, int], mesh: Mesh
-) -> tuple[int, tuple[int, ...]]:
-    """The runs of a strided split, and the order in which axes split each: what its factors share, and the rest."""
+) -> tuple[Mapping[int, Cut], Mapping[int, tuple[int, ...]]]:
+    """How axes cut a dim by a strided split, and the order in which they do, where it is not left to right.
+
+    All cut it in the runs that their factors share, and nest in some order; or each in runs that others leave.
+    """
     runs = math.gcd(*factors.values())
     order = order_from_factors(n // runs, {a: f // runs for a, f in factors.items()}, mesh.shape)
-    if order is None or n % runs:
-        raise ShardingError(
-            "A strided split whose pieces are no nesting of axes.",
-            expected="split factors that nest, and a length that they divide",
-            got=f"{placements} of dim {dim}, length {n}, on the mesh {mesh}",
-            fix="redistribute to Shard(dim) with torch's own class first",
-        )
-    return runs, order
+    if order is not None and n % runs == 0:
+        return dict.fromkeys(factors, Cut(runs)), {dim: order}
+    cuts = levels_from_factors(n, factors, mesh.shape)
+    if cuts is not None:
+        return cuts, {}
+    raise ShardingError(
+        "A strided split whose pieces are no nesting of axes.",
+        expected="split factors that nest, and a length that they divide",
+        got=f"{placements} of dim {dim}, length {n}, on the mesh {mesh}",
+        fix="redistribute to Shard(dim) with torch's own class first",
+    )
 
 
 def _from_torch(placement: TorchPlacement, axis: int, mesh: Mesh, ndim: int) -> Placement:
@@ -184,26 +193,32 @@ def to_torch(layout: Layout) -> tuple[TorchPlacement, ...]:
     Raises:
         ShardingError: a nesting order for which there is none.
     """
-    factors: dict[int, int] = {}
-    for dim, order in layout.sharding.order:
-        cut = layout.sharding.cuts.get(dim, WHOLE)
-        if cut.unit > 1:
+    factors: dict[int, int | None] = {}  # of torch's strided splits; None for UnitShard
+    for dim, levels in layout.sharding.levels.items():
+        cut, order = levels[0]
+        if len(levels) > 1:
+            found = factors_from_levels(layout.shape[dim], levels, layout.mesh.shape)
+            factors.update(found or dict.fromkeys(layout.sharding.splits[dim]))
+        elif order == tuple(sorted(order)):
+            factors.update(dict.fromkeys(order, cut.runs if cut.unit == 1 else None))
+        elif cut.unit > 1:
             raise ShardingError(
                 "There is no placement for this nesting order of axes that split a dim in units.",
                 expected="axes that split it from left to right",
                 got=layout.sharding,
                 fix="redistribute it to the default order first",
             )
-        factors.update(factors_from_order(layout.shape[dim] // cut.runs, order, layout.mesh.shape))
+        else:
+            nested = factors_from_order(layout.shape[dim] // cut.runs, order, layout.mesh.shape)
+            factors.update({axis: cut.runs * factor for axis, factor in nested.items()})
     return tuple([_to_torch(p, factors.get(axis, 1)) for axis, p in enumerate(layout.placements)])
 
 
-def _to_torch(placement: Placement, factor: int) -> TorchPlacement:
+def _to_torch(placement: Placement, factor: int | None) -> TorchPlacement:
     made: TorchPlacement
-    if isinstance(placement, Shard) and placement.unit > 1:
+    if isinstance(placement, Shard) and factor is None:
         made = UnitShard(placement.dim, placement.unit, placement.runs)
     elif isinstance(placement, Shard):
-        factor *= placement.runs
         made = upstream.Shard(placement.dim) if factor == 1 else strided_shard()(placement.dim, split_factor=factor)
     elif isinstance(placement, Partial):
         order = parse_norm(placement.op)
