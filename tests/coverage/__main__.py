@@ -16,7 +16,7 @@ from tests.coverage.pool import Pool, prepare
 from tests.coverage.samples import database
 from tests.coverage.sweep import sweep_operator, verdict
 
-MESHES = "2", "2x2", "2 in units", "2 in runs"
+MESHES = "2", "2x2", "2 in units", "2 in runs", "2x2 in levels"
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ What happens to the operators of torch's own operator database (`torch.testing`'
 operator has) on DTensors: made by `make coverage`, from runs on real gloo ranks beside eager torch on the full tensors.
 Each operator is tried on up to {samples} of its samples in some ten placements of the operands (whole, split along their
 dims, uneven and empty pieces among them, Partial sums, averages, maxima and minima), forward and backward; on other meshes,
-and with split dims in units or in runs, one sample. Names are the database's.
+and with split dims in units, in runs or at two levels, one sample. Names are the database's.
 
 {counts}
 

@@ -4,9 +4,11 @@ goes on from there.
 
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 
@@ -81,6 +83,46 @@ def layers_of_samples_and_time(rank, world, lengths):
 @pytest.mark.parametrize("lengths", [(4, 6), (3, 5), (2, 4)])
 def test_linear_layers_of_samples_and_time_that_are_split(lengths):
     run_ranks(4, layers_of_samples_and_time, lengths)
+
+
+def samples_and_time_elsewhere(rank, world, lengths, path):
+    """Files, state dicts, pickles, torch's own class: what is split at two levels is the same in all of them."""
+    import torch.distributed.tensor as upstream
+
+    from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, state_dict, zeros
+
+    mesh, ends = init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)]
+    full = torch.arange(4.0 * math.prod(lengths)).reshape(*lengths, 4)
+    rows = full.flatten(0, 1)
+    x = distribute_tensor(full, mesh, ends).flatten(0, 1)
+    dcp.save({"x": x}, checkpoint_id=path)
+    for placements in ([Shard(0), Replicate()], x.placements):
+        loaded = {"x": zeros(*rows.shape, device_mesh=mesh, placements=placements)}
+        dcp.load(loaded, checkpoint_id=path)
+        assert torch.equal(loaded["x"].full_tensor(), rows)
+    assert torch.equal(state_dict.to_full({"x": x})["x"], rows)
+    assert torch.equal(state_dict.to_full(state_dict.to_sharded_tensor({"x": x}))["x"], rows)
+    for same in (
+        distribute_tensor(rows, mesh, x.placements),
+        state_dict.to_dtensor({"x": rows}, mesh, x.placements)["x"],
+        DTensor.from_local(x.to_local(), mesh, x.placements, shape=x.shape, stride=x.stride()),
+        pickle.loads(pickle.dumps(x)),
+    ):
+        assert same._spec.sharding is x._spec.sharding
+        assert torch.equal(same.to_local(), x.to_local())
+    with pytest.raises(ShardingError, match="torch's DTensor cannot be told"):
+        x.to_torch()
+    if lengths == (4, 6):
+        theirs = upstream.distribute_tensor(full, mesh, ends).flatten(0, 1)
+        assert theirs.placements == x.placements
+        assert DTensor.from_torch(theirs)._spec is x._spec
+
+
+@pytest.mark.parametrize("lengths", [(4, 6), (3, 5)])
+def test_samples_and_time_that_are_split_elsewhere(lengths, tmp_path):
+    if lengths == (4, 6):
+        require("strided shards")
+    run_ranks(4, samples_and_time_elsewhere, lengths, tmp_path / "saved")
 
 
 # What may follow once a split dim and another have been flattened: x is (12, 8), k is (8, 5), t are 12 classes.
