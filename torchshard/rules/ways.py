@@ -221,14 +221,12 @@ def is_possible(way: Way, parts: int, pieces: Mapping[tuple[str, Cut], list[int]
 def _lie_apart(*ways: tuple[Way, Shard]) -> bool:
     """Whether axes may split a dim in these ways, other factors of it or one by two cuts: each within the other.
 
-    In a trace only where that holds for these lengths alone.
+    What is expected of symbolic lengths is so once the ways are settled, which are told each that is slower.
     """
     lengths, cuts = set(), []
     for way, placement in ways:
-        if way.told or type(way.length) is not int:
-            return False
         cuts.append(Cut(placement.runs, placement.unit))
-        lengths.add(way.length // way.cut.apart * cuts[-1].apart)
+        lengths.add(Symbolic.expected(way.length or 0) // way.cut.apart * cuts[-1].apart)
     return len(lengths) == 1 and may_nest(lengths.pop(), sorted(cuts))
 
 
