@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.older import require
+from tests.older import known, require
 from tests.parallel.fsdp_cases import MLP, WIDTH
 from tests.ranks import run_ranks
 
@@ -225,6 +225,13 @@ def plain_batches(rank, world):
             for compiled in (None, "before", "whole"):
                 got = gradient(ours, fully_shard, part, cut, compiled)
                 torch.testing.assert_close(got, want, msg=lambda m, at=(name, cut, compiled): f"{at}: {m}")
+
+    def in_a_branch(_, weight):
+        return torch.cond(torch.tensor(True), lambda w: w.to_local() * 3, lambda w: w.to_local() * 2, (weight,))
+
+    if known("subclasses in nested regions"):
+        with pytest.raises(Exception, match=r"takes no parameter under fully_shard\(dp_mesh_dims=\)"):
+            gradient(ours, fully_shard, in_a_branch, ours.Replicate(), None)
 
 
 def test_gradients_of_plain_parts_are_terms():

@@ -216,6 +216,14 @@ def _ready(name: str, operands: Sequence[Any]) -> list[Any]:
     for x in operands:
         if type(x) is not DTensor:
             continue
+        if x._spec.terms:
+            raise ShardingError(
+                f"{name} takes no parameter under fully_shard(dp_mesh_dims=): terms of its gradient would be lost.",
+                expected="a tensor of its own",
+                got=x._spec,
+                where=name,
+                fix="give it a value made of the parameter, as x * 1, and parts that to_local() gives outside of it",
+            )
         if x._spec.marks or any(isinstance(p, Partial) and p.op not in ("sum", "avg") for p in x._spec.placements):
             raise ShardingError(
                 f"{name} takes no view that had to be moved, no part in another memory order than the whole, and terms"
