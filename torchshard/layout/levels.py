@@ -7,7 +7,7 @@ axes that split it so, and the runs of a level are made of pieces of the level b
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torchshard.errors import ShardingError
@@ -128,45 +128,3 @@ def merged(n: int, levels: Sequence[Level], mesh_shape: Sequence[int]) -> tuple[
                 continue
         found.append(level)
     return tuple(found)
-
-
-def factors_from_levels(n: int, levels: Sequence[Level], mesh_shape: Sequence[int]) -> dict[int, int] | None:
-    """Axis -> split_factor of torch's `_StridedShard`, 1 for Shard; None where torch has no such placements.
-
-    There each axis splits what those to its left have left: a factor counts the runs that are left of what is outside.
-    """
-    factors: dict[int, int] = {}
-    for k, (cut, axes) in enumerate(levels):
-        if n // cut.apart % math.prod([mesh_shape[a] for a in axes]) or list(axes) != sorted(axes):
-            return None
-        for axis in axes:
-            before = [mesh_shape[a] for level in levels[:k] for a in level.axes if a < axis]
-            factors[axis] = cut.runs // math.prod(before)
-    return factors
-
-
-def levels_from_factors(n: int, factors: Mapping[int, int], mesh_shape: Sequence[int]) -> dict[int, Cut] | None:
-    """Axis -> how it cuts a dim of n items by torch's factors, the inverse of `factors_from_levels`; None if none does.
-
-    The dim is seen as segments, of so many items and so many left, each split by axes of its own.
-    """
-    segments: list[tuple[int, int, tuple[int, ...]]] = [(n, n, ())]
-    for axis in sorted(factors):
-        slower, at = factors[axis], 0
-        while at < len(segments) and slower >= segments[at][1] and slower % segments[at][1] == 0:
-            slower, at = slower // segments[at][1], at + 1
-        if at == len(segments) or segments[at][1] % slower:
-            return None
-        items, left, axes = segments[at]
-        if slower > 1:
-            segments[at : at + 1] = [(slower * (items // left), slower, axes), (left // slower, left // slower, ())]
-            (items, left, axes), at = segments[at + 1], at + 1
-        if left % mesh_shape[axis]:
-            return None
-        segments[at] = items, left // mesh_shape[axis], (*axes, axis)
-    lengths = [items for items, _, _ in segments]
-    return {
-        axis: Cut(math.prod(lengths[:k]), math.prod(lengths[k + 1 :]))
-        for k, (_, _, axes) in enumerate(segments)
-        for axis in axes
-    }

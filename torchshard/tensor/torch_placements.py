@@ -9,10 +9,14 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import norm_partial, register_placement, strided_shard
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding
-from torchshard.layout.levels import factors_from_levels, levels_from_factors
 from torchshard.layout.placements import Cut, Partial, Placement, R, Shard
 from torchshard.layout.reductions import parse_norm
-from torchshard.layout.strided import factors_from_order, order_from_factors
+from torchshard.layout.strided import (
+    factors_from_levels,
+    factors_from_order,
+    levels_from_factors,
+    order_from_factors,
+)
 
 
 class UnitShard(TorchPlacement):
