@@ -11,6 +11,7 @@ else: a rank starts in some 20 ms, and what it would import takes it half a seco
 """
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -52,6 +53,7 @@ def _rank_main(
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    faulthandler.enable()  # a rank that crashes says where
     try:
         import torch
         import torch.distributed as dist
