@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.interpreters import run_python
 from tests.ranks import by_messages, run_ranks
+from tests.watching import Names
 from torchshard.comm import collectives as C
 from torchshard.comm import reach
 from torchshard.comm.group import Group
@@ -297,37 +299,72 @@ def test_pieces_along_the_first_dim_are_sent_where_they_lie():
         assert counts == [pieces[k].numel() for k in places]
 
 
-class _Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+def _joined(pieces, group):
+    """All of them under way at once, the last waited for first."""
+    started = [C.start_all_gather(piece, 0, [2] * group.size, group) for piece in pieces]
+    return [each.wait() for each in reversed(started)][::-1]
 
 
-def _several_under_way(rank, world):
-    group, names = _group(rank, world, "transport"), _Names()
-    kernels = set()
-    for mode in (contextlib.nullcontext(), names):
-        for k in range(100):
-            if rank:
-                time.sleep(0.0005)  # the other has begun all of them
-            pieces = [torch.full((2, 3), 4.0 * k + j + rank / 2) for j in range(3)]
-            with contextlib.ExitStack() as stack:
-                seen = k == 50 and stack.enter_context(torch.autograd.profiler.profile())
-                stack.enter_context(mode)
-                started = [C.start_all_gather(piece, 0, [2] * world, group) for piece in pieces]
-                whole = [each.wait() for each in reversed(started)][::-1]
-            right = [torch.cat([piece - rank / 2, piece - rank / 2 + 0.5]) for piece in pieces]
-            assert all(map(torch.equal, whole, right)), k
-            kernels |= {
-                event.name for event in (seen.function_events if seen else ()) if event.name.startswith("c10d::")
-            }
-    return kernels, names.seen.count("_c10d_functional.all_gather_into_tensor.default")
+def _joined_in_a_graph(pieces, group):
+    """The same, as the graphs of DTensors and of others say it."""
+    collectives = torch.ops._c10d_functional
+    sent = [collectives.all_gather_into_tensor(piece, group.size, group.name) for piece in pieces]
+    return [collectives.wait_tensor(each) for each in reversed(sent)][::-1]
 
 
-def test_several_may_be_under_way():
+def _several_under_way(rank, world, how):
+    group, kernels, modes, run = _group(rank, world, "transport"), set(), [], _joined
+    if how in ("aot_eager", "inductor"):
+        run = torch.compile(_joined_in_a_graph, backend=how, fullgraph=True)
+    for k in range(100):
+        if rank:
+            time.sleep(0.0005)  # the other has begun all of them
+        pieces = [torch.full((2, 3), 4.0 * k + j + rank / 2) for j in range(3)]
+        with contextlib.ExitStack() as stack:
+            seen = k == 50 and stack.enter_context(torch.autograd.profiler.profile())
+            modes += [stack.enter_context(Names())] if how == "modes" else []
+            whole = run(pieces, group)
+        right = [torch.cat([piece - rank / 2, piece - rank / 2 + 0.5]) for piece in pieces]
+        assert all(map(torch.equal, whole, right)), k
+        kernels |= {event.name for event in (seen.function_events if seen else ()) if event.name.startswith("c10d::")}
+    return kernels, [mode.seen.count("all_gather_into_tensor") for mode in modes]
+
+
+@pytest.mark.parametrize("how", ["eager", "modes", "aot_eager", "inductor"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_several_may_be_under_way(how, wrapped, monkeypatch):
     """Those of torch's operator write to memory that has been freed, once in some ten thousand: it is not asked for."""
-    assert run_ranks(2, _several_under_way) == [({"c10d::_allgather_base_"}, 300)] * 2
+    if wrapped:
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    seen = [3] * 100 if how == "modes" else []
+    assert run_ranks(2, _several_under_way, how) == [({"c10d::_allgather_base_"}, seen)] * 2
+
+
+def _told_by_torch(rank, world):
+    collectives, name = torch.ops._c10d_functional, _group(rank, world, "transport").name
+    for x in (torch.arange(4).view(2, 2) * (1 + 1j), torch.arange(4).view(2, 2).t() + rank):
+        got = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), world, name))
+        _same(got, torch.cat([x - rank + k for k in range(world)] if not x.is_complex() else [x] * world))
+    with pytest.raises(RuntimeError, match="invalid size of output tensor"):
+        collectives.all_gather_into_tensor(torch.tensor(1.0), world, name)
+
+
+def test_what_is_not_carried_goes_by_the_other():
+    run_ranks(2, _told_by_torch)
+
+
+_THEIRS = """
+import torch
+
+library = torch.library.Library("_c10d_functional", "IMPL")
+library.impl("all_gather_into_tensor", lambda x, size, name: x.repeat(size), "CPU")
+
+from torchshard._torch import functional_collectives
+
+print(functional_collectives().all_gather_into_tensor(torch.ones(2), 2, "none").tolist())
+"""
+
+
+def test_a_kernel_of_somebody_else_stays(tmp_path):
+    (tmp_path / "theirs.py").write_text(_THEIRS)
+    assert run_python(["theirs.py"], tmp_path, 60) == (0, "[1.0, 1.0, 1.0, 1.0]\n")

@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.ranks import by_messages, meet, run_ranks
+from tests.watching import Names
 from torchshard import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torchshard.comm import collectives as C
 from torchshard.comm import nearby, reach, words
@@ -49,16 +49,6 @@ def test_all_ranks_come_to_one_answer_where_they_cannot(why):
     assert run_ranks(3, _who_sends, why) == [("NoneType" if why else "Nearby", [3.0] * 3)] * 3
 
 
-class _Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
-
-
 def _all_kinds(group):
     rank, x = group.position, torch.arange(4.0).view(2, 2) + group.position
     return [
@@ -74,12 +64,12 @@ def _all_kinds(group):
 def _modes_of_one_rank(rank, world):
     group = _group()
     plain = _all_kinds(group)
-    counts, names, outer = CommDebugMode(), _Names(), _Names()
+    counts, names, outer = CommDebugMode(), Names(), Names()
     if rank == 0:
         with outer, counts, names:
             seen = _all_kinds(group)
         assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-        with _Names() as mode:
+        with Names() as mode:
             with pytest.raises(ZeroDivisionError):
                 nearby.Watched(group, None)._call(lambda x, name: 1 / 0, torch.ones(2))
             assert torch.utils._python_dispatch._get_current_dispatch_mode() is mode

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.ranks import run_ranks
 from tests.tensor.cases import case
 from tests.tensor.proving import exact, place, same
+from tests.watching import Sent
 
 # The operator, of images and kernels; their shapes.
 CONVOLUTIONS = [
@@ -91,28 +92,17 @@ def test_values(mesh_shape):
 
 
 def sent(rank, world):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
-
-    class Sent(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if any(t.__name__ == "DTensor" for t in types):
-                return NotImplemented
-            if func.namespace == "_c10d_functional" and "wait" not in str(func):
-                calls.append((func._overloadpacket.__name__, args[0].numel()))
-            return func(*args, **(kwargs or {}))
 
     mesh = init_device_mesh("cpu", (world,))
     x = distribute_tensor(torch.randn(1, 3, 8, 5), mesh, [Shard(2)]).requires_grad_()
     found = []
     for kernel in (3, 1):
         w = distribute_tensor(torch.randn(2, 3, kernel, kernel), mesh, [Replicate()])
-        calls = []
-        with Sent():
+        with Sent() as sending:
             y = F.conv2d(x, w, padding=kernel // 2)
             F.max_pool2d(y, 2).sum().backward()
-        found.append(calls)
+        found.append(sending.calls)
     return found
 
 

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 from tests.tensor.cases import case
 from tests.tensor.proving import prove, same
+from tests.watching import Sent
 
 aten = torch.ops.aten
 
@@ -90,21 +90,6 @@ def test_values(mesh_shape):
         math.prod(mesh_shape), values, mesh_shape, 20 if len(mesh_shape) == 1 else 12, timeout=280
     ):
         assert not bad, f"{len(bad)} of {done}:\n" + "\n".join(bad[:8])
-
-
-class Sent(TorchDispatchMode):
-    """Collectives by name, with the elements that a rank puts in."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(t.__name__ == "DTensor" for t in types):
-            return NotImplemented  # the DTensor first; what it calls comes here again
-        if func.namespace == "_c10d_functional" and "wait" not in str(func):
-            self.calls.append((func._overloadpacket.__name__, args[0].numel()))
-        return func(*args, **(kwargs or {}))
 
 
 def sent(rank, world):

@@ -29,6 +29,7 @@ from torchshard._torch.autograd import (
     will_run,
 )
 from torchshard._torch.checkpoints import reader_for
+from torchshard._torch.collectives import functional_collectives
 from torchshard._torch.comm_mode import end_modules_once
 from torchshard._torch.data_parallel import (
     AFTER_FORWARD,
@@ -45,7 +46,6 @@ from torchshard._torch.dtensors import (
     current_mesh,
     exchange,
     expected,
-    functional_collectives,
     introduce,
     is_compiled,
     is_on_its_way,

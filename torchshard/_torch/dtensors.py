@@ -15,15 +15,6 @@ from torchshard._torch.lengths import bind_lengths_of_parts, record_lengths, ret
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
 
-def functional_collectives() -> Any:
-    """The operators `torch.ops._c10d_functional` (2.11-2.15): collectives on a group's name, which compile traces.
-
-    There is no public spelling of them; torch.distributed._functional_collectives wraps their results in a tensor
-    subclass that waits lazily, at some 20 us a call.
-    """
-    return torch.ops._c10d_functional
-
-
 def strided_shard() -> Any:
     """torch's placement for another nesting order of axes on one dim (2.11-2.15); FSDP2 makes them."""
     from torch.distributed.tensor.placement_types import _StridedShard

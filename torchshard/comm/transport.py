@@ -12,10 +12,8 @@ from torch import Tensor
 
 from torchshard._torch import (
     below_autograd,
-    beneath_modes,
     functional_collectives,
     group_named,
-    has_modes,
     is_gloo,
     is_traced,
     read_after_waits,
@@ -66,12 +64,9 @@ class Transport:
 
         Of GPUs' tensors gloo's goes by the host: this form of it ends the process (seen with 2.11).
         """
-        size = self._group.size
-        if is_traced(x) or not is_gloo(group_named(self._group.name), x.device):
-            return self._call(_c10d.all_gather_into_tensor, x, size)
-        if not x.is_cpu:
-            return waited(self._call(_gathered, x.cpu(), size), self._group).to(x.device)
-        return self._call(_gathered, x, size)
+        if x.is_cpu or is_traced(x) or not is_gloo(group_named(self._group.name), x.device):
+            return self._call(_c10d.all_gather_into_tensor, x, self._group.size)
+        return waited(self.all_gather(x.cpu()), self._group).to(x.device)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """See Sender."""
@@ -129,23 +124,6 @@ def read(x: Tensor) -> Tensor:
     run_collectives_once()
     read_after_waits()
     return _c10d.wait_tensor(x)  # type: ignore[no-any-return]
-
-
-def _gathered(x: Tensor, size: int, name: str) -> Tensor:
-    """By the all-gather of gloo that may be under way more than once.
-
-    The one that torch's operator takes writes to memory that it has freed when two are (seen with 2.11, 2.13 and 2.15:
-    a rank crashes, after some ten thousand of them, sooner where the others come late).
-    """
-    if not has_modes():
-        return _gathered_into(x, size, name)
-    with beneath_modes({"_c10d_functional.all_gather_into_tensor.default": _gathered_into}):  # they know that one
-        return _c10d.all_gather_into_tensor(x, size, name)  # type: ignore[no-any-return]
-
-
-def _gathered_into(x: Tensor, size: int, name: str) -> Tensor:
-    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    return _c10d.all_gather_into_tensor_out(x, size, name, out=out)  # type: ignore[no-any-return]
 
 
 def _exchanged(x: Tensor, taken: Sequence[int], given: Sequence[int], name: str) -> Tensor:

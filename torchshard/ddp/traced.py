@@ -17,7 +17,7 @@ from torchshard.ddp import messages
 if TYPE_CHECKING:
     from torchshard.ddp.reducer import Reducer
 
-
+_collectives = _torch.functional_collectives()
 _all: "weakref.WeakSet[Traced]" = weakref.WeakSet()
 
 
@@ -78,10 +78,10 @@ class Traced:
             return
         if self.excluded is not None:
             raise NotImplementedError(messages.excluded_text(self.excluded))
-        collectives, grad = _torch.functional_collectives(), param.grad
+        grad = param.grad
         assert grad is not None, "just accumulated"
         sent = (grad if self._dtype is None else grad.to(self._dtype)) * self._scale
-        param.grad = collectives.wait_tensor(collectives.all_reduce(sent, "sum", self._group)).to(grad.dtype)
+        param.grad = _collectives.wait_tensor(_collectives.all_reduce(sent, "sum", self._group)).to(grad.dtype)
         self.averaged.append(index)
 
     def hook(self, index: int, otherwise: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
