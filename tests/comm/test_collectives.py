@@ -203,6 +203,27 @@ def test_reductions_without_a_meaning_are_refused(dtype, op):
         prepare(torch.zeros(2, dtype=dtype), op, 2)
 
 
+@pytest.mark.parametrize("op", ["max", "min", "norm(inf)", "norm(-inf)"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
+def test_extremes_of_all_bits(dtype, op):
+    """One term of integers each: NaNs of both signs, infinities, zeros and numbers that are not normal among them."""
+    torch.manual_seed(0)
+    as_wide = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[dtype.itemsize]
+    info = torch.iinfo(as_wide)
+    terms = torch.randint(info.min, info.max, (3, 500), dtype=as_wide).view(dtype)
+    edges = [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1.0, -1.0]
+    every = torch.tensor(list(itertools.product(edges, repeat=3))).t().to(dtype)
+    terms = torch.cat([terms, every], 1)
+    said = [prepare(term, op, 3) for term in terms]
+    assert not any(term.is_floating_point() for term, _, _ in said)
+    (name,) = {name for _, name, _ in said}
+    summed = getattr(torch.stack([term for term, _, _ in said]), f"a{name}")(0)
+    wide = terms.to(torch.float64)
+    want = getattr(wide.abs() if op.startswith("norm") else wide, f"a{name}")(0)
+    for _, _, finish in said:
+        torch.testing.assert_close(finish(summed).to(torch.float64), want, rtol=0, atol=0, equal_nan=True)
+
+
 @_every_way
 def _half(rank, world, group):
     """Averages and norms whose sums are out of the range of the terms, or below it."""

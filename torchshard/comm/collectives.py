@@ -177,16 +177,15 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
 
 def start_all_reduce(x: Tensor, op: str, group: Group) -> Started[Tensor]:
     """all_reduce, without waiting."""
-    terms, finish = prepare(carried_out(x), op, group.size)
-    if only_gloo_reduces(*terms[0]):
-        term, name = terms[0]
+    term, name, finish = prepare(carried_out(x), op, group.size)
+    if only_gloo_reduces(term, name):
         gathered = start_all_gather(term.unsqueeze(0), 0, [1] * group.size, group)
-        return Started(group, gathered.coming, lambda got: finish([reduced_bits(gathered.finish(got), name)]))
-    return Started(group, [_by(group, term).all_reduce(dense(term), name) for term, name in terms], finish)
+        return Started(group, gathered.coming, lambda got: finish(reduced_bits(gathered.finish(got), name)))
+    return Started(group, (_by(group, term).all_reduce(dense(term), name),), lambda got: finish(got[0]))
 
 
 def all_reduce_largest(x: Tensor, group: Group) -> Tensor:
-    """The largest of all ranks' values, of a dtype that is carried and none a NaN: one collective, not two."""
+    """The largest of all ranks' values, of a dtype that is carried and none a NaN: sent as they are."""
     x = dense(x)
     return waited(_by(group, x).all_reduce(x, "max"), group)
 
@@ -206,15 +205,13 @@ def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: 
 
 def start_reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     """reduce_scatter, without waiting."""
-    terms, finish = prepare(carried_out(x), op, group.size)
-    if only_gloo_reduces(*terms[0]):
-        term, name = terms[0]
+    term, name, finish = prepare(carried_out(x), op, group.size)
+    if only_gloo_reduces(term, name):
         blocks = term.split_with_sizes(list(lengths), dim)
         given = start_exchange(blocks, [blocks[group.position].shape] * group.size, group)
-        return Started(group, given.coming, lambda got: finish([reduced_bits(given.finish(got), name)]))
-    parts = [_start_reduce_scatter(term, name, dim, lengths, group) for term, name in terms]
-    coming = [part.coming[0] for part in parts]
-    return Started(group, coming, lambda got: finish([part.finish([x]) for part, x in zip(parts, got, strict=True)]))
+        return Started(group, given.coming, lambda got: finish(reduced_bits(given.finish(got), name)))
+    part = _start_reduce_scatter(term, name, dim, lengths, group)
+    return Started(group, part.coming, lambda got: finish(part.finish(got)))
 
 
 def _start_reduce_scatter(x: Tensor, name: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:

@@ -1,7 +1,7 @@
 """How each reduction is said with the few that transports know, so that its value is the one that eager torch has.
 
-Where a transport's own would differ, it is not used as it is: gloo's max and min lose a NaN that another rank holds, no
-transport averages integers, knows norms, or takes 16-bit integers or booleans in every operation.
+Where a transport's own would differ, it is not used as it is: max and min of floats lose a NaN that another rank holds,
+no transport averages integers, knows norms, or takes 16-bit integers or booleans in every operation.
 """
 
 import math
@@ -14,8 +14,7 @@ from torch import Tensor
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.reductions import parse_norm
 
-Terms = list[tuple[Tensor, str]]
-Finish = Callable[[Sequence[Tensor]], Tensor]
+Finish = Callable[[Tensor], Tensor]
 
 _WIDER = {
     torch.int16: torch.int32,
@@ -26,12 +25,19 @@ _WIDER = {
 }
 # In which averages and powers are reckoned, as eager torch does within a kernel: their sums need not fit where they do.
 _ROOMY = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+# Integers as wide; those that transports do not carry are widened once more.
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
 _OF_BOOLS = {"band": "min", "bor": "max", "max": "max", "min": "min", "product": "min"}
 _OF_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
 
-def prepare(x: Tensor, op: str, ranks: int) -> tuple[Terms, Finish]:
-    """What to reduce, each tensor with the transport's name of the operation, and what makes the value of the results.
+def prepare(x: Tensor, op: str, ranks: int) -> tuple[Tensor, str, Finish]:
+    """What to reduce, the transport's name of the operation, and what makes the value of the result.
 
     Args:
         x: this rank's term.
@@ -56,10 +62,10 @@ def prepare(x: Tensor, op: str, ranks: int) -> tuple[Terms, Finish]:
     if wider is not None:
         return _widened(x, op, ranks, wider)
     if op == "avg":
-        return [(x, "sum")], lambda got: got[0] / ranks
+        return x, "sum", lambda got: got / ranks
     if op in ("max", "min") and x.is_floating_point():
         return _extreme(x, op)
-    return [(x, op)], lambda got: got[0]
+    return x, op, lambda got: got
 
 
 def only_gloo_reduces(x: Tensor, op: str) -> bool:
@@ -82,24 +88,34 @@ def _has_meaning(dtype: torch.dtype, op: str) -> bool:
     return op != "avg" and parse_norm(op) is None
 
 
-def _widened(x: Tensor, op: str, ranks: int, wider: torch.dtype) -> tuple[Terms, Finish]:
+def _widened(x: Tensor, op: str, ranks: int, wider: torch.dtype) -> tuple[Tensor, str, Finish]:
     op = _OF_BOOLS[op] if x.dtype is torch.bool else op
-    terms, finish = prepare(x.to(wider), op, ranks)
-    return terms, lambda got: finish(got).to(x.dtype)
+    term, name, finish = prepare(x.to(wider), op, ranks)
+    return term, name, lambda got: finish(got).to(x.dtype)
 
 
-def _extreme(x: Tensor, op: str) -> tuple[Terms, Finish]:
-    """Max or min in which a NaN of any rank survives: NaNs are counted beside the values."""
-    is_nan = x.isnan()
-    values = x.masked_fill(is_nan, -math.inf if op == "max" else math.inf)
-    return [(values, op), (is_nan.to(x.dtype), "max")], lambda got: got[0].masked_fill(got[1] > 0, math.nan)
+def _extreme(x: Tensor, op: str) -> tuple[Tensor, str, Finish]:
+    """Max or min in which a NaN of any rank survives: of integers in the order of the floats, NaNs at its end.
+
+    The bits of floats are in that order but for those of negative ones, which are turned round.
+    """
+    bits = _BITS[x.dtype]
+    last = torch.iinfo(bits).max if op == "max" else torch.iinfo(bits).min  # NaNs, both
+    term = _turned(x.view(bits)).masked_fill(x.isnan(), last).to(_WIDER.get(bits, bits))
+    return term, op, lambda got: _turned(got.to(bits)).view(x.dtype)
 
 
-def _norm(x: Tensor, order: float, ranks: int) -> tuple[Terms, Finish]:
+def _turned(bits: Tensor) -> Tensor:
+    """All bits but that of the sign are others where it is set; twice is as before."""
+    info = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (info.bits - 1)) & info.max)
+
+
+def _norm(x: Tensor, order: float, ranks: int) -> tuple[Tensor, str, Finish]:
     size = x.abs()
     if math.isinf(order):
         return prepare(size, "max" if order > 0 else "min", ranks)
     if order == 0:
-        return [(size, "sum")], lambda got: got[0]
+        return size, "sum", lambda got: got
     powers = size.to(_ROOMY.get(size.dtype, size.dtype)) ** order
-    return [(powers, "sum")], lambda got: (got[0] ** (1 / order)).to(size.dtype)
+    return powers, "sum", lambda got: (got ** (1 / order)).to(size.dtype)

@@ -9,6 +9,7 @@ if it were the value is found out.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -114,12 +115,8 @@ def reduced(terms: Sequence[Tensor], op: str) -> Tensor:
         UnsupportedOperatorError: the reduction has no meaning for the dtype.
     """
     prepared = [prepare(term, op, len(terms)) for term in terms]
-    totals = []
-    for k, (total, name) in enumerate(prepared[0][0]):
-        for others, _ in prepared[1:]:
-            total = _FOLD[name](total, others[k][0])
-        totals.append(total)
-    return prepared[0][1](totals)
+    _, name, finish = prepared[0]
+    return finish(reduce(_FOLD[name], [term for term, _, _ in prepared]))
 
 
 def tolerance(dtypes: Iterable[torch.dtype]) -> tuple[float, float]:
