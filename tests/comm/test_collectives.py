@@ -362,12 +362,17 @@ def test_several_may_be_under_way(how, wrapped, monkeypatch):
 
 
 def _told_by_torch(rank, world):
-    collectives, name = torch.ops._c10d_functional, _group(rank, world, "transport").name
+    import torch.distributed as dist
+
+    collectives, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
     for x in (torch.arange(4).view(2, 2) * (1 + 1j), torch.arange(4).view(2, 2).t() + rank):
         got = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), world, name))
         _same(got, torch.cat([x - rank + k for k in range(world)] if not x.is_complex() else [x] * world))
     with pytest.raises(RuntimeError, match="invalid size of output tensor"):
         collectives.all_gather_into_tensor(torch.tensor(1.0), world, name)
+    if "str group_name" not in str(collectives.all_gather_into_tensor.default._schema):  # the group itself, too
+        got = collectives.wait_tensor(collectives.all_gather_into_tensor(torch.ones(2), world, dist.group.WORLD))
+        _same(got, torch.ones(2 * world))
 
 
 def test_what_is_not_carried_goes_by_the_other():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch.finding import find_once
+from torchshard._torch.groups import asks_gloo
 
 _ALL_GATHER = "_c10d_functional::all_gather_into_tensor"
 
@@ -23,7 +24,7 @@ def functional_collectives() -> Any:
 
 @functools.cache
 def _gather_into_memory() -> torch.library.Library | None:
-    """Have torch's all-gather of tensors on a CPU, eager and in graphs, be `_allgather_base`, for the whole process.
+    """Have torch's all-gather of tensors on a CPU, eager and in graphs, be gloo's `_allgather_base`, in this process.
 
     The one that it takes otherwise (allgather_into_tensor_coalesced) writes, on gloo, to memory that it has freed when
     two are under way (seen with 2.11, 2.13 and 2.15: a rank crashes, after some ten thousand of them, sooner where the
@@ -38,13 +39,13 @@ def _gather_into_memory() -> torch.library.Library | None:
     return library  # what it registers lives as long
 
 
-def _gathered(x: Tensor, size: int, group: str) -> Tensor:
+def _gathered(x: Tensor, size: int, group: Any) -> Tensor:
     collectives = torch.ops._c10d_functional
     if x.is_complex():
         return torch.view_as_complex(_gathered(torch.view_as_real(x.resolve_conj()), size, group))
-    if not x.dim():
-        (whole,) = collectives.all_gather_into_tensor_coalesced([x], size, group)  # says what is wrong
-    else:
+    if x.dim() and asks_gloo(group):
         out = x.new_empty((size * x.shape[0], *x.shape[1:]))
         whole = collectives.all_gather_into_tensor_out(x, size, group, out=out)
+    else:
+        (whole,) = collectives.all_gather_into_tensor_coalesced([x], size, group)
     return whole  # type: ignore[no-any-return]

@@ -110,6 +110,20 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device = _CPU) -> bool:
         return False
 
 
+def asks_gloo(group: dist.ProcessGroup | str) -> bool:
+    """Whether what is on a CPU goes by gloo in the end; also of a wrapper around it (_ProcessGroupWrapper.wrapped_pg).
+
+    Args:
+        group: or its name.
+    """
+    kind: Any = getattr(dist, "ProcessGroupGloo", None)
+    try:
+        backend = (group_named(group) if isinstance(group, str) else group)._get_backend(_CPU)
+    except RuntimeError:
+        return False
+    return kind is not None and isinstance(getattr(backend, "wrapped_pg", backend), kind)
+
+
 def gloo_threads(group: dist.ProcessGroup) -> int:
     """Threads of a gloo group (ProcessGroupGloo.Options._threads, 2.11-2.15); torch's default of 2 if unknown."""
     try:
