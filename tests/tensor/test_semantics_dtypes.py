@@ -213,6 +213,31 @@ def test_conjugated_terms():
     run_ranks(2, put_off)
 
 
+def conjugating_kernels(rank, world):
+    """Kernels that conjugate within, as those of pseudo-inverses do, forward and in formulas of gradients."""
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    batch, b = torch.randn(2, 3, 4, 4, 2, generator=torch.Generator().manual_seed(0)).double()
+    batch, b = torch.view_as_complex(batch), torch.view_as_complex(b)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        for f in (torch.linalg.pinv, torch.pinverse, lambda x: torch.linalg.lstsq(x, x.mT + 2 * x).solution):
+            a, x = batch.clone().requires_grad_(), distribute_tensor(batch, mesh, [placement]).requires_grad_()
+            y, z = f(a), f(x)
+            torch.testing.assert_close(z.full_tensor(), y)
+            y.abs().square().sum().backward()
+            z.abs().square().sum().backward()
+            torch.testing.assert_close(x.grad.full_tensor(), a.grad)
+    wrong = distribute_tensor(b, mesh, [Shard(0)])
+    with pytest.raises(RuntimeError):
+        torch.linalg.pinv(wrong[0, 0])  # one dim
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Conjugate)
+
+
+def test_kernels_that_conjugate():
+    assert run_ranks(2, conjugating_kernels) == [False] * 2
+
+
 def spread_of_halves(rank, world):
     """Statistics whose squares are out of the range of float16."""
     from torchshard import Shard, distribute_tensor, init_device_mesh

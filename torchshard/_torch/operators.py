@@ -198,6 +198,29 @@ def below_autograd() -> AbstractContextManager[object]:
     return found() if found else nullcontext()
 
 
+def reading_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of plain tensors whose operators read conjugates, and negatives, that it makes within as such.
+
+    Where torch calls `__torch_dispatch__` it has left that behind (torch._C._dispatch_tls_set_dispatch_key_excluded,
+    2.11-2.15): kernels that are made of other operators, as linalg_pinv's, would read what lies in memory.
+    """
+    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    keys = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        left = [key for key in keys if excluded(key)]
+        for key in left:
+            exclude(key, False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for key in left:
+                exclude(key, True)
+
+    return run
+
+
 def outside_of_traces() -> Any:
     """Operators compute in this context, also while something is traced.
 

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced, lies_as_device_likes, local_callable, memory_of, refuses_kind, schema
+from torchshard._torch import (
+    is_traced,
+    lies_as_device_likes,
+    local_callable,
+    memory_of,
+    reading_conjugates,
+    refuses_kind,
+    schema,
+)
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.rules.bind import bind as bind_rule
@@ -46,8 +54,8 @@ class FirstRun:
         self.severs = call.viewed() and (self.moves[0] or bool(operands[0].layout.marks & SEVERED))
         # Whether operands that are moved are only read, so that they may be parts of what is here. In a trace, whose
         # compiler sees that for itself, lengths may be symbols.
-        traced = is_traced(next(dtensors_in(call.values))._local_tensor)
-        self.reading = not (traced or call.written() or call.keeps_strides())
+        self.traced = is_traced(next(dtensors_in(call.values))._local_tensor)
+        self.reading = not (self.traced or call.written() or call.keeps_strides())
         # Whether the result may be a copy, where the global strides allow a view and those of this rank's piece do not;
         # and whether it is one.
         self.may_copy, self.copied = call.name == "view.default" and not self.severs, False
@@ -68,6 +76,8 @@ class FirstRun:
             return outside.first_run(call, self.operands, results)
         arguments, bound = self._arguments(results)
         function = local_callable(call.func)
+        if not self.traced and any(o.layout.dtype.is_complex for o in self.operands):
+            function = reading_conjugates(function)
         if self.made.local is not None:
             function = partial(self.made.local, function)
         written = call.written()
