@@ -238,6 +238,25 @@ def test_kernels_that_conjugate():
     assert run_ranks(2, conjugating_kernels) == [False] * 2
 
 
+def fractions_of_whole_numbers(rank, world):
+    """Products of whole numbers, a fraction of some added; the last rank has nothing to sum."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    a = torch.arange(4 * 4 * 3).view(4, 4, 3)
+    x = distribute_tensor(a, init_device_mesh("cpu", (2, 2)), [Shard(2), Shard(2)])
+    for f in (
+        lambda a: torch.addmm(a[0] @ a[0].T, a[0], a[0].T, beta=0.5, alpha=2),
+        lambda a: torch.baddbmm(a @ a.mT, a, a.mT, beta=1.5),
+        lambda a: torch.addbmm(a[1] @ a[1].T, a, a.mT, beta=0.5),
+        lambda a: torch.addmm(a[0] @ a[0].T, a[0], a[0].T, alpha=0.5),
+    ):
+        assert torch.equal(f(x).full_tensor(), f(a))
+
+
+def test_fractions_of_whole_numbers_are_added():
+    run_ranks(4, fractions_of_whole_numbers, timeout=60)
+
+
 def spread_of_halves(rank, world):
     """Statistics whose squares are out of the range of float16."""
     from torchshard import Shard, distribute_tensor, init_device_mesh

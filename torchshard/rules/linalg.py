@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.rules.reducing import broadcasting
 from torchshard.rules.rule import Made, Rule, named, options, reduces, table
+from torchshard.rules.terms import is_whole_number
 
 _LINES = table("""
     mm       | i k, k j -> i j                 | lin=0,1 red=k:sum
@@ -39,12 +40,16 @@ _LINES = table("""
 """)
 
 
-def _added(product: str) -> Callable[..., str]:
-    """A product to which a first operand is added that broadcasts to the result."""
+def _added(product: str) -> Callable[..., Made]:
+    """A product to which a first operand is added that broadcasts to the result.
+
+    Where nothing is summed kernels only multiply that operand by `beta`, and refuse fractions of whole numbers there.
+    """
     result = broadcasting(product.split("->")[1].split())
 
-    def build(bias: Layout, *_: Layout, **__: object) -> str:
-        return f"{' '.join(result[len(result) - bias.ndim :])}, {product}"
+    def build(bias: Layout, *_: Layout, beta: object = 1, **__: object) -> Made:
+        line = f"{' '.join(result[len(result) - bias.ndim :])}, {product}"
+        return Made(line, options={"full": isinstance(beta, float) and is_whole_number(bias.dtype)})
 
     return build
 
