@@ -229,3 +229,13 @@ def test_levels_of_a_batch_and_of_time():
         way = route(tokens, mesh.sharding(target), shape, 4)
         assert {step.kind for step in way.steps} == {"all_gather"}
     assert [s.kind for s in route(tokens, mesh.sharding([Shard(0), Shard(1)]), shape, 4).steps] == ["all_to_all"]
+
+
+def test_levels_that_do_not_nest_are_told():
+    mesh = Mesh((2, 2))
+    for placements, said in (
+        ([Shard(0), Shard(0, 1, 2)], "neither runs nor units"),
+        ([Shard(0, 2), Shard(0, 3)], "in 2 runs"),
+    ):
+        with pytest.raises(ShardingError, match=f"expected: {said} for all"):
+            mesh.sharding(placements)

@@ -40,7 +40,8 @@ def levels_of(placements: Placements, axes: Sequence[int]) -> tuple[Level, ...]:
             raise ShardingError(
                 "All axes that split a dim split it in the same number of runs, and in the same units; or some split"
                 " runs of what others leave.",
-                expected=f"{outer} for all, or so many runs more as there are pieces of that",
+                expected=f"{str(outer) or 'neither runs nor units'} for all, or so many runs more as there are pieces"
+                " of that",
                 got=placements,
             )
     return tuple([Level(cut, found[cut]) for cut in cuts])
