@@ -172,6 +172,14 @@ def refused(path, state):
     return str(caught.value)
 
 
+def test_into_a_single_element_of_many(tmp_path):
+    saved = {"a": torch.arange(3, 4), "tied": torch.arange(3, 4)}
+    torch.save(saved, tmp_path / "a.pt")
+    column = torch.zeros(4, 2, dtype=torch.int64)[:, 1]
+    checkpoint.load_into(tmp_path / "a.pt", {"a": column[1:2], "tied": column[1:2]})
+    assert column.tolist() == [0, 3, 0, 0]
+
+
 def test_memory_that_cannot_be_loaded_into(tmp_path):
     torch.save({"first": torch.ones(3), "w": torch.ones(2, 3)}, tmp_path / "a.pt")
     masked = torch.masked.masked_tensor(torch.zeros(2, 3), torch.eye(2, 3) > 0)

@@ -64,6 +64,20 @@ def test_rank_0_decides_and_version_counters_stay():
     assert second == ([[0.0, 11.0, 20.0], [3.0, 11.0, 30.0], [42.0, 11.0, 30.0]], [0, 0, 0])
 
 
+def _single(rank, world):
+    module = nn.Linear(2, 1)
+    column = torch.full((3, 2), float(rank), dtype=torch.float64)[:, 1]
+    module.register_buffer("one", column[1:2])  # alone in its dtype, with a stride of 2
+    model = _wrap(module)
+    assert module.one.stride() == (2,)
+    model(torch.ones(1, 2)).sum().backward()
+    return column.tolist()
+
+
+def test_a_single_element_of_many():
+    assert run_ranks(2, _single) == [[0, 0, 0], [1, 0, 1]]
+
+
 def _left_alone(rank, world):
     found = []
     for settings in ({"forward_sync_buffers": False}, {"broadcast_buffers": False}, {"init_sync": False}):

@@ -193,6 +193,7 @@ from torchshard._torch.sharded import (
 from torchshard._torch.sharing import part_gradients
 from torchshard._torch.tensors import (
     aliasing,
+    bytes_of,
     copy_all,
     device_index,
     flatten,
@@ -223,6 +224,7 @@ __all__ = [
     "beneath_modes",
     "bring_home",
     "buffer_hook",
+    "bytes_of",
     "called_directly",
     "compile_pieces",
     "compile_with_inductor",

@@ -14,6 +14,11 @@ def memory_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps, where they lie; views keep a single element's stride, whatever it is."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects share this memory (torch._C._storage_Use_Count, 2.11-2.15).
 

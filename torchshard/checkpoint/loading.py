@@ -308,12 +308,14 @@ def _load(part: Part) -> Iterator[int]:
     """Read a part into its memory; yields the bytes of each step."""
     import torch
 
+    from torchshard._torch import bytes_of
+
     _, entry, box, local = part
     comparison = Comparison(entry, whole_pieces(entry, box))
     if local.device.type == "cpu" and local.is_contiguous() and not local.is_conj() and not local.is_neg():
         if not local.is_inference():
             torch.autograd.graph.increment_version(local)  # as NumPy's writes are not counted
-        flat = local.reshape(-1).view(torch.uint8).numpy().data
+        flat = bytes_of(local).numpy().data
         for block, start in stages(box, entry.itemsize):
             nbytes = block.numel * entry.itemsize
             read_box_into(entry, block, flat[start : start + nbytes], comparison)

@@ -81,11 +81,13 @@ def _is_there(part: Part) -> bool:
     """Whether the memory holds what the checkpoint has."""
     import torch
 
+    from torchshard._torch import bytes_of
+
     _, entry, box, local = part
     for block, _ in stages(box, entry.itemsize):
         stage = bytearray(block.numel * entry.itemsize)
         read_box_into(entry, block, memoryview(stage))
-        held = local[block.within(box)].resolve_conj().resolve_neg().reshape(-1).contiguous().cpu()
-        if not torch.equal(held.view(torch.uint8), torch.frombuffer(stage, dtype=torch.uint8)):
+        held = local[block.within(box)].resolve_conj().resolve_neg().contiguous().cpu()
+        if not torch.equal(bytes_of(held), torch.frombuffer(stage, dtype=torch.uint8)):
             return False
     return True

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard._torch import bytes_of
 from torchshard.comm.circle import Circle
 
 LARGE = 64 * 1024
@@ -127,7 +128,7 @@ def _outgoing(views: Sequence[Tensor], device: torch.device) -> tuple[list[Tenso
     large = [view for view in views if view.nbytes >= LARGE]
     dense = [_dense(view, device) for view in large]
     staged = sum(d.nbytes for d, view in zip(dense, large, strict=True) if d.data_ptr() != view.data_ptr())
-    messages = [_bytes(d) for d in dense]
+    messages = [bytes_of(d) for d in dense]
     if small:
         packed, places = _room(small, device)
         for view, place in zip(small, places, strict=True):
@@ -146,7 +147,7 @@ def _incoming(views: Sequence[Tensor], device: torch.device) -> tuple[list[Tenso
         if view.nbytes >= LARGE:
             direct = view.is_contiguous() and view.device.type == device.type
             landing = view if direct else torch.empty(view.shape, dtype=view.dtype, device=device)
-            messages.append(_bytes(landing))
+            messages.append(bytes_of(landing))
             if not direct:
                 landed.append((view, landing))
     staged = sum(landing.nbytes for _, landing in landed)
@@ -176,7 +177,3 @@ def _dense(x: Tensor, device: torch.device) -> Tensor:
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x.contiguous().to(device) if x.device.type != device.type else x.contiguous()
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)

@@ -139,7 +139,7 @@ def _require_own_memory(t: torch.Tensor) -> None:
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
-    data = tensor.view(-1).view(torch.uint8)  # transports take few dtypes
+    data = _torch.bytes_of(tensor)  # transports take few dtypes
     work: dist.Work | None = dist.broadcast(data, group=group, group_src=source, async_op=True)
     assert work is not None, "asynchronous collectives return their work"
     return work
