@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 from tests.older import require
 from tests.ranks import run_ranks
 from torchshard import DTensor, Replicate, Shard, init_device_mesh
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torchshard.parallel.fsdp import fully_shard
 
 WIDTH, BATCH, TIMES, MICROBATCHES = 6, 8, 5, 4
 
@@ -87,6 +88,42 @@ def _steps(rank, world, placement):
 def test_dtensors_pass_between_stages(placement):
     require("DTensors between stages")
     run_ranks(4, _steps, placement)
+
+
+class _Beside(nn.Module):
+    """A stage of plain tensors whose output is no view."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
+
+    def forward(self, x):
+        return x + self.module(x)
+
+
+def _sharded_in_zero_bubble(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
+    here, part = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    blocks = [_Beside() for _ in range(4)]
+    x, target = torch.randn(2, 2, 2 * MICROBATCHES, WIDTH)
+    mine, stages = {here: None, here + 2: None}, []
+    for n in mine:
+        plan = {"module.0": ColwiseParallel(), "module.2": RowwiseParallel()}
+        mine[n] = module = parallelize_module(copy.deepcopy(blocks[n]), mesh["tp"], plan)
+        for unit in (module.module, module):
+            fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=False)
+        stages.append(PipelineStage(module, n, 4, torch.device("cpu"), group=mesh["pp"].get_group()))
+    schedule = ScheduleInterleavedZeroBubble(stages, n_microbatches=MICROBATCHES, loss_fn=_loss)
+    schedule.step(*[x[part]] * (0 in mine), **({"target": target[part]} if 3 in mine else {}))
+    _loss(nn.Sequential(*blocks)(x), target).backward()
+    for n, module in mine.items():
+        for (key, p), whole in zip(module.named_parameters(), blocks[n].parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), whole.grad, msg=lambda m, at=(n, key): f"{at}: {m}")
+
+
+def test_fully_shard_in_a_zero_bubble_schedule_has_whole_gradients():
+    run_ranks(4, _sharded_in_zero_bubble)
 
 
 def _ours_between(rank, world):
