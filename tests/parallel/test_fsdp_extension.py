@@ -264,7 +264,7 @@ def test_install_is_taken_back():
 
 
 def refused(rank, world):
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     from torchshard import init_device_mesh
     from torchshard.errors import ShardingError
@@ -277,6 +277,12 @@ def refused(rank, world):
     model[1].up.weight = model[0].up.weight
     with install(), pytest.raises(ShardingError, match="under two names"):
         FullyShardedDataParallel(model, device_mesh=mesh["dp"], use_orig_params=False, device_id=torch.device("cpu"))
+    apart = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("rep", "dp", "tp"))
+    with install(), pytest.raises(NotImplementedError, match="no gradient between the 2 replicas"):
+        FullyShardedDataParallel(
+            cases.parallel(apart), device_mesh=apart["rep", "dp"], use_orig_params=False,
+            device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        )  # fmt: skip
 
 
 def test_what_fsdp_cannot_do_right_is_refused():

@@ -78,6 +78,12 @@ def fsdp_names(user: FSDPUser) -> list[tuple[Any, str, Any]]:
 
     def init_our_extension(state: Any, device_mesh: Any = None) -> Any:
         init_extension(state, device_mesh)
+        replicas = vars(state).get("_inter_node_pg")
+        if state.world_size == 1 and replicas is not None and replicas.size() > 1:
+            raise NotImplementedError(
+                "FSDP with hybrid sharding over one rank each: torch takes it for NO_SHARD, and reduces no gradient "
+                f"between the {replicas.size()} replicas; use NO_SHARD over them, or DistributedDataParallel"
+            )
         if device_mesh is None or state._fsdp_extension is not None:
             state._fsdp_extension = user.extension(state._device_handle)
             vars(state)["clip_grad_norm_"] = partial(_clip_grad_norm_, weakref.ref(state), user)
