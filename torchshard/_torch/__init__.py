@@ -130,6 +130,7 @@ from torchshard._torch.inductor import (
 )
 from torchshard._torch.isolating import as_if_uncompiled, no_trace_in_dynamo
 from torchshard._torch.nested import (
+    decompose_within,
     find_memory_of_parts,
     keep_operands_of_functions,
     nest_in_place,
@@ -235,6 +236,7 @@ __all__ = [
     "current_mesh",
     "current_node",
     "debug_level",
+    "decompose_within",
     "decomposition",
     "default_group",
     "device_carried",

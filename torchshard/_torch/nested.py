@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -78,6 +79,37 @@ def _add_kernel(operator: Any, kind: type, kernel: Callable[..., Any]) -> None:
     for mode, handler in operator.python_key_table.items():
         if issubclass(mode, TorchDispatchMode):
             operator.python_key_table[mode] = _left(kind, handler)
+
+
+@functools.cache
+def decompose_within(kind: type, name: str, around: Callable[[], AbstractContextManager[None]]) -> bool:
+    """Have what torch makes of an operator of ATen in traces run in a context, where all its tensors are of a class.
+
+    Args:
+        kind: the class.
+        name: of the operator, without an overload.
+        around: makes the context.
+
+    Returns:
+        Whether torch makes something of it there (OpOverload: py_kernels, _dispatch_cache, 2.11-2.15).
+    """
+    packet = find(f"ops.aten.{name}")
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+    for operator in overloads:
+        kernels: dict[Any, Any] = getattr(operator, "py_kernels", {})
+        kernels.update({key: _within(kind, kernel, around) for key, kernel in kernels.items()})
+        operator._dispatch_cache.clear()
+    return any(operator.py_kernels for operator in overloads)
+
+
+def _within(kind: type, kernel: Callable[..., Any], around: Callable[[], AbstractContextManager[None]]) -> Any:
+    @functools.wraps(kernel)
+    def chosen(*operands: Any, **also: Any) -> Any:
+        kinds = {type(x) for x in (*operands, *also.values()) if isinstance(x, torch.Tensor)}
+        with around() if kinds == {kind} else nullcontext():
+            return kernel(*operands, **also)
+
+    return chosen
 
 
 def _left(kind: type, handler: Callable[..., Any]) -> Callable[..., Any]:

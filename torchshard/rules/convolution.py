@@ -108,7 +108,7 @@ def _trilinear(
     return Made(line, options={"reduces": reduces({names[d]: "sum" for d in summed}), "linear": ((0,), (1,), (2,))})
 
 
-_RESAMPLED = (
+RESAMPLED = (
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
     "upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
@@ -123,8 +123,8 @@ RULES = {
     **_LINES,
     **named("convolution", Rule(_convolution, options("red=c:sum plus=2 full"))),
     **named("convolution_backward", Rule(_convolution_backward, options("lin=0 red=n:sum,o:sum,c:same full"))),
-    **named(_RESAMPLED, Rule(_upsample, options("lin=0 full rounds"))),
-    **named(_backward_of(_RESAMPLED), Rule(_upsample_backward, options("lin=0 full"))),
+    **named(RESAMPLED, Rule(_upsample, options("lin=0 full rounds"))),
+    **named(_backward_of(RESAMPLED), Rule(_upsample_backward, options("lin=0 full"))),
     **named("affine_grid_generator", Rule(_affine_grid, options("lin=0 full"))),
     **named("col2im", Rule(_col2im, options("lin=0 full"))),
     **named("_trilinear", Rule(_trilinear)),

@@ -367,13 +367,10 @@ torch.serialization.add_safe_globals([DTensor, restored, *PICKLED])
 
 @cache
 def _take_functions() -> None:
-    """Before a trace meets an operator that calls functions."""
-    from torchshard.tensor import control_flow, flex
+    """Before a trace meets operators that torch has to be told of."""
+    from torchshard.tensor import taking
 
-    _torch.nest_in_place(DTensor)
-    _torch.find_memory_of_parts(DTensor)
-    for name, function in {"flex_attention": flex.flex_attention, **control_flow.OPERATORS}.items():
-        _torch.operate_with(DTensor, name, function)
+    taking.take_operators()
 
 
 def _printed(x: DTensor) -> Tensor:

@@ -17,6 +17,7 @@ Fallback = Literal["replicate", "error", "silent"]
 class _State:
     fallback = Inherited[Fallback]("replicate")
     implicit_replication = Inherited(False)
+    made_of_numbers = Inherited(False)
 
 
 _state = _State()
@@ -73,11 +74,23 @@ def implicit_replication() -> Iterator[None]:
         _state.implicit_replication = before
 
 
+@contextmanager
+def plain_are_replicas() -> Iterator[None]:
+    """The same within an operator all whose plain tensors are made of numbers; no graph depends on it."""
+    before, _state.made_of_numbers = _state.made_of_numbers, True
+    try:
+        yield
+    finally:
+        _state.made_of_numbers = before
+
+
 def replicates_plain_tensors() -> bool:
     """Whether implicit_replication is on, here or where torch itself makes plain tensors of numbers.
 
     A graph that is being made is for this answer only; it does not ask torch, of whose state it has no guard.
     """
+    if _state.made_of_numbers:
+        return True
     guard_attribute(__name__, "_state.implicit_replication")
     return _state.implicit_replication or (takes_plain_for_replicated() and not torch.compiler.is_compiling())
 
