@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.older import known
 from tests.ranks import fake_ranks, run_ranks
 
 
@@ -70,7 +71,8 @@ def compare(rank, world, names):
 
 @pytest.mark.parametrize("part", range(2))
 def test_values_and_gradients_are_those_of_plain_torch(part):
-    run_ranks(2, compare, sorted(PROGRAMS)[part::2], timeout=120)
+    names = sorted(name for name in PROGRAMS if name != "one_hot" or known("one_hot in graphs"))
+    run_ranks(2, compare, names[part::2], timeout=120)
 
 
 def test_plain_tensors_of_users_are_refused_there_too():

@@ -82,24 +82,23 @@ def _add_kernel(operator: Any, kind: type, kernel: Callable[..., Any]) -> None:
 
 
 @functools.cache
-def decompose_within(kind: type, name: str, around: Callable[[], AbstractContextManager[None]]) -> bool:
+def decompose_within(kind: type, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
     """Have what torch makes of an operator of ATen in traces run in a context, where all its tensors are of a class.
+
+    Where torch makes nothing of it there (OpOverload: py_kernels, _dispatch_cache, 2.11-2.15) nothing is done.
 
     Args:
         kind: the class.
         name: of the operator, without an overload.
         around: makes the context.
-
-    Returns:
-        Whether torch makes something of it there (OpOverload: py_kernels, _dispatch_cache, 2.11-2.15).
     """
     packet = find(f"ops.aten.{name}")
-    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
-    for operator in overloads:
-        kernels: dict[Any, Any] = getattr(operator, "py_kernels", {})
-        kernels.update({key: _within(kind, kernel, around) for key, kernel in kernels.items()})
-        operator._dispatch_cache.clear()
-    return any(operator.py_kernels for operator in overloads)
+    for overload in packet.overloads() if packet else ():
+        operator = getattr(packet, overload)
+        kernels, chosen = getattr(operator, "py_kernels", None), getattr(operator, "_dispatch_cache", None)
+        if kernels and chosen is not None:
+            kernels.update({key: _within(kind, kernel, around) for key, kernel in kernels.items()})
+            chosen.clear()
 
 
 def _within(kind: type, kernel: Callable[..., Any], around: Callable[[], AbstractContextManager[None]]) -> Any:
