@@ -1,7 +1,7 @@
 """How each reduction is said with the few that transports know, so that its value is the one that eager torch has.
 
-Where a transport's own would differ, it is not used as it is: max and min of floats lose a NaN that another rank holds,
-no transport averages integers, knows norms, or takes 16-bit integers or booleans in every operation.
+Where a transport's own would differ, it is not used as it is: gloo's max and min lose a NaN that another rank holds, no
+transport averages integers, knows norms, or takes 16-bit integers or booleans in every operation.
 """
 
 import math
