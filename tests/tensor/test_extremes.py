@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
+from tests.watching import Sent
 
 
 def _calls(x, dim):
@@ -118,3 +119,16 @@ def test_extremes_of_extremes_stay_terms():
     for bad, partial in run_ranks(2, of_extremes):
         assert not bad, bad
         assert partial == kept
+
+
+def test_values_and_places_are_one_message():
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for dtype in (torch.bfloat16, torch.float64, torch.uint8):
+            x = distribute_tensor(torch.ones(3, 8).to(dtype), mesh, [Shard(1)])
+            for call in (lambda x: x.max(1), lambda x: x.argmin(1), lambda x: x.argmax()):
+                with Sent() as sending:
+                    call(x)
+                assert [name for name, _ in sending.calls] == ["all_gather_into_tensor"]

@@ -25,13 +25,14 @@ _WIDER = {
 }
 # In which averages and powers are reckoned, as eager torch does within a kernel: their sums need not fit where they do.
 _ROOMY = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-# Integers as wide; those that transports do not carry are widened once more.
-_BITS = {
+BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
+"""Integers as wide as floats; those that transports do not carry are widened once more."""
+
 _OF_BOOLS = {"band": "min", "bor": "max", "max": "max", "min": "min", "product": "min"}
 _OF_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
@@ -99,7 +100,7 @@ def _extreme(x: Tensor, op: str) -> tuple[Tensor, str, Finish]:
 
     The bits of floats are in that order but for those of negative ones, which are turned round.
     """
-    bits = _BITS[x.dtype]
+    bits = BITS[x.dtype]
     last = torch.iinfo(bits).max if op == "max" else torch.iinfo(bits).min  # NaNs, both
     term = _turned(x.view(bits)).masked_fill(x.isnan(), last).to(_WIDER.get(bits, bits))
     return term, op, lambda got: _turned(got.to(bits)).view(x.dtype)

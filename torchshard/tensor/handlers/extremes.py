@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard.comm.collectives import start_all_gather
+from torchshard.comm.collectives import all_gather
+from torchshard.comm.group import Group
+from torchshard.comm.reducing import BITS
 from torchshard.layout.boxes import Box
 from torchshard.rules.reducing import dims_of
 from torchshard.tensor.dtensor import DTensor
@@ -60,31 +62,47 @@ def _first(x: DTensor, dims: tuple[int, ...], keepdim: bool, largest: bool) -> t
         return made_of(local, sharding, shape), made_of(local.long(), sharding, shape)
     assert isinstance(layout.mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
     group = layout.mesh.group(axes)
-    own = _of_part(local, layout.box, x.shape, dims, largest)
-    coming = [start_all_gather(t[None], 0, [1] * group.size, group) for t in own]
-    values, places = [started.wait() for started in coming]
+    own, nowhere = _of_part(local, layout.box, x.shape, dims, largest), _count(x.shape, dims)
+    values, places = _of_all(*own, nowhere, group)
     extreme = values.amax(0) if largest else values.amin(0)
     others = (values != extreme) & (values == values)  # a NaN is the extreme, where there is one
-    place = places.masked_fill(others, _count(x.shape, dims)).amin(0)
+    place = places.masked_fill(others, nowhere).amin(0).long()
     found = (extreme, place) if keepdim else (extreme.squeeze(dims), place.squeeze(dims))
     return made_of(found[0], sharding, shape), made_of(found[1], sharding, shape)
 
 
-def _of_part(local: Tensor, box: Box, shape: tuple[int, ...], dims: tuple[int, ...], largest: bool) -> list[Tensor]:
+def _of_all(value: Tensor, place: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
+    """The values and places of all ranks, in one message: the bits of values as whole numbers beside the places.
+
+    Args:
+        value, place: of this rank.
+        count: the largest number that a place may be.
+        group: who takes part.
+    """
+    bits = BITS.get(value.dtype, value.dtype)
+    number = torch.int32 if bits.itemsize < 8 and count < 2**31 else torch.int64
+    both = torch.stack([value.view(bits).to(number), place.to(number)])
+    values, places = all_gather(both[None], 0, [1] * group.size, group).unbind(1)
+    return values.to(bits).view(value.dtype), places
+
+
+def _of_part(
+    local: Tensor, box: Box, shape: tuple[int, ...], dims: tuple[int, ...], largest: bool
+) -> tuple[Tensor, Tensor]:
     """The extreme of a part along one dim or all, which are kept, and its number among all elements along them."""
     if not _count(box.size, dims):
         kept = [1 if d in dims else n for d, n in enumerate(box.size)]
         nowhere = local.new_full(kept, _count(shape, dims), dtype=torch.int64)
-        return [local.new_full(kept, _worst(local.dtype, largest)), nowhere]
+        return local.new_full(kept, _worst(local.dtype, largest)), nowhere
     if len(dims) == 1:
         value, at = (torch.max if largest else torch.min)(local, dims[0], True)
-        return [value, at + box.offset[dims[0]]]
+        return value, at + box.offset[dims[0]]
     at = (torch.argmax if largest else torch.argmin)(local, keepdim=True)
     place, step, rest = torch.zeros_like(at), 1, at
     for d in reversed(dims):
         place = place + (rest % box.size[d] + box.offset[d]) * step
         rest, step = rest // box.size[d], step * shape[d]
-    return [local.reshape(-1)[at], place]
+    return local.reshape(-1)[at], place
 
 
 def _worst(dtype: torch.dtype, largest: bool) -> float:
