@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 from tests.tensor.programs import check, program
 
 INF = math.inf
@@ -236,6 +236,24 @@ def conjugating_kernels(rank, world):
 
 def test_kernels_that_conjugate():
     assert run_ranks(2, conjugating_kernels) == [False] * 2
+
+
+def test_pseudo_inverses_that_torch_cannot_compile():
+    """Its own, of plain tensors, are wrong the first time; when this no longer holds, neither need DTensors be refused."""
+    from torchshard import Replicate, distribute_tensor, init_device_mesh
+
+    whole = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(torch.linalg.pinv, backend="aot_eager")
+    assert [torch.allclose(compiled(whole), torch.linalg.pinv(whole), atol=1e-4) for _ in range(2)] == [False, True]
+    with fake_ranks(2):
+        x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Replicate()])
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="wrong pseudo-inverse from torch"):
+            torch.compile(torch.linalg.pinv, backend="aot_eager", fullgraph=True)(x)
+        y = torch.compile(torch.compiler.disable(torch.linalg.pinv), backend="aot_eager")(x)
+        torch.testing.assert_close(y.to_local(), torch.linalg.pinv(whole))
+        real = torch.compile(torch.linalg.pinv, backend="aot_eager", fullgraph=True)(x.real.clone())
+        torch.testing.assert_close(real.to_local(), torch.linalg.pinv(whole.real))
 
 
 def fractions_of_whole_numbers(rank, world):
