@@ -103,11 +103,7 @@ def debug_level() -> str:
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device = _CPU) -> bool:
     """Whether what is on such a device goes by gloo, and not by a wrapper around it (ProcessGroup._get_backend)."""
-    kind: Any = getattr(dist, "ProcessGroupGloo", None)
-    try:
-        return kind is not None and isinstance(group._get_backend(device), kind)
-    except RuntimeError:
-        return False
+    return _of_gloo(_backend(group, device))
 
 
 def asks_gloo(group: dist.ProcessGroup | str) -> bool:
@@ -116,12 +112,20 @@ def asks_gloo(group: dist.ProcessGroup | str) -> bool:
     Args:
         group: or its name.
     """
-    kind: Any = getattr(dist, "ProcessGroupGloo", None)
+    backend = _backend(group_named(group) if isinstance(group, str) else group, _CPU)
+    return _of_gloo(getattr(backend, "wrapped_pg", backend))
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     try:
-        backend = (group_named(group) if isinstance(group, str) else group)._get_backend(_CPU)
+        return group._get_backend(device)
     except RuntimeError:
-        return False
-    return kind is not None and isinstance(getattr(backend, "wrapped_pg", backend), kind)
+        return None
+
+
+def _of_gloo(backend: Any) -> bool:
+    kind: Any = getattr(dist, "ProcessGroupGloo", None)
+    return kind is not None and isinstance(backend, kind)
 
 
 def gloo_threads(group: dist.ProcessGroup) -> int:
