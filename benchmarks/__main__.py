@@ -9,6 +9,7 @@ import sys
 SCRIPTS = {
     "imports": "Imports: CPU time of fresh interpreters",
     "dtensor_overhead": "DTensor: CPU time of an operator",
+    "communication": "DTensor: operators that communicate, on two ranks",
     "tensor_parallel": "Tensor parallelism: one eager training step of a Llama",
     "ddp_step": "DistributedDataParallel: one eager step",
     "ddp_memory": "DistributedDataParallel: peak memory",
