@@ -236,7 +236,6 @@ def _of_other_classes(rank, world):
             C.all_gather(mine, 0, [2, 2], group),
             C.all_reduce(mine, "sum", group) / 2,
             C.all_reduce(mine, "max", group),
-            C.all_reduce_largest(mine, group),
             C.reduce_scatter(mine, "product", 0, [1, 1], group),
             C.reduce_scatter(mine, "product", 1, [2, 1], group),
             C.all_to_all(mine, 1, 0, [2, 1], [2, 2], group),

@@ -11,7 +11,7 @@ from tests.layout.strategies import OPS, meshes, shapes, shardings, terms
 from torchshard.errors import ShardingError
 from torchshard.layout import Mesh, Partial, R, Shard
 from torchshard.layout.copies import Copies, Crossing
-from torchshard.layout.cost import Link
+from torchshard.layout.cost import Link, gathered_up_to
 from torchshard.layout.reductions import masking
 from torchshard.layout.transitions import transition
 
@@ -227,3 +227,12 @@ all_gather(dp) (S(0), R) -> (R, R), 8192 bytes""",
 all_gather(dp) (S(1), S(0)) -> (R, S(0)), 2048 bytes
 all_gather(tp) (R, S(0)) -> (R, R), 12288 bytes""",
         )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+def test_two_tensors_are_gathered_together_up_to_where_that_costs_what_two_reductions_do(ranks):
+    link, limit = Link(launch=3e-5, latency=1e-6, bandwidth=1e9), gathered_up_to(ranks, Link(3e-5, 1e-6, 1e9))
+    for nbytes in (1e3, 1e4, 1e5, 1e6, 1e7):
+        together = link.seconds(1, ranks - 1, 2 * nbytes * (ranks - 1))
+        apart = 2 * link.seconds(1, 2 * (ranks - 1), 2 * nbytes * (ranks - 1) / ranks)
+        assert (together < apart) == (nbytes < limit)

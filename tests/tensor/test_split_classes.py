@@ -122,29 +122,37 @@ def sent(rank, world):
 
 def test_only_a_few_numbers_a_row_are_sent():
     for forward, backward, embedding, layouts in run_ranks(2, sent):
-        assert [name for name, _ in forward] == ["all_reduce"] * 3  # largest, sum of exponentials, loss with weight
+        # Largest with sum of exponentials, and loss with weight.
+        assert [name for name, _ in forward] == ["all_gather_into_tensor", "all_reduce"]
         assert sum(n for _, n in forward) == 6 + 6 + 1 + 1
         assert backward == []
         assert embedding == []
         assert layouts == ["(Replicate(),)", "(Shard(dim=1),)", "(Partial(sum),)", "(Shard(dim=0),)"]
 
 
-def extremes(rank, world):
+def extremes(rank, world, at_once):
     from torchshard import Shard, distribute_tensor, init_device_mesh
+    from torchshard.tensor.handlers import softmax
 
     inf, nan = math.inf, math.nan
     rows = torch.tensor([
         [-inf, -inf, -inf], [-inf, 1.0, -inf], [inf, 0.0, 1.0], [nan, 0.0, 1.0], [0.0, 1.0, nan], [1e38, -1e38, 3e38],
+        [-inf, -1000.0, -1001.0], [-1000.0, -1002.0, -inf], [200.0, -200.0, 0.0], [0.0, inf, inf], [-inf, -1e38, -3e38],
     ])  # fmt: skip
+    softmax.gathered_up_to = lambda ranks: math.inf if at_once else -1
     x = distribute_tensor(rows, init_device_mesh("cpu", (world,)), [Shard(1)])
-    for function in (torch.softmax, torch.log_softmax, aten._safe_softmax.default):
-        got, want = function(x, 1), function(rows, 1)
+    for function in (torch.softmax, torch.log_softmax, aten._safe_softmax.default, torch.logsumexp):
+        with Sent() as sends:
+            got = function(x, 1)
+        want = function(rows, 1)
         assert torch.allclose(got.full_tensor(), want, equal_nan=True), (function, got.full_tensor(), want)
+        assert [name for name, _ in sends.calls] == (["all_gather_into_tensor"] if at_once else ["all_reduce"] * 2)
 
 
-def test_infinities_and_nan():
-    run_ranks(2, extremes)
-    run_ranks(4, extremes)  # a rank without a piece
+@pytest.mark.parametrize("at_once", [True, False])
+def test_infinities_and_nan(at_once):
+    run_ranks(2, extremes, at_once)
+    run_ranks(4, extremes, at_once)  # a rank without a piece
 
 
 def faults(rank, world):

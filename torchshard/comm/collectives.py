@@ -177,17 +177,13 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
 
 def start_all_reduce(x: Tensor, op: str, group: Group) -> Started[Tensor]:
     """all_reduce, without waiting."""
-    term, name, finish = prepare(carried_out(x), op, group.size)
+    x = carried_out(x)
+    sender = _by(group, x)
+    term, name, finish = prepare(x, op, group.size, sender.keeps_nans)
     if only_gloo_reduces(term, name):
         gathered = start_all_gather(term.unsqueeze(0), 0, [1] * group.size, group)
         return Started(group, gathered.coming, lambda got: finish(reduced_bits(gathered.finish(got), name)))
-    return Started(group, (_by(group, term).all_reduce(dense(term), name),), lambda got: finish(got[0]))
-
-
-def all_reduce_largest(x: Tensor, group: Group) -> Tensor:
-    """The largest of all ranks' values, of a dtype that is carried and none a NaN: sent as they are."""
-    x = dense(x)
-    return waited(_by(group, x).all_reduce(x, "max"), group)
+    return Started(group, (sender.all_reduce(dense(term), name),), lambda got: finish(got[0]))
 
 
 def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
@@ -205,7 +201,8 @@ def reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: 
 
 def start_reduce_scatter(x: Tensor, op: str, dim: int, lengths: Sequence[int], group: Group) -> Started[Tensor]:
     """reduce_scatter, without waiting."""
-    term, name, finish = prepare(carried_out(x), op, group.size)
+    x = carried_out(x)
+    term, name, finish = prepare(x, op, group.size, _by(group, x).keeps_nans)
     if only_gloo_reduces(term, name):
         blocks = term.split_with_sizes(list(lengths), dim)
         given = start_exchange(blocks, [blocks[group.position].shape] * group.size, group)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,8 @@ class Nearby:
         words: that they say.
     """
 
+    keeps_nans: ClassVar[bool] = True
+
     def __init__(self, reach: Reach, words: Words) -> None:
         self._reach, self._words = reach, words
 
@@ -150,6 +152,7 @@ class Watched(Transport):
     """
 
     __slots__ = ("_near",)
+    keeps_nans: ClassVar[bool] = True
 
     def __init__(self, group: Group, near: Nearby) -> None:
         super().__init__(group)

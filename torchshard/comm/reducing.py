@@ -37,13 +37,14 @@ _OF_BOOLS = {"band": "min", "bor": "max", "max": "max", "min": "min", "product":
 _OF_BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
 
-def prepare(x: Tensor, op: str, ranks: int) -> tuple[Tensor, str, Finish]:
+def prepare(x: Tensor, op: str, ranks: int, keeps_nans: bool = False) -> tuple[Tensor, str, Finish]:
     """What to reduce, the transport's name of the operation, and what makes the value of the result.
 
     Args:
         x: this rank's term.
         op: a name of layout/reductions.py.
         ranks: number of terms.
+        keeps_nans: whether the transport's max and min do.
 
     Raises:
         UnsupportedOperatorError: the reduction has no meaning for the dtype.
@@ -56,15 +57,15 @@ def prepare(x: Tensor, op: str, ranks: int) -> tuple[Tensor, str, Finish]:
             fix="convert the tensor to another dtype first, for example x.to(torch.float32)",
         )
     if (order := parse_norm(op)) is not None:
-        return _norm(x, order, ranks)
+        return _norm(x, order, ranks, keeps_nans)
     wider = _WIDER.get(x.dtype, torch.float32 if x.dtype.itemsize == 1 and x.is_floating_point() else None)
     if op == "avg" and wider is None:
         wider = _ROOMY.get(x.dtype)
     if wider is not None:
-        return _widened(x, op, ranks, wider)
+        return _widened(x, op, ranks, wider, keeps_nans)
     if op == "avg":
         return x, "sum", lambda got: got / ranks
-    if op in ("max", "min") and x.is_floating_point():
+    if op in ("max", "min") and x.is_floating_point() and not keeps_nans:
         return _extreme(x, op)
     return x, op, lambda got: got
 
@@ -89,33 +90,34 @@ def _has_meaning(dtype: torch.dtype, op: str) -> bool:
     return op != "avg" and parse_norm(op) is None
 
 
-def _widened(x: Tensor, op: str, ranks: int, wider: torch.dtype) -> tuple[Tensor, str, Finish]:
+def _widened(x: Tensor, op: str, ranks: int, wider: torch.dtype, keeps_nans: bool) -> tuple[Tensor, str, Finish]:
     op = _OF_BOOLS[op] if x.dtype is torch.bool else op
-    term, name, finish = prepare(x.to(wider), op, ranks)
+    term, name, finish = prepare(x.to(wider), op, ranks, keeps_nans)
     return term, name, lambda got: finish(got).to(x.dtype)
 
 
 def _extreme(x: Tensor, op: str) -> tuple[Tensor, str, Finish]:
     """Max or min in which a NaN of any rank survives: of integers in the order of the floats, NaNs at its end.
 
-    The bits of floats are in that order but for those of negative ones, which are turned round.
+    The bits of floats are in that order but for those of negative ones, which are turned round. NaNs then lie at both
+    ends; a shift by as many numbers as lie beyond an infinity takes those of one end round to the other.
     """
-    bits = BITS[x.dtype]
-    last = torch.iinfo(bits).max if op == "max" else torch.iinfo(bits).min  # NaNs, both
-    term = _turned(x.view(bits)).masked_fill(x.isnan(), last).to(_WIDER.get(bits, bits))
-    return term, op, lambda got: _turned(got.to(bits)).view(x.dtype)
+    bits, beyond = BITS[x.dtype], round(1 / torch.finfo(x.dtype).eps) - 1
+    shift = -beyond if op == "max" else beyond
+    term = _turned(x.view(bits)).add_(shift).to(_WIDER.get(bits, bits))
+    return term, op, lambda got: _turned(got.to(bits) - shift).view(x.dtype)
 
 
 def _turned(bits: Tensor) -> Tensor:
     """All bits but that of the sign are others where it is set; twice is as before."""
     info = torch.iinfo(bits.dtype)
-    return bits ^ ((bits >> (info.bits - 1)) & info.max)
+    return (bits >> (info.bits - 1)).bitwise_and_(info.max).bitwise_xor_(bits)
 
 
-def _norm(x: Tensor, order: float, ranks: int) -> tuple[Tensor, str, Finish]:
+def _norm(x: Tensor, order: float, ranks: int, keeps_nans: bool) -> tuple[Tensor, str, Finish]:
     size = x.abs()
     if math.isinf(order):
-        return prepare(size, "max" if order > 0 else "min", ranks)
+        return prepare(size, "max" if order > 0 else "min", ranks, keeps_nans)
     if order == 0:
         return size, "sum", lambda got: got
     powers = size.to(_ROOMY.get(size.dtype, size.dtype)) ** order

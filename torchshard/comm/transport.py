@@ -5,7 +5,7 @@ They are torch's functional ones, `torch.ops._c10d_functional`, so that compiled
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +26,13 @@ _c10d = functional_collectives()
 
 
 class Sender(Protocol):
-    """Sends a tensor without gaps; the result, in memory of its own, is there when it has been waited for."""
+    """Sends a tensor without gaps; the result, in memory of its own, is there when it has been waited for.
+
+    Attributes:
+        keeps_nans: whether max and min have a NaN that any rank has.
+    """
+
+    keeps_nans: ClassVar[bool]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, joined along the first dim."""
@@ -55,6 +61,7 @@ class Transport:
     """
 
     __slots__ = ("_group",)
+    keeps_nans: ClassVar[bool] = False
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -3,6 +3,7 @@
 The constants must be the same on every rank, because ranks choose collectives by them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,3 +35,13 @@ def slowest(links: Sequence[Link]) -> Link:
     if len(links) == 1:
         return links[0]
     return Link(max(k.launch for k in links), max(k.latency for k in links), min(k.bandwidth for k in links))
+
+
+def gathered_up_to(ranks: int, link: Link = DEFAULT_LINK) -> float:
+    """Bytes up to which two tensors of so many each are sooner gathered together than all-reduced one after the other.
+
+    The gather has one launch of p - 1 rounds, and a rank receives 2 (p - 1) tensors; the reductions have two launches
+    of 2 (p - 1) rounds each, and a rank receives 4 (p - 1) / p tensors. Infinite for two ranks.
+    """
+    more = 2 * (ranks - 1) * (1 - 2 / ranks)
+    return link.bandwidth * link.seconds(1, 3 * (ranks - 1), 0) / more if more > 0 else math.inf

@@ -52,7 +52,7 @@ def _extremes(classes: DTensor) -> list[int]:
     least, most = torch.aminmax(local) if local.numel() else local.new_tensor([0, -1])
     axes = tuple(sorted([a for split in layout.sharding.splits.values() for a in split]))
     found = torch.stack((~least, most))
-    extremes: list[int] = (collectives.all_reduce_largest(found, mesh.group(axes)) if axes else found).tolist()
+    extremes: list[int] = (collectives.all_reduce(found, "max", mesh.group(axes)) if axes else found).tolist()
     return extremes
 
 

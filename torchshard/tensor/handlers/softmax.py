@@ -1,10 +1,11 @@
 """Softmax along a dim that is split: a row is normalised with two numbers from each rank, and nothing is gathered.
 
-A rank sends the largest element of its piece of a row, then the sum of exponentials; in backward, one sum, and none
-where who made the gradient has noted what its rows add up to, as for a cross entropy. Half precision is computed in
-float32, as eager torch computes it.
+A rank sends the largest element of its piece of a row, and the sum of exponentials: in one message where that is
+sooner. In backward, one sum, and none where who made the gradient has noted what its rows add up to, as for a cross
+entropy. Half precision is computed in float32, as eager torch computes it.
 """
 
+import math
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchshard.comm import collectives
-from torchshard.rules.reducing import dims_of
+from torchshard.layout.cost import gathered_up_to
+from torchshard.rules.reducing import Dims, dims_of
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import made_of, part, wide
+from torchshard.tensor.handlers.parts import eliminated, made_of, part, split_along, wide
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.mesh import BoundMesh
 
@@ -37,38 +39,80 @@ def _noted_sums(gradient: DTensor) -> Tensor | None:
 
 
 class _Rows:
-    """The pieces of rows along a split dim, and how ranks that share a row speak to one another."""
+    """The pieces of rows along split dims, and how ranks that share a row speak to one another."""
 
-    def __init__(self, like: TensorLayout, dim: int) -> None:
+    def __init__(self, like: TensorLayout, dims: tuple[int, ...]) -> None:
         mesh = like.mesh
         assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
-        self.dim, self.sharding = dim, like.sharding.without_partial()
+        self.dims, self.sharding = dims, like.sharding.without_partial()
         self.outside = mesh.coordinate is None  # such a rank holds nothing, but knows the layout of the result
         if not self.outside:
-            self.group = mesh.group(tuple(sorted(self.sharding.splits[dim])))
+            self.group = mesh.group(eliminated(self.sharding, dims, True)[1])
 
     def piece(self, x: DTensor) -> Tensor:
         """This rank's piece of x, in the precision to compute in."""
         return wide(part(x, self.sharding))
 
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest element of each row; what a NaN counts as does not matter, as it makes the sum NaN."""
-        if x.shape[self.dim]:
-            most = x.amax(self.dim, keepdim=True).nan_to_num(torch.inf, torch.inf, -torch.inf)
-        else:
-            most = x.new_full(self._one_a_row(x), -torch.inf)
-        return collectives.all_reduce_largest(most, self.group)
-
     def total(self, x: Tensor) -> Tensor:
         """The sum of each row."""
-        return collectives.all_reduce(x.sum(self.dim, keepdim=True), "sum", self.group)
+        return collectives.all_reduce(x.sum(self.dims, keepdim=True), "sum", self.group)
 
-    def _one_a_row(self, x: Tensor) -> list[int]:
-        return [1 if d == self.dim else n for d, n in enumerate(x.shape)]
+    def exponentials(self, piece: Tensor) -> "_Exponentials":
+        """Those of each row."""
+        return _Exponentials(self, piece)
+
+    def largest_here(self, x: Tensor) -> Tensor:
+        """The largest element of a piece of each row."""
+        shape = [1 if d in self.dims else n for d, n in enumerate(x.shape)]
+        if 0 in [x.shape[d] for d in self.dims]:
+            return x.new_full(shape, -torch.inf)
+        return x.amax(self.dims, keepdim=True)
 
     def wrapped(self, local: Tensor, shape: torch.Size, dtype: torch.dtype) -> DTensor:
         """A DTensor of these pieces."""
         return made_of(local.to(dtype), self.sharding, shape)
+
+
+class _Exponentials:
+    """The exponentials of rows, each less a number that keeps them finite, and what those of all ranks add up to.
+
+    Where it is sooner, a rank takes off its own largest element, and says it together with its sum in one message;
+    else the largest of all ranks, which costs a message before that of the sums.
+
+    Attributes:
+        below: the piece, less what is taken off.
+        largest: element of each row, on any rank. To be read after total().
+        ahead: by how much that is more than what this rank takes off; None: nothing. To be read after total().
+    """
+
+    def __init__(self, rows: _Rows, piece: Tensor) -> None:
+        self._rows, here = rows, rows.largest_here(piece)
+        self._at_once = _at_once(here, rows.group.size)
+        self.largest = here if self._at_once else collectives.all_reduce(here, "max", rows.group)
+        self.ahead: Tensor | None = None
+        self.below = piece - (_finite(here) if self._at_once else self.largest)
+
+    def total(self, parts: Tensor) -> Tensor:
+        """What the exponentials of a row, of which these are this rank's, add up to on all ranks, less the largest."""
+        if not self._at_once:
+            return self._rows.total(parts)
+        here, group = self.largest, self._rows.group
+        said = torch.stack([here, parts.sum(self._rows.dims, keepdim=True)])
+        largest, sums = collectives.all_gather(said[None], 0, [1] * group.size, group).unbind(1)
+        self.largest = largest.amax(0)
+        self.ahead = self.largest - here
+        return ((largest - self.largest).exp() * sums).sum(0)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """What can be taken off an infinite element, and leaves it what it is."""
+    return x.masked_fill(x.abs() == torch.inf, 0.0)
+
+
+def _at_once(x: Tensor, ranks: int) -> bool:
+    """Whether two such tensors are sooner gathered together than reduced one after the other; where that is known."""
+    limit = gathered_up_to(ranks)
+    return limit == math.inf or (all(isinstance(n, int) for n in x.shape) and x.nbytes <= limit)
 
 
 def _by_rows(x: DTensor, dim: int, dtype: torch.dtype, compute: Callable[[_Rows], Tensor]) -> Any:
@@ -78,7 +122,7 @@ def _by_rows(x: DTensor, dim: int, dtype: torch.dtype, compute: Callable[[_Rows]
     (along,) = dims_of(dim, x.ndim)
     if along not in x._spec.sharding.splits:
         return NotImplemented
-    rows = _Rows(x._spec, along)
+    rows = _Rows(x._spec, (along,))
     return rows.wrapped(x._local_tensor.new_empty(0) if rows.outside else compute(rows), x.shape, dtype)
 
 
@@ -95,21 +139,37 @@ def _normalised(x: DTensor, dim: int, dtype: torch.dtype, safe: bool = False) ->
         piece = rows.piece(x)
         if dtype.itemsize > piece.dtype.itemsize:
             piece = piece.to(dtype)
-        largest = rows.largest(piece)
-        parts = (piece - largest).exp_()
-        parts = parts / rows.total(parts)
-        return parts.masked_fill_(largest == -torch.inf, 0.0) if safe else parts  # rows that are masked altogether
+        found = rows.exponentials(piece)
+        parts = found.below.exp_()
+        total = found.total(parts)
+        parts = parts / (total if found.ahead is None else total * found.ahead.exp())
+        return parts.masked_fill_(found.largest == -torch.inf, 0.0) if safe else parts  # rows masked altogether
 
     return _by_rows(x, dim, dtype, compute)
 
 
 def _log_softmax(func: Any, x: DTensor, dim: int, half_to_float: bool) -> Any:
     def compute(rows: _Rows) -> Tensor:
-        piece = rows.piece(x)
-        below = piece - rows.largest(piece)
-        return below - rows.total(below.exp()).log()
+        found = rows.exponentials(rows.piece(x))
+        total = found.total(found.below.exp()).log()
+        return found.below - (total if found.ahead is None else total + found.ahead)
 
     return _by_rows(x, dim, torch.float32 if half_to_float else x.dtype, compute)
+
+
+def _logsumexp(func: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
+    dims = tuple(dims_of(dim, x.ndim))
+    if not split_along(x, dims) or not x.is_floating_point() or 0 in [x.shape[d] for d in dims]:
+        return NotImplemented
+    rows = _Rows(x._spec, dims)
+    shape = tuple([1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims])
+    local = x._local_tensor.new_empty(0)
+    if not rows.outside:
+        found = rows.exponentials(rows.piece(x))
+        local = found.total(found.below.exp()).log() + found.largest
+        local = torch.where(found.largest.abs() == torch.inf, found.largest, local)
+        local = local if keepdim else local.squeeze(dims)
+    return made_of(local.to(x.dtype), eliminated(rows.sharding, dims, keepdim)[0], shape)
 
 
 def _softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype: torch.dtype) -> Any:
@@ -135,6 +195,7 @@ def _alike(grad: DTensor, output: DTensor) -> bool:
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "logsumexp.default": _logsumexp,
     "_softmax.default": _softmax,
     "_safe_softmax.default": _safe_softmax,
     "_log_softmax.default": _log_softmax,

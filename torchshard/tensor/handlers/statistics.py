@@ -21,7 +21,6 @@ from torchshard.tensor.handlers.parts import (
     in_boxes,
     made_of,
     part,
-    reduced,
     split_along,
     wide,
 )
@@ -51,17 +50,6 @@ def _variance(finish: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         return tuple([t.to(x.dtype) for t in found]) if isinstance(found, tuple) else found.to(x.dtype)
 
     return run
-
-
-def _logsumexp(func: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
-    dims = dims_of(dim, x.ndim)
-    if not split_along(x, dims) or not x.is_floating_point() or 0 in [x.shape[d] for d in dims]:
-        return NotImplemented
-    (largest,) = reduced(x.amax(dims, True))  # here, as it is read more than once, and the result in backward
-    finite: Any = torch.where(largest.abs() == math.inf, 0.0, largest)
-    (total,) = reduced((x - finite).exp().sum(dims, True))
-    total = total.log() + finite
-    return total if keepdim else total.view([n for d, n in enumerate(x.shape) if d not in dims])
 
 
 def _dist(func: Any, x: Any, y: Any, p: float = 2) -> Any:
@@ -151,7 +139,6 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     "std.correction": _variance(lambda variance, mean: variance.sqrt()),
     "var_mean.correction": _variance(lambda variance, mean: (variance, mean)),
     "std_mean.correction": _variance(lambda variance, mean: (variance.sqrt(), mean)),
-    "logsumexp.default": _logsumexp,
     "cumsum.default": _running(FLOATS + INTEGERS, 0, torch.sum, torch.add),
     "cumprod.default": _running(FLOATS + INTEGERS, 1, torch.prod, torch.mul),
     "logcumsumexp.default": _running(FLOATS, -math.inf, torch.logsumexp, torch.logaddexp),
