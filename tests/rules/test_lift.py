@@ -50,10 +50,17 @@ P(sum) x S(1): R, S(1) -> S(1)""",
         )
 
     def test_a_sum_is_scattered_along_a_dim_of_which_every_rank_gets_some(self):
-        decided = [decide("relu.default", Mesh((4,)), ((n, 16, 8), [SUM]))[1] for n in (1, 2, 4)]
+        decided = [decide("relu.default", Mesh((4,)), ((n, 16, 8192), [SUM]))[1] for n in (1, 2, 4)]
         self.assertExpectedInline(
             str([str(d.results[0].placements[0]) for d in decided]), """['S(1)', 'S(1)', 'S(0)']"""
         )
+
+    def test_a_small_sum_is_scattered_where_an_operand_lies_so_alone(self):
+        small, found = ((64, 4), [SUM]), []
+        for other in ([R], [Shard(0)], [Shard(1)]):
+            _, lifted = decide("maximum.default", Mesh((4,)), small, ((64, 4), other))
+            found.append(str(lifted.results[0].placements[0]))
+        self.assertExpectedInline(str(found), """['R', 'S(0)', 'S(1)']""")
 
     def test_the_bias_of_a_sum_counts_once(self):
         mesh = Mesh((2,))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.ranks import fake_ranks, run_ranks
+from tests.watching import Sent
 from torchshard import DTensor, distribute_tensor, init_device_mesh
 from torchshard.debug import CommDebugMode
 
@@ -122,6 +123,34 @@ def test_logsumexp_of_a_split_dim_sends_each_number_once_and_nothing_in_backward
         assert found[0].placements == (Replicate(),)
         assert _sent(lambda: x.logsumexp(1).sum().backward()) == 1
         assert x.grad.placements == (Shard(1),)
+
+
+def _rms(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+OF_ROWS = {
+    "normalize": lambda x, w: F.normalize(x, dim=-1),
+    "rms_norm": lambda x, w: F.rms_norm(x, x.shape[-1:], w),
+    "rms_norm by hand": _rms,
+    "std": lambda x, w: x / x.std(-1, keepdim=True),
+    "amax": lambda x, w: x - x.amax(-1, keepdim=True),
+    "nanmean": lambda x, w: x - x.nanmean(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_of_split_rows_a_few_numbers_each_are_sent(name):
+    with fake_ranks(4):
+        mesh, rows = init_device_mesh("cpu", (4,)), 2048
+        x = distribute_tensor(torch.ones(rows, 64), mesh, [Shard(1)]).requires_grad_()
+        w = distribute_tensor(torch.ones(64), mesh, [Shard(0)]).requires_grad_()
+        with Sent() as sends:
+            y = OF_ROWS[name](x, w)
+            y.sum().backward()
+        assert (y.placements, x.grad.placements) == ((Shard(1),), (Shard(1),))
+        assert 1 <= len(sends.calls) <= 5
+        assert all(n <= 2 * rows for _, n in sends.calls)
 
 
 def _padded(rank, world):

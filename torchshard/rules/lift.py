@@ -1,7 +1,7 @@
 """From a rule to a decision: each axis of the mesh on its own, the cheapest way to run the operator there.
 
 Of the ways that ways.py knows, the price is what it costs to bring the operands there; a way without communication is
-always taken; beyond that, what a Partial result will cost to reduce counts too. Axes are decided one after another, so
+always taken; beyond that, what results will cost later counts too. Axes are decided one after another, so
 the work grows with their number, not exponentially; what an axis splits is smaller for the next. All numbers are those
 of the largest pieces: every rank decides the same.
 """
@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchshard.layout.cost import DEFAULT_LINK
 from torchshard.layout.cuts import is_as
 from torchshard.layout.layout import Layout, Mesh, Sharding
 from torchshard.layout.pieces import Symbolic
@@ -22,6 +23,9 @@ from torchshard.rules.ways import Pieces, Way, cut_pieces, cuts_of, is_possible,
 
 _LAUNCH = 20_000.0  # bytes that a link carries in the time that starting a collective takes
 _COPY = 1.0  # a slice: next to nothing, but not nothing
+_SCATTERED = (
+    DEFAULT_LINK.launch * DEFAULT_LINK.bandwidth
+)  # a reduction that no operand asks to be split: gathered later
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
             if price < math.inf:
                 # What runs where it lies is taken: users place tensors to have it so.
                 # Where all have to move, a trace is not tied to its lengths for the sake of a cheaper way.
-                cost = price + _pending(way, layouts, axis, parts, estimate)
+                cost = price + _later(way, layouts, axis, parts, estimate)
                 ranked.append(((1 + bool(way.told)) if price >= _LAUNCH else 0, cost, at))
         ranked.sort()
         # Lengths are asked about last, and no more than it takes: those of a trace are guarded then.
@@ -162,10 +166,13 @@ def _move(now: Placement, wanted: Placement, nbytes: float, parts: int, padding:
     return _LAUNCH + nbytes * (parts - 1) + (_COPY if isinstance(wanted, Shard) else 0)
 
 
-def _pending(way: Way, layouts: Sequence[Layout], axis: int, parts: int, nbytes: Sequence[float]) -> float:
-    """What a new Partial result will cost when it is reduced (scattered, at best)."""
-    if any(isinstance(layout.placements[axis], Partial) for layout in layouts):
-        return 0.0
+def _later(way: Way, layouts: Sequence[Layout], axis: int, parts: int, nbytes: Sequence[float]) -> float:
+    """What results will cost: a new Partial when it is reduced (scattered, at best), a reduction that is split for no
+    operand's sake when it meets one that is split otherwise, as statistics of rows of which each rank has some columns.
+    """
+    now = [layout.placements[axis] for layout in layouts]
+    if any(isinstance(p, Partial) for p in now):
+        return 0.0 if way.factor is None or any(isinstance(p, Shard) for p in now) else _SCATTERED
     sizes = zip(way.results, nbytes[len(layouts) :], strict=True)
     return sum([n * (parts - 1) / parts for p, n in sizes if isinstance(p, Partial)])
 
@@ -191,7 +198,7 @@ def _ask_whether_cheapest(
 
     def cost(way: Way, sizes: Sequence[float], padding: float) -> int:
         price = _price(way, axis, parts, layouts, sizes, fixed, options, padding)
-        return round(parts * (price + _pending(way, layouts, axis, parts, sizes)))
+        return round(parts * (price + _later(way, layouts, axis, parts, sizes)))
 
     def terms(way: Way) -> list[int]:
         padding = padding_of(way, parts, pieces)

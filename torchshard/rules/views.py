@@ -152,7 +152,8 @@ def _expand(x: Layout, size: Sequence[int], *, implicit: bool = False) -> Made:
             sizes[f"Z{d}"] = n
             if d >= lead:
                 names[d - lead] = "1"
-    return Made(_line(names, result), sizes, local_size=1)
+    grows = any(type(n) is not int or n > 1 for n in sizes.values())  # sooner reduced before than afterwards
+    return Made(_line(names, result), sizes, local_size=1, options={"moves": not grows})
 
 
 def _select(x: Layout, dim: int, index: int) -> str:
