@@ -229,10 +229,12 @@ all_gather(tp) (R, S(0)) -> (R, R), 12288 bytes""",
         )
 
 
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
-def test_two_tensors_are_gathered_together_up_to_where_that_costs_what_two_reductions_do(ranks):
-    link, limit = Link(launch=3e-5, latency=1e-6, bandwidth=1e9), gathered_up_to(ranks, Link(3e-5, 1e-6, 1e9))
+def test_tensors_are_gathered_together_up_to_where_that_costs_what_two_reductions_do(ranks, count):
+    link = Link(launch=3e-5, latency=1e-6, bandwidth=1e9)
+    limit = gathered_up_to(ranks, count, link)
     for nbytes in (1e3, 1e4, 1e5, 1e6, 1e7):
-        together = link.seconds(1, ranks - 1, 2 * nbytes * (ranks - 1))
+        together = link.seconds(1, ranks - 1, count * nbytes * (ranks - 1))
         apart = 2 * link.seconds(1, 2 * (ranks - 1), 2 * nbytes * (ranks - 1) / ranks)
         assert (together < apart) == (nbytes < limit)

@@ -37,11 +37,11 @@ def slowest(links: Sequence[Link]) -> Link:
     return Link(max(k.launch for k in links), max(k.latency for k in links), min(k.bandwidth for k in links))
 
 
-def gathered_up_to(ranks: int, link: Link = DEFAULT_LINK) -> float:
-    """Bytes up to which two tensors of so many each are sooner gathered together than all-reduced one after the other.
+def gathered_up_to(ranks: int, count: int = 2, link: Link = DEFAULT_LINK) -> float:
+    """Bytes of a tensor up to which `count` such are sooner gathered together than two all-reduced one after the other.
 
-    The gather has one launch of p - 1 rounds, and a rank receives 2 (p - 1) tensors; the reductions have two launches
-    of 2 (p - 1) rounds each, and a rank receives 4 (p - 1) / p tensors. Infinite for two ranks.
+    The gather has one launch of p - 1 rounds, and a rank receives count (p - 1) tensors; the reductions have two
+    launches of 2 (p - 1) rounds each, and a rank receives 4 (p - 1) / p tensors. Infinite where that is no less.
     """
-    more = 2 * (ranks - 1) * (1 - 2 / ranks)
+    more = (ranks - 1) * (count - 4 / ranks)
     return link.bandwidth * link.seconds(1, 3 * (ranks - 1), 0) / more if more > 0 else math.inf

@@ -5,7 +5,6 @@ sooner. In backward, one sum, and none where who made the gradient has noted wha
 entropy. Half precision is computed in float32, as eager torch computes it.
 """
 
-import math
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -14,12 +13,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchshard.comm import collectives
-from torchshard.layout.cost import gathered_up_to
 from torchshard.rules.reducing import Dims, dims_of
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import eliminated, made_of, part, split_along, wide
-from torchshard.tensor.layout import TensorLayout
-from torchshard.tensor.mesh import BoundMesh
+from torchshard.tensor.handlers.parts import split_along, wide
+from torchshard.tensor.handlers.rows import Rows
 
 # A gradient -> what its rows add up to along the split dim, with its part and the versions of both at that time.
 _sums: MutableMapping[Tensor, tuple[Tensor, Tensor, tuple[int, int]]] = WeakTensorKeyDictionary()
@@ -38,41 +35,6 @@ def _noted_sums(gradient: DTensor) -> Tensor | None:
     return sums if now is local and versions == (gradient._version, now._version) else None
 
 
-class _Rows:
-    """The pieces of rows along split dims, and how ranks that share a row speak to one another."""
-
-    def __init__(self, like: TensorLayout, dims: tuple[int, ...]) -> None:
-        mesh = like.mesh
-        assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
-        self.dims, self.sharding = dims, like.sharding.without_partial()
-        self.outside = mesh.coordinate is None  # such a rank holds nothing, but knows the layout of the result
-        if not self.outside:
-            self.group = mesh.group(eliminated(self.sharding, dims, True)[1])
-
-    def piece(self, x: DTensor) -> Tensor:
-        """This rank's piece of x, in the precision to compute in."""
-        return wide(part(x, self.sharding))
-
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of each row."""
-        return collectives.all_reduce(x.sum(self.dims, keepdim=True), "sum", self.group)
-
-    def exponentials(self, piece: Tensor) -> "_Exponentials":
-        """Those of each row."""
-        return _Exponentials(self, piece)
-
-    def largest_here(self, x: Tensor) -> Tensor:
-        """The largest element of a piece of each row."""
-        shape = [1 if d in self.dims else n for d, n in enumerate(x.shape)]
-        if 0 in [x.shape[d] for d in self.dims]:
-            return x.new_full(shape, -torch.inf)
-        return x.amax(self.dims, keepdim=True)
-
-    def wrapped(self, local: Tensor, shape: torch.Size, dtype: torch.dtype) -> DTensor:
-        """A DTensor of these pieces."""
-        return made_of(local.to(dtype), self.sharding, shape)
-
-
 class _Exponentials:
     """The exponentials of rows, each less a number that keeps them finite, and what those of all ranks add up to.
 
@@ -85,9 +47,9 @@ class _Exponentials:
         ahead: by how much that is more than what this rank takes off; None: nothing. To be read after total().
     """
 
-    def __init__(self, rows: _Rows, piece: Tensor) -> None:
-        self._rows, here = rows, rows.largest_here(piece)
-        self._at_once = _at_once(here, rows.group.size)
+    def __init__(self, rows: Rows, piece: Tensor) -> None:
+        self._rows, here = rows, _largest(piece, rows.dims)
+        self._at_once = rows.at_once(here)
         self.largest = here if self._at_once else collectives.all_reduce(here, "max", rows.group)
         self.ahead: Tensor | None = None
         self.below = piece - (_finite(here) if self._at_once else self.largest)
@@ -96,12 +58,18 @@ class _Exponentials:
         """What the exponentials of a row, of which these are this rank's, add up to on all ranks, less the largest."""
         if not self._at_once:
             return self._rows.total(parts)
-        here, group = self.largest, self._rows.group
-        said = torch.stack([here, parts.sum(self._rows.dims, keepdim=True)])
-        largest, sums = collectives.all_gather(said[None], 0, [1] * group.size, group).unbind(1)
+        here = self.largest
+        largest, sums = self._rows.gathered(here, parts.sum(self._rows.dims, keepdim=True))
         self.largest = largest.amax(0)
         self.ahead = self.largest - here
         return ((largest - self.largest).exp() * sums).sum(0)
+
+
+def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest element of each row of a piece."""
+    if 0 in [x.shape[d] for d in dims]:
+        return x.new_full([1 if d in dims else n for d, n in enumerate(x.shape)], -torch.inf)
+    return x.amax(dims, keepdim=True)
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -109,21 +77,15 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(x.abs() == torch.inf, 0.0)
 
 
-def _at_once(x: Tensor, ranks: int) -> bool:
-    """Whether two such tensors are sooner gathered together than reduced one after the other; where that is known."""
-    limit = gathered_up_to(ranks)
-    return limit == math.inf or (all(isinstance(n, int) for n in x.shape) and x.nbytes <= limit)
-
-
-def _by_rows(x: DTensor, dim: int, dtype: torch.dtype, compute: Callable[[_Rows], Tensor]) -> Any:
+def _by_rows(x: DTensor, dim: int, dtype: torch.dtype, compute: Callable[[Rows], Tensor]) -> Any:
     """What `compute` makes of each piece, split as `x` is; left to the rule where x is not split along `dim`."""
     if type(x) is not DTensor or not x.ndim or not x.dtype.is_floating_point or not x.numel():
         return NotImplemented
     (along,) = dims_of(dim, x.ndim)
     if along not in x._spec.sharding.splits:
         return NotImplemented
-    rows = _Rows(x._spec, (along,))
-    return rows.wrapped(x._local_tensor.new_empty(0) if rows.outside else compute(rows), x.shape, dtype)
+    rows = Rows(x._spec, (along,))
+    return rows.wrapped(x._local_tensor.new_empty(0) if rows.outside else compute(rows), dtype)
 
 
 def _softmax(func: Any, x: DTensor, dim: int, half_to_float: bool = False) -> Any:
@@ -135,11 +97,11 @@ def _safe_softmax(func: Any, x: DTensor, dim: int, dtype: torch.dtype | None = N
 
 
 def _normalised(x: DTensor, dim: int, dtype: torch.dtype, safe: bool = False) -> Any:
-    def compute(rows: _Rows) -> Tensor:
+    def compute(rows: Rows) -> Tensor:
         piece = rows.piece(x)
         if dtype.itemsize > piece.dtype.itemsize:
             piece = piece.to(dtype)
-        found = rows.exponentials(piece)
+        found = _Exponentials(rows, piece)
         parts = found.below.exp_()
         total = found.total(parts)
         parts = parts / (total if found.ahead is None else total * found.ahead.exp())
@@ -149,8 +111,8 @@ def _normalised(x: DTensor, dim: int, dtype: torch.dtype, safe: bool = False) ->
 
 
 def _log_softmax(func: Any, x: DTensor, dim: int, half_to_float: bool) -> Any:
-    def compute(rows: _Rows) -> Tensor:
-        found = rows.exponentials(rows.piece(x))
+    def compute(rows: Rows) -> Tensor:
+        found = _Exponentials(rows, rows.piece(x))
         total = found.total(found.below.exp()).log()
         return found.below - (total if found.ahead is None else total + found.ahead)
 
@@ -161,19 +123,16 @@ def _logsumexp(func: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
     dims = tuple(dims_of(dim, x.ndim))
     if not split_along(x, dims) or not x.is_floating_point() or 0 in [x.shape[d] for d in dims]:
         return NotImplemented
-    rows = _Rows(x._spec, dims)
-    shape = tuple([1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims])
-    local = x._local_tensor.new_empty(0)
+    rows, local = Rows(x._spec, dims), x._local_tensor.new_empty(0)
     if not rows.outside:
-        found = rows.exponentials(rows.piece(x))
+        found = _Exponentials(rows, rows.piece(x))
         local = found.total(found.below.exp()).log() + found.largest
         local = torch.where(found.largest.abs() == torch.inf, found.largest, local)
-        local = local if keepdim else local.squeeze(dims)
-    return made_of(local.to(x.dtype), eliminated(rows.sharding, dims, keepdim)[0], shape)
+    return rows.of_each(local, x.dtype, keepdim)
 
 
 def _softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype: torch.dtype) -> Any:
-    def compute(rows: _Rows) -> Tensor:
+    def compute(rows: Rows) -> Tensor:
         parts = rows.piece(output)
         weighted = parts * rows.piece(grad)
         return weighted - parts * rows.total(weighted)
@@ -182,7 +141,7 @@ def _softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype
 
 
 def _log_softmax_backward(func: Any, grad: DTensor, output: DTensor, dim: int, dtype: torch.dtype) -> Any:
-    def compute(rows: _Rows) -> Tensor:
+    def compute(rows: Rows) -> Tensor:
         piece, sums = rows.piece(grad), _noted_sums(grad) if grad._spec.sharding is rows.sharding else None
         return piece - rows.piece(output).exp() * (rows.total(piece) if sums is None else wide(sums))
 

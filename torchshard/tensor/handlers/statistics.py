@@ -4,7 +4,7 @@ Where the dims are whole on every rank, the rule of the operator is as good, and
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,30 +24,26 @@ from torchshard.tensor.handlers.parts import (
     split_along,
     wide,
 )
+from torchshard.tensor.handlers.rows import Rows
 from torchshard.tensor.mesh import BoundMesh
 
 
-def _moments(x: DTensor, dims: list[int], correction: float | None, keepdim: bool) -> tuple[Any, Any]:
-    """Variance and mean; the squares are taken of what is left after subtracting the mean, as nothing cancels there."""
-    count = math.prod([x.shape[d] for d in dims])
-    mean = x.mean(dims, True)
-    centred = x - mean
-    squares = centred.real.square() + centred.imag.square() if x.is_complex() else centred.square()
-    freedom = max(count - (1 if correction is None else correction), 0)
-    variance = squares.sum(dims, keepdim) / freedom if count else squares.sum(dims, keepdim) * math.nan
-    return variance, mean if keepdim else mean.view(variance.shape)
+def _variance(finish: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> Callable[..., Any]:
+    """What `finish` makes of the variance and the mean of each row: one result, or several."""
 
-
-def _variance(finish: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def run(func: Any, x: Any, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-        dims = dims_of(dim, x.ndim)
-        if not split_along(x, dims):
+        dims = tuple(dims_of(dim, x.ndim))
+        if not split_along(x, dims) or not x.numel() or not (x.is_floating_point() or x.is_complex()):
             return NotImplemented
-        roomy: Any = wide(x)
-        found = finish(*_moments(roomy, dims, correction, keepdim))
-        if roomy is x:
-            return found
-        return tuple([t.to(x.dtype) for t in found]) if isinstance(found, tuple) else found.to(x.dtype)
+        rows, local = Rows(x._spec, dims), x._local_tensor.new_empty(0)
+        variance, mean = local.abs(), local
+        if not rows.outside:
+            mean, squares = rows.moments(rows.piece(x))
+            freedom = rows.length - (1 if correction is None else correction)
+            variance = squares / freedom if freedom > 0 else squares / 0.0
+        real = x.dtype.to_real()
+        found = [rows.of_each(t, x.dtype if t is mean else real, keepdim) for t in finish(variance, mean)]
+        return found[0] if len(found) == 1 else tuple(found)
 
     return run
 
@@ -135,10 +131,10 @@ def _running(
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
-    "var.correction": _variance(lambda variance, mean: variance),
-    "std.correction": _variance(lambda variance, mean: variance.sqrt()),
-    "var_mean.correction": _variance(lambda variance, mean: (variance, mean)),
-    "std_mean.correction": _variance(lambda variance, mean: (variance.sqrt(), mean)),
+    "var.correction": _variance(lambda variance, mean: [variance]),
+    "std.correction": _variance(lambda variance, mean: [variance.sqrt()]),
+    "var_mean.correction": _variance(lambda variance, mean: [variance, mean]),
+    "std_mean.correction": _variance(lambda variance, mean: [variance.sqrt(), mean]),
     "cumsum.default": _running(FLOATS + INTEGERS, 0, torch.sum, torch.add),
     "cumprod.default": _running(FLOATS + INTEGERS, 1, torch.prod, torch.mul),
     "logcumsumexp.default": _running(FLOATS, -math.inf, torch.logsumexp, torch.logaddexp),
