@@ -3,9 +3,8 @@
 import functools
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torchshard.checkpoint.text import check_matches, printable, said_of
 from torchshard.checkpoint.trees import as_step, same
 from torchshard.errors import CheckpointError
 from torchshard.keys import KeyRules
+from torchshard.keys.globs import Globs
 from torchshard.keys.rules import Fuse, Split, Transpose
 from torchshard.layout import Box, whole
 
@@ -39,13 +39,10 @@ class Edits:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     rename: Rename | None = None
 
-    def wants(self, key: str) -> bool:
-        """Whether a key is kept."""
-        return (not self.select or _matches(key, self.select)) and not _matches(key, self.exclude)
-
-
-def _matches(key: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
+    def wanted(self, keys: Iterable[str]) -> list[str]:
+        """The keys that are kept."""
+        chosen, left_out = Globs(self.select or ("*",)), Globs(self.exclude)
+        return [key for key in keys if chosen.first(key) is not None and left_out.first(key) is None]
 
 
 def edited(index: Index, edits: Edits) -> Index:
@@ -56,15 +53,14 @@ def edited(index: Index, edits: Edits) -> Index:
     """
     if edits == Edits():
         return index
-    for pattern in (*edits.select, *edits.exclude):
-        check_matches(pattern, index.entries)
+    check_matches((*edits.select, *edits.exclude), index.entries)
     for target in edits.dtypes.values():
         casting.check_target(target)
     dtypes = said_of(index.entries, edits.dtypes)
     chosen: dict[str, Entry] = {}
-    for key, entry in index.entries.items():
-        if edits.wants(key):
-            chosen[key] = _cast(key, entry, dtypes.get(key)) if isinstance(entry, TensorEntry) else entry
+    for key in edits.wanted(index.entries):
+        entry = index.entries[key]
+        chosen[key] = _cast(key, entry, dtypes.get(key)) if isinstance(entry, TensorEntry) else entry
     entries, olds = (chosen, {}) if edits.rename is None else _renamed(chosen, edits.rename)
     entries = {key: entry if chosen.get(key) is entry else replace(entry, key=key) for key, entry in entries.items()}
     where = f"the state dict of {index.opened[0].root}" if index.opened else "the state dict"

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torchshard import layout
 from torchshard.errors import CheckpointError, ShardingError
+from torchshard.keys.globs import Globs
 from torchshard.layout import Partial, Placement
 
 _T = TypeVar("_T")
@@ -126,18 +126,20 @@ def said_of(keys: Collection[str], patterns: Mapping[str, _T]) -> dict[str, _T]:
     Raises:
         CheckpointError: a glob that says nothing of any key.
     """
-    first = {key: next((pattern for pattern in patterns if fnmatchcase(key, pattern)), None) for key in keys}
-    for pattern in patterns.keys() - set(first.values()):
-        check_matches(pattern, keys)
+    globs = Globs(patterns)
+    first = {key: globs.first(key) for key in keys}
+    met = set(first.values())
+    for pattern in [pattern for pattern in patterns if pattern not in met]:
+        check_matches([pattern], keys)
         raise CheckpointError(
             "Other patterns match all keys of this one first.", got=printable(pattern), fix="Give it before them."
         )
     return {key: patterns[pattern] for key, pattern in first.items() if pattern is not None}
 
 
-def check_matches(pattern: str, keys: Iterable[str]) -> None:
-    """Raise CheckpointError if a glob matches none of the keys."""
-    if not any(fnmatchcase(key, pattern) for key in keys):
+def check_matches(patterns: Iterable[str], keys: Iterable[str]) -> None:
+    """Raise CheckpointError if one of the globs matches none of the keys."""
+    for pattern in Globs(patterns).idle(keys):
         raise CheckpointError(
             "No key matches this pattern.", got=printable(pattern), fix="Look at the keys with inspect."
         )

@@ -148,8 +148,8 @@ class KeyRules:
         for number, rule in enumerate(self.rules):
             before = values
             values, fit = rule.apply(values)
-            self._met.setdefault(number, set()).update(key in fit for key in before)
-            used = values != before if self.strict == "rules" else bool(fit)
+            self._met.setdefault(number, set()).update({True} if fit else (), {False} if len(fit) < len(before) else ())
+            used = bool(fit) and (self.strict != "rules" or values != before)
             fits.append((used, {source for key in fit for source in _sources(before[key])}))
         return values, fits
 
@@ -160,7 +160,8 @@ class KeyRules:
             keys = [key for key in level if isinstance(key, str)]
             _, fits = self._work_out(keys)
             idle -= {k for k, (used, _) in enumerate(fits) if used}
-            left += [key for key in keys if not any(key in sources for _, sources in fits)]
+            met = set().union(*[sources for _, sources in fits])
+            left += [key for key in keys if key not in met]
             self._check_numbers([key for key in level if not isinstance(key, str)])
         if only_rules := self.strict == "rules":
             left = []

@@ -1,7 +1,8 @@
 """The rules: each says what becomes of all keys, and which rule undoes it. They know keys, not values."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torchshard.errors import ShardingError
@@ -52,12 +53,15 @@ class _Rename:
 
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
-        pairs = [(key, self.pattern.replace(key, self.replacement)) for key in values]
-        fits = {key for key, _ in pairs if self.pattern.search(key)}
-        back = self.inverse(None)
-        for old, new in pairs:
-            _check_undone(old, new, back.pattern, back.replacement, self)
-        return _collected([(new, values[old], old) for old, new in pairs]), fits
+        fits, back = set(self.pattern.fitting(values)), self._back
+        news = {key: self.pattern.replace(key, self.replacement) for key in fits}
+        for key in _in_order(values, fits, back.pattern.fitting(values)):
+            _check_undone(key, news.get(key, key), back.pattern, back.replacement, self)
+        return _replaced(values, {old: [(new, values[old])] for old, new in news.items()}), fits
+
+    @cached_property
+    def _back(self) -> "_Rename":
+        return self.inverse(None)
 
     def inverse(self, keys: Sequence[str] | None) -> "_Rename":
         """As of Rule."""
@@ -75,20 +79,25 @@ class Prefix:
 
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
-        pairs = [(key, self._changed(key)) for key in values]
-        return _collected([(new, values[old], old) for old, new in pairs]), {o for o, n in pairs if o != n}
+        news = self._changed(values)
+        return _replaced(values, {old: [(new, values[old])] for old, new in news.items()}), set(news)
 
-    def _changed(self, key: str) -> str:
+    def _changed(self, keys: Iterable[str]) -> dict[str, str]:
+        """The new names of the keys that get one."""
+        if not self.prefix:
+            return {}
         if self.add:
-            return self.prefix + key
+            return {key: self.prefix + key for key in keys}
         if self.everywhere:
-            return Pattern.of(self.prefix).replace(key, "")
-        return key.removeprefix(self.prefix)
+            pattern = Pattern.of(self.prefix)
+            return {key: pattern.replace(key, "") for key in pattern.fitting(keys)}
+        return {key: key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix)}
 
     def inverse(self, keys: Sequence[str] | None) -> Rule:
         """As of Rule."""
         if keys is not None:
-            return _Table(tuple((self._changed(key), key) for key in keys))
+            news = self._changed(keys)
+            return _Table(tuple([(news.get(key, key), key) for key in keys]))
         if self.everywhere:
             raise self.unknown()
         return Prefix(self.prefix, not self.add)
@@ -109,10 +118,8 @@ class _Table:
 
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
-        table = dict(self.pairs)
-        return _collected([(table.get(key, key), value, key) for key, value in values.items()]), set(table) & set(
-            values
-        )
+        found = {old: [(new, values[old])] for old, new in self.pairs if old in values}
+        return _replaced(values, found), set(found)
 
     def inverse(self, keys: Sequence[str] | None) -> Rule:
         """As of Rule."""
@@ -131,12 +138,14 @@ class Fuse:
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
         found: dict[str, dict[int, str]] = {}
-        back, taken_as = self.inverse(None), [pattern.text for pattern in self.parts]
-        for key in values:
-            for place, pattern in enumerate(self.parts):
-                if not pattern.search(key):
-                    continue
-                parts = found.setdefault(whole := pattern.replace(key, self.whole), {})
+        back, taken_as = self._back, [pattern.text for pattern in self.parts]
+        fits: dict[str, list[int]] = {}
+        for place, pattern in enumerate(self.parts):
+            for key in pattern.fitting(values):
+                fits.setdefault(key, []).append(place)
+        for key in _in_order(values, fits):
+            for place in fits[key]:
+                parts = found.setdefault(whole := self.parts[place].replace(key, self.whole), {})
                 if place in parts:
                     got = f"{parts[place]} and {key} become the part {taken_as[place]} of {whole}"
                     raise ShardingError("Keys collide.", expected="one key for each part of a fused tensor", got=got)
@@ -153,15 +162,19 @@ class Fuse:
             for place, key in parts.items():
                 _check_undone(key, whole, back.whole, back.parts[place], self)
         home = {key: whole for whole, parts in found.items() for key in parts.values()}
-        made: list[tuple[str, Value, str]] = []
-        for key, value in values.items():
+        for key in back.whole.fitting(values):
             if key not in home:
                 _check_undone(key, key, back.whole, back.parts[0], self)
-                made.append((key, value, key))
-            elif found[home[key]][0] == key:
-                joined = tuple([values[found[home[key]][k]] for k in range(len(self.parts))])
-                made.append((home[key], Value(None, joined, "join", self.dim, self.sizes), key))
-        return _collected(made), set(home)
+        made: dict[str, list[tuple[str, Value]]] = {key: [] for key in home}
+        for key, whole in home.items():
+            if found[whole][0] == key:
+                joined = tuple([values[found[whole][k]] for k in range(len(self.parts))])
+                made[key].append((whole, Value(None, joined, "join", self.dim, self.sizes)))
+        return _replaced(values, made), set(home)
+
+    @cached_property
+    def _back(self) -> "Split":
+        return self.inverse(None)
 
     def __str__(self) -> str:
         return f"fuse({[pattern.text for pattern in self.parts]}, {self.whole!r})"
@@ -183,21 +196,23 @@ class Split:
 
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
-        made, fits = [], set()
-        back = self.inverse(None)
-        for key, value in values.items():
-            if not self.whole.search(key):
+        fits, back = set(self.whole.fitting(values)), self._back
+        made: dict[str, list[tuple[str, Value]]] = {key: [] for key in fits}
+        for key in _in_order(values, fits, *[pattern.fitting(values) for pattern in back.parts]):
+            if key not in fits:
                 for pattern in back.parts:
                     _check_undone(key, key, pattern, back.whole, self)
-                made.append((key, value, key))
                 continue
-            fits.add(key)
             sizes = self.sizes or (1,) * len(self.parts)
             for place, part in enumerate(self.parts):
-                cut = Value(None, (value,), "cut", self.dim, sizes, place)
-                made.append((new := self.whole.replace(key, part), cut, key))
+                cut = Value(None, (values[key],), "cut", self.dim, sizes, place)
+                made[key].append((new := self.whole.replace(key, part), cut))
                 _check_undone(key, new, back.parts[place], back.whole, self)
-        return _collected(made), fits
+        return _replaced(values, made), fits
+
+    @cached_property
+    def _back(self) -> Fuse:
+        return self.inverse(None)
 
     def __str__(self) -> str:
         return f"split({self.whole.text!r}, {list(self.parts)})"
@@ -216,8 +231,8 @@ class Transpose:
 
     def apply(self, values: Values) -> tuple[Values, set[str]]:
         """As of Rule."""
-        fits = {key for key in values if self.pattern.search(key)}
-        return {k: Value(None, (v,), "transpose") if k in fits else v for k, v in values.items()}, fits
+        fits = self.pattern.fitting(values)
+        return {**values, **{key: Value(None, (values[key],), "transpose") for key in fits}}, set(fits)
 
     def inverse(self, keys: Sequence[str] | None) -> Rule:
         """As of Rule."""
@@ -240,21 +255,36 @@ def _check_undone(old: str, new: str, pattern: Pattern, replacement: str, rule: 
         )
 
 
-def _collected(made: Iterable[tuple[str, Value, str]]) -> Values:
-    """New keys with their values.
+def _in_order(values: Values, *some: Iterable[str]) -> list[str]:
+    """Some of the keys, in the order of all."""
+    wanted = set().union(*some)
+    return [key for key in values if key in wanted] if wanted else []
+
+
+def _replaced(values: Values, made: Mapping[str, Sequence[tuple[str, Value]]]) -> Values:
+    """New keys with their values: `made` of a key stands in its place, other keys stay.
+
+    Of a thousand rules most fit few keys, so what does not fit is not gone through one by one.
 
     Raises:
         ShardingError: two old keys become the same new one; all such are named.
     """
-    values: Values = {}
-    sources: dict[str, list[str]] = {}
-    for new, value, old in made:
-        sources.setdefault(new, []).append(old)
-        values[new] = value
-    clashes = [f"{' and '.join(olds)} become {new}" for new, olds in sources.items() if len(olds) > 1]
-    if clashes:
+    if not made:
+        return values
+    result: Values = {}
+    for key, value in values.items():
+        if key in made:
+            result.update(made[key])
+        else:
+            result[key] = value
+    if len(result) < len(values) + sum(map(len, made.values())) - len(made):
+        sources: dict[str, list[str]] = {}
+        for old in values:
+            for new, _ in made.get(old, [(old, values[old])]):
+                sources.setdefault(new, []).append(old)
+        clashes = [f"{' and '.join(olds)} become {new}" for new, olds in sources.items() if len(olds) > 1]
         raise ShardingError("Keys collide.", expected="a new key for each old one", got="\n".join(clashes))
-    return values
+    return result
 
 
 def listed(names: Sequence[str], values: Values) -> list[str]:

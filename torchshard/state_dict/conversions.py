@@ -8,7 +8,6 @@ Ranks compare what they are about to do before anything moves. What is given in 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchshard._torch import below_torch_functions, default_group, ends_graphs, sharded_tensors
 from torchshard.comm.circle import circle_of, this_rank
 from torchshard.errors import ShardingError
+from torchshard.keys.globs import Globs
 from torchshard.layout.placements import Shard
 from torchshard.state_dict.converting import convert
 from torchshard.state_dict.forms import Form, take_replicas
@@ -138,34 +138,15 @@ def _chooser(sd: Any, placements: Placements, strict: bool) -> Callable[[str, Te
     if not isinstance(placements, Mapping):
         single = isinstance(sd, Tensor)
         return lambda _, x: placements if x.ndim or single else None
-    patterns = placements
+    patterns, globs = placements, Globs(placements)
     if strict:
-        _check_patterns([path for path, leaf in leaves(sd) if isinstance(leaf, Tensor)], list(patterns))
-    first = _first_fit(list(patterns))
-    return lambda path, _: None if (pattern := first(path)) is None else patterns[pattern]
+        _check_patterns([path for path, leaf in leaves(sd) if isinstance(leaf, Tensor)], globs)
+    return lambda path, _: None if (pattern := globs.first(path)) is None else patterns[pattern]
 
 
-def _first_fit(patterns: Sequence[str]) -> Callable[[str], str | None]:
-    """What finds the first pattern that fits a key; names are looked up, only those with wildcards are tried."""
-    places = {pattern: place for place, pattern in enumerate(patterns)}
-    wild = {pattern: place for pattern, place in places.items() if _is_wild(pattern)}
-
-    def first(key: str) -> str | None:
-        name = key if key in places and key not in wild else None
-        before = len(places) if name is None else places[name]
-        return next((p for p, place in wild.items() if place < before and fnmatchcase(key, p)), name)
-
-    return first
-
-
-def _is_wild(pattern: str) -> bool:
-    return any(sign in pattern for sign in "*?[")
-
-
-def _check_patterns(keys: Sequence[str], patterns: Sequence[str]) -> None:
-    known, first = set(keys), _first_fit(patterns)
-    idle = [p for p in patterns if not (any(fnmatchcase(key, p) for key in keys) if _is_wild(p) else p in known)]
-    left = [key for key in keys if first(key) is None]
+def _check_patterns(keys: Sequence[str], globs: Globs) -> None:
+    idle = globs.idle(keys)
+    left = [key for key in keys if globs.first(key) is None]
     if idle or left:
         raise ShardingError(
             "Keys and patterns of placements do not cover one another.",
