@@ -152,8 +152,16 @@ def sharded_tensors(rank, world):
     assert extension.post_unflatten_transform._torchdynamo_disable
     with pytest.raises(ShardingError, match="parts with elements on every rank"):
         extension.chunk_tensor(distribute_tensor(whole[:1], mesh["t1"], [Shard(0)]), group.rank(), 2, 1, group)
-    with pytest.raises(ShardingError, match="A sharded state dict of ShardedTensors is expected"):
+    with pytest.raises(
+        ShardingError, match=r"A sharded state dict of ShardedTensors is expected(?s:.*)to_sharded_tensor"
+    ) as e:
         extension.pre_load_state_dict_transform(whole)
+    assert e.value.got == "Tensor"
+    ours = ShardedTensor.from_local(whole.chunk(2)[group.rank()].clone(), process_group=group)
+    inner, shards = extension.pre_load_state_dict_transform(ours)  # FSDP reads torch's class
+    assert not isinstance(inner, ShardedTensor)
+    assert inner.size() == (7, 5)
+    assert shards[0].tensor.data_ptr() == ours.local_shards()[0].tensor.data_ptr()
 
 
 def messages(rank, world):

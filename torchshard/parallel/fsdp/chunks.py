@@ -245,9 +245,14 @@ def _of_parts(
 
 def innermost(tensor: Tensor) -> tuple[Tensor, list[Any]]:
     """See DTensorExtensions.pre_load_state_dict_transform."""
+    if isinstance(tensor, ShardedTensor):
+        tensor = tensor.to_torch()
     if not _torch.is_sharded_tensor(tensor):
         raise ShardingError(
-            "A sharded state dict of ShardedTensors is expected.", expected="a ShardedTensor", got=type(tensor).__name__
+            "A sharded state dict of ShardedTensors is expected.",
+            expected="a ShardedTensor",
+            got=type(tensor).__name__,
+            fix="state_dict.to_sharded_tensor(x); or give FSDP device_mesh= instead of process_group=, and DTensors",
         )
     shards = tensor.local_shards()  # type: ignore[attr-defined]
     if len(shards) == 1 and _torch.is_sharded_tensor(shards[0].tensor):
