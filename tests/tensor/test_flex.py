@@ -144,8 +144,12 @@ def test_refusals():
         assert "must match" in values or "shape" in values
 
 
+def of_one(b, h, m, n):
+    return (m >= n) | (h == 3)
+
+
 def infer(rank, world):
-    from torchshard import Shard, distribute_tensor, init_device_mesh
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
     values = torch.randn(3, 2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -157,6 +161,16 @@ def infer(rank, world):
         y = torch.compile(attend, fullgraph=True)(*[distribute_tensor(x, mesh, [Shard(1)]) for x in values])
         assert y.placements == (Shard(1),)
         torch.testing.assert_close(y.full_tensor(), attend(*values))
+        for rows, dim in (((of_some, 2, 4), 1), ((of_one, None, 4), 1), ((of_some, 2, 4), 0)):
+            mask = create_block_mask(*rows, 16, 16, device="cpu", BLOCK_SIZE=4)
+
+            def masked(q, k, v, mask=mask):
+                return flex_attention(q, k, v, block_mask=mask)
+
+            on = Shard(dim), Replicate(), Shard(dim)
+            q, k, v = [distribute_tensor(x, mesh, [at]) for x, at in zip(values, on, strict=True)]
+            y = torch.compile(masked, fullgraph=True)(q, k, v)
+            torch.testing.assert_close(y.full_tensor(), masked(*values))
 
 
 def test_inductors_kernel():

@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchshard._torch import is_traced
 from torchshard.layout.layout import Mesh, Sharding
 from torchshard.layout.pieces import nested_pieces
 from torchshard.layout.placements import Partial, Placement, R, Shard
@@ -68,7 +70,10 @@ def flex_attention(
     layout = q._spec
     split = [axis for axes in kept.splits.values() for axis in axes]
     terms = mesh.sharding(tuple([Partial("sum") if axis in split else R for axis in range(mesh.ndim)]))
-    locals_ = [q.to_local(), *[_of_samples(x, kept, query.shape[_BATCH]) for x in (key, value)]]
+    locals_ = [
+        _alone(q.to_local(), q is query),
+        *[_of_samples(x, kept, query.shape[_BATCH]) for x in (key, value)],
+    ]
     if mesh.coordinate is None:
         return (over(locals_[0], layout_for(kept, tuple(query.shape), layout.stride, layout.dtype)),) * 3
     (sample, samples), (head, heads) = held(layout, _BATCH), held(layout, _HEADS)
@@ -134,14 +139,27 @@ def _divides(query: DTensor, key: DTensor, value: DTensor, dim: int, counts: Seq
 def _of_samples(x: DTensor, kept: Sharding, samples: int) -> Tensor:
     """The part of keys or values; one sample for all gets terms of its gradient from each rank's samples."""
     if x.shape[_BATCH] == samples:
-        return redistribute(x, kept).to_local()
+        moved = redistribute(x, kept)
+        return _alone(moved.to_local(), moved is x)
     axes = kept.splits.get(_BATCH, ())
     heads = {dim: order for dim, order in kept.splits.items() if dim == _HEADS}
     whole, terms = [
         kept.mesh.sharding(tuple([p if a in axes else other for a, other in enumerate(kept.placements)]), heads)
         for p in (R, Partial("sum"))
     ]
-    return to_local(redistribute(x, whole), terms)
+    moved = redistribute(x, whole)
+    return _alone(to_local(moved, terms), moved is x)
+
+
+def _alone(x: Tensor, came_so: bool) -> Tensor:
+    """What was brought here for a kernel, in a trace for CPUs in memory of its own.
+
+    Inductor's kernel for CPUs reads operands from where the memory of their base begins, and inductor leaves out copies
+    whose strides are those of the view. So places are looked up, which it does not leave out.
+    """
+    if came_so or x.device.type != "cpu" or not is_traced(x):
+        return x
+    return x.index_select(0, torch.arange(x.shape[0]))
 
 
 def _whole(x: Any, terms: Sharding) -> Any:
@@ -152,12 +170,15 @@ def _whole(x: Any, terms: Sharding) -> Any:
 
 
 def _own(x: Any, whole: Sequence[int], *own: tuple[int, int]) -> Any:
-    """The rows of a block mask for these samples and heads, where it has some for each."""
+    """The rows of a block mask for these samples and heads, where it has some for each.
+
+    They are looked up, not narrowed, for inductor's kernel for CPUs: see `_alone`.
+    """
     if not isinstance(x, Tensor):
         return x
     for dim, (start, count) in enumerate(own):
         if x.shape[dim] != 1 and x.shape[dim] == whole[dim]:
-            x = x.narrow(dim, start, count)
+            x = x.index_select(dim, torch.arange(start, start + count, device=x.device))
     return x
 
 
