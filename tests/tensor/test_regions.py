@@ -385,6 +385,22 @@ class Around(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_rows_of_an_example_that_is_a_dtensor(placement, strict):
+    if strict:
+        require("meshes in graphs")
+    example, other = [distribute_tensor(torch.ones(n, 4), MESH, [placement]) for n in (8, 12)]
+    dim = torch.export.Dim
+    for varying in (dim.DYNAMIC, dim.AUTO, dim.DYNAMIC(min=2, max=64)):
+        program = torch.export.export(Around(lambda x: -x), (example,), dynamic_shapes=({0: varying},), strict=strict)
+        assert described(program.module()(other)) == described(-other)
+    fresh = distribute_tensor(torch.ones(8, 4), MESH, [placement])  # torch leaves its marks on examples
+    with pytest.raises(Exception, match="varies dim 0 of a DTensor, and not that of its part") as caught:
+        torch.export.export(Around(lambda x: -x), (fresh,), dynamic_shapes=({0: dim("rows")},), strict=strict)
+    assert "dynamic_shapes={0: torch.export.Dim.DYNAMIC}" in str(caught.value)
+
+
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     "function",
     [

@@ -94,7 +94,7 @@ from torchshard._torch.dynamo import (
     tree_of,
     uncompiled,
 )
-from torchshard._torch.exporting import exported_whole
+from torchshard._torch.exporting import exported_whole, exports
 from torchshard._torch.finding import without_fast_paths
 from torchshard._torch.frames import ends_graphs, skip_alone, skip_frame, skip_methods, untraced
 from torchshard._torch.fsdp import FSDPGradients, FSDPUser, fsdp_extension_base, fsdp_names, mark_flattened
@@ -249,6 +249,7 @@ __all__ = [
     "expect_strides",
     "expected",
     "exported_whole",
+    "exports",
     "fill_unused_results",
     "find_memory_of_parts",
     "flatten",

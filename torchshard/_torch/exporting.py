@@ -30,6 +30,17 @@ def exported_whole(function: _Function) -> _Function:
     return cast(_Function, call)
 
 
+def exports(x: torch.Tensor) -> bool:
+    """Whether a tensor stands for an example that torch.export was given, of which nothing is recorded yet.
+
+    (FakeTensorMode.fake_tensor_converter.export, 2.11-2.15: torch.compiler.is_exporting() does not cover that.)
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    converter = getattr(getattr(x, "fake_mode", None), "fake_tensor_converter", None)
+    return bool(getattr(converter, "export", False)) and get_proxy_mode() is None
+
+
 @dataclass(frozen=True, eq=False)
 class _Call:
     """A call of which some arguments come from the graph: those at the places `given` among the leaves of all."""

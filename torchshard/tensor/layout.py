@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import (
     asked,
     expected,
+    exports,
     mend_trace,
     number,
     renewed,
@@ -245,6 +246,22 @@ def sized(shape: tuple[int, ...], part: Sequence[int], told: Told) -> tuple[int,
         if expected(n) == held * math.prod([sharding.mesh.shape[a] for a in axes]):
             shape = (*shape[:dim], int(n), *shape[dim + 1 :])
     return shape
+
+
+def require_lengths(part: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raise ShardingError where torch.export is to vary a length of a DTensor, and not that of its part.
+
+    Of an input that is made of others torch gives `Dim("n")` to the whole alone: the length would be a number.
+    """
+    lengths = part.shape if len(part.shape) == len(shape) else ()
+    for dim, (n, held) in enumerate(zip(shape, lengths, strict=False)):
+        if type(n) is not int and type(held) is int and held > 1 and exports(part):
+            raise ShardingError(
+                f"torch.export varies dim {dim} of a DTensor, and not that of its part.",
+                expected="lengths of inputs that vary together",
+                got=f'Dim("name") for dim {dim} of a DTensor that is {expected(n)} long, of which this rank has {held}',
+                fix=f"dynamic_shapes={{{dim}: torch.export.Dim.DYNAMIC}} for it, or Dim.DYNAMIC(min=2, max=64)",
+            )
 
 
 def global_stride(shape: Sequence[int], local: Sequence[int]) -> tuple[int, ...]:
