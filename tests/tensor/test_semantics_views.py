@@ -126,6 +126,7 @@ _READS = """
     y = F.conv1d(x[None].transpose(1, 2), x[:2, :, None]); y = y, y.stride()
     z = put(torch.arange(180.0).view(3, 5, 4, 3).sin().permute(0, 3, 1, 2)).requires_grad_(); F.group_norm(z, 1).square().sum().backward(); y = z.grad
     z = put(torch.arange(180.0).view(3, 3, 5, 4)).to(memory_format=torch.channels_last).detach().requires_grad_(); y = F.adaptive_avg_pool2d(z, 1); y.square().sum().backward(); y = y, y.stride(), z.grad
+    a, b = x[:2, :3].t(), x[:3, :2].abs(); y = [(z, z.stride()) for z in (torch.copysign(a, b), torch.xlogy(a, b), torch.special.xlog1py(b, a), torch.pow(2.0, a))]
     y = torch.rand_like(x[:, :2].t()); y = y, y.stride()
     y = torch.rand_like(x[:, :2]); y = y, y.stride()
     y = torch.bernoulli(x.t().sigmoid()); y = y, y.stride()

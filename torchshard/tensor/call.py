@@ -245,7 +245,22 @@ def _refuse_as_device(call: Call) -> None:
     call.func(*args, **kwargs)
 
 
-def run_on_meta(call: Call, stand_ins: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})) -> Any:
+def _as_both(x: Tensor, y: Tensor, *_: Any) -> Tensor:
+    return x + y
+
+
+# Meta kernels that are made of several others go by some of the operands alone; kernels, of these operators by element,
+# by all of them; and by none where a number is raised to powers.
+_LIE_AS: Mapping[str, Callable[..., Tensor]] = {
+    "pow.Scalar": lambda _, x: x.new_empty(x.shape),
+    **dict.fromkeys(("copysign.Tensor", "xlogy.Tensor", "special_xlog1py.default", "logit_backward.default"), _as_both),
+    "native_dropout_backward.default": _as_both,
+}
+
+
+def run_on_meta(
+    call: Call, stand_ins: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}), strides: bool = False
+) -> Any:
     """The operator on meta tensors of the global shapes: for its errors, and for the strides of its results.
 
     Where these depend on the device, on fake tensors of it.
@@ -253,6 +268,7 @@ def run_on_meta(call: Call, stand_ins: Mapping[torch.dtype, torch.dtype] = Mappi
     Args:
         call: the call.
         stand_ins: dtypes in place of others that operands have.
+        strides: only the strides of results count.
 
     Raises:
         NotImplementedError: it has nothing to run on meta tensors.
@@ -272,7 +288,7 @@ def run_on_meta(call: Call, stand_ins: Mapping[torch.dtype, torch.dtype] = Mappi
             args, kwargs = _with_stand_ins(call, empty)
             if "device" in kwargs:
                 kwargs["device"] = device
-            return call.func(*args, **kwargs)
+            return (_LIE_AS.get(call.name, call.func) if strides else call.func)(*args, **kwargs)
     except (ZeroDivisionError, TypeError) as error:  # of no elements, in formulas that are none of a kernel
         raise NotImplementedError(str(error)) from error
     except RuntimeError as error:

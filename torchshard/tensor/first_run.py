@@ -249,12 +249,12 @@ class FirstRun:
         that are larger than a piece's.
         """
         try:
-            results = run_on_meta(self.call)
+            results = run_on_meta(self.call, strides=True)
         except RuntimeError as error:
             if not refuses_kind(error):
                 raise
             try:  # the device knows what to do with truth values
-                results = run_on_meta(self.call, {torch.bool: torch.uint8})
+                results = run_on_meta(self.call, {torch.bool: torch.uint8}, strides=True)
             except NotImplementedError:
                 return contiguous_stride(shape)
         result = results[k] if isinstance(results, (list, tuple)) else results

@@ -73,10 +73,10 @@ def _made(call: Call) -> tuple[Any, Plan | None]:
 
 def _of_wrapped(call: Call, wrapped: Sequence[Any]) -> Any:
     """What a call gives, with these DTensors in place of the plain tensors among its arguments."""
-    if takes_plain_for_replicated():
-        one_hot.require_classes(call.name, call.values)
+    counted = takes_plain_for_replicated() and one_hot.is_one_hot(call.name, call.values)
     args, kwargs = call.with_values(wrapped)
-    return call.func(*args, **kwargs)
+    made = call.func(*args, **kwargs)
+    return made.contiguous() if counted else made  # one_hot lies so, whatever the order of its classes
 
 
 def _wrapping(bare: Call) -> Plan:

@@ -13,8 +13,8 @@ from torchshard.tensor.handlers.parts import part
 from torchshard.tensor.mesh import BoundMesh
 
 
-def require_classes(name: str, arguments: Sequence[Any]) -> None:
-    """Raise on every rank what one_hot raises for plain tensors.
+def is_one_hot(name: str, arguments: Sequence[Any]) -> bool:
+    """Whether this is one_hot; raises on every rank what that raises for plain tensors.
 
     In torch's own implicit_replication() users write comparisons, too; only `classes[..., None] == torch.arange(n)`
     cannot be told from one_hot there.
@@ -27,15 +27,16 @@ def require_classes(name: str, arguments: Sequence[Any]) -> None:
         RuntimeError: a class below 0, or from n on.
     """
     if name != "eq.Tensor":
-        return
+        return False
     classes, numbers = arguments
     if not isinstance(classes, DTensor) or classes.dtype != torch.int64 or classes.shape[-1:] != (1,):
-        return
+        return False
     if not _counts(numbers):
-        return
+        return False
     below, largest = _extremes(classes)
     if below >= 0 or largest >= len(numbers):
         raise RuntimeError(f"Class values must be {'non-negative' if below >= 0 else 'smaller than num_classes'}.")
+    return True
 
 
 def _extremes(classes: DTensor) -> list[int]:
