@@ -19,6 +19,7 @@ _WRITES = """
     x[1:3] = put(torch.ones(3))
     x[1:3] = torch.tensor(2.0)
     x[x > 3] = 0.0
+    z, w = x.abs().sum(), -x.abs().sum(); z[z > 0] = 5.0; w[w > 0] = 5.0; y = z, w, z[z > 9], w[w < 9], w[w > 9]
     x[x > 3] = (x * 0 + 1)[x > 3]
     x[put(torch.tensor([0, 3]))] = 5.0
     x[:, put(torch.tensor([0, 2]))] = 5.0

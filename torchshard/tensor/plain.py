@@ -1,6 +1,6 @@
 """Plain tensors beside DTensors: refused, as nobody knows what they are elsewhere, or taken for the same on every rank.
 
-They are the same where the user says so, where they have one element, and where autograd's formulas make them.
+They are the same where the user says so, where they have one element or none, and where autograd's formulas make them.
 """
 
 import inspect
@@ -108,9 +108,11 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
         if isinstance(x, upstream.DTensor):
             raise refuse_plain(call.name, name, x)
         if not (allowed or is_missing_tangent(x)):
-            if x.numel() != 1:
-                raise refuse_plain(call.name, name, x, written=call.names.index(name) in call.written())
-            say_taken_alike(call.name, name)
+            written = call.names.index(name) in call.written()
+            if x.numel() > 1 or (written and not x.numel()):
+                raise refuse_plain(call.name, name, x, written)
+            if x.numel():  # no elements have no values, as torch's index for a mask that is one False
+                say_taken_alike(call.name, name)
     mesh = next(dtensors_in(call.values))._spec.mesh
 
     def wrapped(x: Any) -> Any:
