@@ -96,7 +96,7 @@ from torchshard._torch.dynamo import (
 )
 from torchshard._torch.exporting import exported_whole, exports
 from torchshard._torch.finding import without_fast_paths
-from torchshard._torch.frames import ends_graphs, skip_alone, skip_frame, skip_methods, untraced
+from torchshard._torch.frames import ends_graphs, skip_alone, skip_frame, skip_methods, tensors_of_call, untraced
 from torchshard._torch.fsdp import FSDPGradients, FSDPUser, fsdp_extension_base, fsdp_names, mark_flattened
 from torchshard._torch.groups import (
     debug_level,
@@ -116,7 +116,6 @@ from torchshard._torch.groups import (
 )
 from torchshard._torch.importing import whole_in_graphs
 from torchshard._torch.inductor import (
-    GraphPass,
     backend_by_name,
     compile_with_inductor,
     expect_strides,
@@ -209,7 +208,6 @@ __all__ = [
     "AFTER_FORWARD",
     "FSDPGradients",
     "FSDPUser",
-    "GraphPass",
     "Inherited",
     "Standing",
     "after_every_forward",
@@ -378,6 +376,7 @@ __all__ = [
     "take_all",
     "take_missing_gradients",
     "takes_plain_for_replicated",
+    "tensors_of_call",
     "their_sharded_tensor",
     "trace_artifact",
     "trace_backward",

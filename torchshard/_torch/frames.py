@@ -1,7 +1,7 @@
-"""Dynamo: frames that it leaves alone."""
+"""Frames: those that Dynamo leaves alone, and those of calls of modules."""
 
 from collections.abc import Callable, Collection, Iterator
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -82,3 +82,18 @@ def _leave_alone(function: Callable[..., Any], below: bool) -> bool:
     skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip if below else default))
     return True
+
+
+def tensors_of_call(frame: FrameType) -> list[torch.Tensor] | None:
+    """All that the module has whose forward is called in a frame, and is given, as hooks have left it; None elsewhere.
+
+    (Locals of torch.nn.Module._call_impl and of the function in it, torch.utils._pytree, 2.11-2.15.)
+    """
+    from torch.utils._pytree import tree_leaves
+
+    names = frame.f_locals
+    if frame.f_globals is not torch.nn.Module.__call__.__globals__ or not {"self", "args", "kwargs"} <= names.keys():
+        return None
+    module = names["self"]
+    given = tree_leaves((vars(module), names["args"], names["kwargs"]))
+    return [*module.parameters(), *module.buffers(), *[x for x in given if isinstance(x, torch.Tensor)]]

@@ -1,6 +1,7 @@
 """Plain tensors beside DTensors: refused, as nobody knows what they are elsewhere, or taken for the same on every rank.
 
-They are the same where the user says so, where they have one element or none, and where autograd's formulas make them.
+They are the same where the user says so, where they have one element or none, and where autograd's formulas make them,
+or modules of torch's that are given DTensors alone.
 """
 
 import inspect
@@ -11,7 +12,7 @@ import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor
 
-from torchshard._torch import in_backward, in_forward_ad, is_missing_tangent, is_traced
+from torchshard._torch import in_backward, in_forward_ad, is_missing_tangent, is_traced, tensors_of_call
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Mesh
 from torchshard.tensor.call import Call
@@ -103,7 +104,7 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
     ]
     if not plain or call.name in _OF_SHAPES:
         return None
-    allowed = replicates_plain_tensors() or _called_by_formula()
+    allowed = replicates_plain_tensors() or _called_by_formula() or _made_by_module([x for _, x in plain])
     for name, x in plain:
         if isinstance(x, upstream.DTensor):
             raise refuse_plain(call.name, name, x)
@@ -136,7 +137,33 @@ def _called_by_formula() -> bool:
     """
     if not in_backward():
         return False
+    frame = _behind(_BETWEEN)
+    return frame is None or _room(frame) == "torch.autograd.graph"
+
+
+def _behind(rooms: tuple[str, ...]) -> FrameType | None:
+    """The nearest frame that is of none of these rooms."""
     frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"].startswith(_BETWEEN):
+    while frame is not None and _room(frame).startswith(rooms):
         frame = frame.f_back
-    return frame is None or frame.f_globals["__name__"] == "torch.autograd.graph"
+    return frame
+
+
+def _room(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))  # programs that are run by exec() may have none
+
+
+# Rooms of torch's modules that make first states, places of bags and masks, of numbers alone; what they call.
+_MAKING = "torch.nn.modules.rnn", "torch.nn.modules.sparse", "torch.nn.modules.activation", "torch.nn.functional"
+
+
+def _made_by_module(plain: list[Tensor]) -> bool:
+    """Whether one of torch's own modules calls that has, and is given, DTensors alone: plain ones are of its making.
+
+    Hooks, parametrizations and modules of the user run in frames of their own.
+    """
+    frame = _behind((*_BETWEEN, *_MAKING))
+    held = None if frame is None else tensors_of_call(frame)
+    if held is None or any(x.requires_grad or is_traced(x) for x in plain):
+        return False
+    return all(type(x) is DTensor for x in held)
