@@ -68,7 +68,7 @@ class _Exponentials:
 def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The largest element of each row of a piece."""
     if 0 in [x.shape[d] for d in dims]:
-        return x.new_full([1 if d in dims else n for d, n in enumerate(x.shape)], -torch.inf)
+        return x.sum(dims, keepdim=True) - torch.inf
     return x.amax(dims, keepdim=True)
 
 
