@@ -93,6 +93,7 @@ def sharded_tensors(rank, world):
     from torchshard._torch import group_of_theirs, their_sharded_tensor
     from torchshard.errors import ShardingError
     from torchshard.parallel.fsdp import DTensorExtensions
+    from torchshard.state_dict import to_sharded_tensor
 
     extension = DTensorExtensions(None)
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "t0", "t1"))
@@ -162,6 +163,11 @@ def sharded_tensors(rank, world):
     assert not isinstance(inner, ShardedTensor)
     assert inner.size() == (7, 5)
     assert shards[0].tensor.data_ptr() == ours.local_shards()[0].tensor.data_ptr()
+    square = torch.arange(16.0).view(4, 4)  # FSDP would join columns as if they were rows, of as many elements
+    by_columns = to_sharded_tensor({"x": square}, dim=1, process_group=group)["x"]
+    for columns in (by_columns, by_columns.to_torch()):
+        with pytest.raises(ShardingError, match="the rows that FSDP gives it"):
+            extension.pre_load_state_dict_transform(columns)
 
 
 def messages(rank, world):

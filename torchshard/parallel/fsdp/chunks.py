@@ -178,13 +178,20 @@ def as_sharded_tensor(
 
 def _rows(x: Tensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """torch's ShardedTensor of the rows of a tensor that every rank of `group` holds; a copy."""
-    boxes, rank = [], dist.get_rank(group)
-    for k in range(world):
-        start, length = piece(x.shape[0], world, k)
-        boxes.append(Box((start, *[0] * (x.ndim - 1)), (length, *x.shape[1:])))
-    held = {dist.get_global_rank(group, k): box for k, box in enumerate(boxes) if box.numel}
-    mine = x.detach()[boxes[rank].slices].to(device, copy=True) if boxes[rank].numel else None
+    held, rank = _boxes_of_rows(x.shape, world, group), dist.get_rank()
+    mine = x.detach()[held[rank].slices].to(device, copy=True) if rank in held else None
     return _of_parts(mine, x.shape, x.dtype, held, device.type, devices, group)
+
+
+def _boxes_of_rows(shape: Sequence[int], world: int, group: dist.ProcessGroup) -> dict[int, Box]:
+    """Global rank -> the rows that it gets, of ranks that get some."""
+    found = {}
+    for k in range(world):
+        start, length = piece(shape[0], world, k)
+        box = Box((start, *[0] * (len(shape) - 1)), (length, *shape[1:]))
+        if box.numel:
+            found[dist.get_global_rank(group, k)] = box
+    return found
 
 
 def _nested(x: DTensor, world: int, devices: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -257,4 +264,21 @@ def innermost(tensor: Tensor) -> tuple[Tensor, list[Any]]:
     shards = tensor.local_shards()  # type: ignore[attr-defined]
     if len(shards) == 1 and _torch.is_sharded_tensor(shards[0].tensor):
         return innermost(shards[0].tensor)
+    _require_rows(tensor)
     return tensor, shards
+
+
+def _require_rows(theirs: Any) -> None:
+    """Raise ShardingError unless ranks have rows as FSDP cuts them: it joins their elements, whatever they are of."""
+    metadata, group = theirs.metadata(), _torch.group_of_theirs(theirs)
+    boxes = [(s.placement.rank(), specs.box_of(s, metadata.size)) for s in metadata.shards_metadata]
+    held = {rank: box for rank, box in boxes if box.numel}
+    expected = _boxes_of_rows(metadata.size, group.size(), group) if metadata.size else held
+    if held != expected:
+        raise ShardingError(
+            "FSDP loads ShardedTensors of which each rank has the rows that FSDP gives it.",
+            expected=", ".join([f"rank {rank}: {box}" for rank, box in sorted(expected.items())]),
+            got=", ".join([f"rank {rank}: {box}" for rank, box in sorted(held.items())]),
+            where=f"a ShardedTensor of shape {tuple(metadata.size)}",
+            fix="state_dict.to_sharded_tensor(state_dict.to_full(x)), which splits dim 0",
+        )
