@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -355,6 +356,19 @@ def test_arrays_beside_dicts_of_them_go_by_other_names():
     }  # fmt: skip
     extra = {**arrays("a.x"), "a._extra_state": {"scale": np.ones(2)}}
     assert list(there_and_back(KeyRules([rename("a", "b")]), extra)) == ["b.x", "b._extra_state"]
+
+
+def test_tensors_of_torch_are_not_made_arrays_by_a_join():
+    rules = KeyRules([fuse(["a", "b"], "c", dim=0)])
+    with pytest.raises(ShardingError, match=r"arrays of numpy(?s:.*)Tensor, Tensor(?s:.*)state_dict.KeyRules"):
+        rules({"a": torch.ones(2), "b": torch.ones(2)})
+
+
+def test_values_that_cannot_be_joined_stay_where_they_are_the_same():
+    rules = KeyRules([fuse(["a", "b"], "c", dim=1)])
+    assert np.array_equal(rules({"a": np.ones(2), "b": np.ones(2)})["c"], np.ones(2))
+    with pytest.raises(ShardingError, match="not the same"):
+        rules({"a": np.ones(2), "b": np.zeros(2)})
 
 
 def test_a_rule_costs_keys_that_it_does_not_fit_next_to_nothing():

@@ -63,6 +63,13 @@ class _Numpy:
         """As of Arrays."""
         import numpy as np
 
+        if any(hasattr(part, "__torch_function__") for part in parts):
+            raise ShardingError(
+                "Key rules of arrays would join tensors of torch.",
+                expected="arrays of numpy",
+                got=", ".join([type(part).__name__ for part in parts]),
+                fix="torchshard.state_dict.KeyRules, which takes the same rules",
+            )
         return np.concatenate(list(parts), dim)
 
     def transpose(self, x: Any) -> Any:
@@ -71,7 +78,9 @@ class _Numpy:
 
     def same(self, a: Any, b: Any) -> bool:
         """As of Arrays."""
-        return bool(a == b)
+        import numpy as np
+
+        return bool(np.array_equal(a, b))
 
 
 class KeyRules:
