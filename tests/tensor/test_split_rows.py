@@ -37,6 +37,8 @@ CASES = [
     case("layer_norm of half by float", lambda x, w: F.layer_norm(x.bfloat16(), (6,), w, w), (3, 6), (6,), grad=False),
     case("rms_norm", lambda x, w: F.rms_norm(x, (6,), w), (5, 3, 6), (6,)),
     case("group_norm", lambda x, w: F.group_norm(x, 2, w), (3, 4, 5), (4,)),
+    case("group_norm of few", lambda x, w, b: F.group_norm(x, 3, w, b), (2, 6), (6,), (6,)),
+    case("group_norm of one channel each", lambda x: F.group_norm(x, 5), (2, 5, 3)),
     *[
         case(f"{name} {options}", lambda x, name=name, options=options: getattr(torch, name)(x, **options), (3, 5, 4))
         for name in ("var", "std")
@@ -94,6 +96,17 @@ def test_what_is_sent(name):
         assert w.grad.placements == (Partial("sum"), Shard(0))
         assert all(n <= 256 * 4 * 3 for _, n in sends.calls)  # two or three numbers for each row of each rank
         assert len(sends.calls) == 2 or name != "layer_norm"
+
+
+def test_channels_that_are_split_between_groups_stay_where_they_are():
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,))
+        x = distribute_tensor(torch.ones(2, 16, 3, 3), mesh, [Shard(1)]).requires_grad_()
+        w = distribute_tensor(torch.ones(16), mesh, [Shard(0)]).requires_grad_()
+        with Sent() as sends:
+            y = F.group_norm(x, 8, w, w)
+            y.sum().backward()
+        assert (sends.calls, y.placements, w.grad.placements) == ([], (Shard(1),), (Shard(0),))
 
 
 def far(rank, world):

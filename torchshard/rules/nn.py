@@ -85,23 +85,35 @@ def _group_norm(
 ) -> Made | None:
     if x.ndim < 2 or tuple(x.shape[:2]) != (n, c):  # the kernel asks for the count of elements alone
         return None
-    rows = " ".join(["n", "C", *positions(x.ndim, "X")])
-    weights = ["C"] * ((weight is not None) + (bias is not None))
+    channels, sizes = _in_groups(c, groups)
+    rows = " ".join(["n", channels, *positions(x.ndim, "X")])
+    weights = [channels] * ((weight is not None) + (bias is not None))
 
-    def local(op: Any, x: Any, weight: Any, bias: Any, n: int, *rest: Any) -> Any:
-        return op(x, weight, bias, x.shape[0], *rest)
+    def local(op: Any, x: Any, weight: Any, bias: Any, *_: Any) -> Any:
+        return op(x, weight, bias, x.shape[0], x.shape[1], space, groups * x.shape[1] // c, eps)
 
-    return Made(f"{', '.join([rows, *weights])} -> {rows}, n G, n G", local=local)
+    return Made(f"{', '.join([rows, *weights])} -> {rows}, n g, n g", sizes, local=local)
 
 
-def _group_norm_backward(grad: Layout, x: Layout, mean: Layout, rstd: Layout, weight: Layout | None, *_: Any) -> Made:
-    rows = " ".join(["n", "C", *positions(x.ndim, "X")])
+def _group_norm_backward(
+    grad: Layout, x: Layout, mean: Layout, rstd: Layout, weight: Layout | None, n: int, c: int, space: int, groups: int,
+    *_: Any,
+) -> Made:  # fmt: skip
+    channels, sizes = _in_groups(c, groups)
+    rows = " ".join(["n", channels, *positions(x.ndim, "X")])
 
-    def local(op: Any, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, n: int, *rest: Any) -> Any:
-        return op(grad, x, mean, rstd, weight, x.shape[0], *rest)
+    def local(op: Any, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *rest: Any) -> Any:
+        return op(grad, x, mean, rstd, weight, x.shape[0], x.shape[1], space, groups * x.shape[1] // c, rest[-1])
 
-    operands = [rows, rows, "n G", "n G", *(["C"] if weight is not None else [])]
-    return Made(f"{', '.join(operands)} -> {rows}, C, C", local=local)
+    operands = [rows, rows, "n g", "n g", *([channels] if weight is not None else [])]
+    return Made(f"{', '.join(operands)} -> {rows}, {channels}, {channels}", sizes, local=local)
+
+
+def _in_groups(channels: int, groups: int) -> tuple[str, dict[str, int]]:
+    """The dim of channels, which may be split between groups, and the lengths of its factors."""
+    if groups > 0 and channels % groups == 0 and channels:
+        return "(g C)", {"g": groups, "C": channels // groups}
+    return "C", {"g": groups}
 
 
 def _batch_norm(
