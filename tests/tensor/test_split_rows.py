@@ -118,6 +118,9 @@ def far(rank, world):
     x = distribute_tensor(rows, mesh, [Shard(1)])
     for function in (lambda t: t.var(1), lambda t: F.layer_norm(t, (9,)), lambda t: t.std(1, correction=0)):
         torch.testing.assert_close(function(x).full_tensor(), function(rows), equal_nan=True, rtol=1e-6, atol=1e-6)
+    same = torch.rand(50, 1).expand(50, 9).contiguous() * 1e3  # by rounding no square is below zero
+    found = distribute_tensor(same, mesh, [Shard(1)]).std(1).full_tensor()
+    assert (found < 1e-3).all()
 
 
 def test_what_is_far_from_zero_or_not_finite():

@@ -68,7 +68,7 @@ class Rows:
         large and differences are small; so what is left of the piece's sum after subtracting it is said as well.
         """
         here = x.sum(self.dims, keepdim=True)
-        if not self.at_once(here, 4 if x.is_complex() else 3):
+        if not self.at_once(here, 3):
             mean = self.added(here) / self.length
             return mean, self.total(_squares(x - mean))
         counts = self._counts()
@@ -82,7 +82,7 @@ class Rows:
         sums = rest + away * shares
         about = _squares(away) * shares + 2 * (away.conj() * rest).real + squares.real
         more = sums.sum(0) / self.length
-        return start + more, about.sum(0) - _squares(more) * self.length
+        return start + more, (about.sum(0) - _squares(more) * self.length).clamp_min(0)  # by rounding it may be less
 
     def _counts(self) -> list[int]:
         """How many elements of a row each rank has."""
