@@ -248,4 +248,4 @@ def _of_other_classes(rank, world):
 
 
 def test_pieces_of_other_classes_go_the_same_way():
-    assert run_ranks(2, _of_other_classes) == [[True] * 20] * 2
+    assert run_ranks(2, _of_other_classes) == [[True] * 18] * 2

@@ -55,12 +55,14 @@ P(sum) x S(1): R, S(1) -> S(1)""",
             str([str(d.results[0].placements[0]) for d in decided]), """['S(1)', 'S(1)', 'S(0)']"""
         )
 
-    def test_a_small_sum_is_scattered_where_an_operand_lies_so_alone(self):
-        small, found = ((64, 4), [SUM]), []
-        for other in ([R], [Shard(0)], [Shard(1)]):
-            _, lifted = decide("maximum.default", Mesh((4,)), small, ((64, 4), other))
-            found.append(str(lifted.results[0].placements[0]))
-        self.assertExpectedInline(str(found), """['R', 'S(0)', 'S(1)']""")
+    def test_statistics_of_rows_are_scattered_where_an_operand_lies_so_alone(self):
+        found = []
+        for columns in (1, 4):
+            rows = ((64, columns), [SUM])
+            for other in ([R], [Shard(0)], [SUM]):
+                _, lifted = decide("maximum.default", Mesh((4,)), rows, ((64, columns), other))
+                found.append(str(lifted.results[0].placements[0]))
+        self.assertExpectedInline(str(found), """['R', 'S(0)', 'R', 'S(0)', 'S(0)', 'S(0)']""")
 
     def test_the_bias_of_a_sum_counts_once(self):
         mesh = Mesh((2,))

@@ -35,8 +35,8 @@ def matrices(mesh, cls=DTensor):
 
 def test_collectives_are_counted(mesh):
     x, w = (
-        zeros(1024, 512, device_mesh=mesh, placements=[Shard(0), Shard(1)]),
-        zeros(512, 512, device_mesh=mesh, placements=[Replicate(), Shard(0)]),
+        zeros(8, 8, device_mesh=mesh, placements=[Shard(0), Shard(1)]),
+        zeros(8, 8, device_mesh=mesh, placements=[Replicate(), Shard(0)]),
     )
     with CommDebugMode() as mode:
         y = torch.relu(x @ w)  # a sum, scattered
@@ -64,7 +64,7 @@ def test_the_order_in_which_modes_are_entered_does_not_matter(mesh):
     explained = explain(counted)
     assert str(explained) == str(alone)
     counts = [dict(mode.get_comm_counts()) for mode in (around, explained.result)]
-    assert counts[0] == counts[1] == {funcol.all_reduce: 1}
+    assert counts[0] == counts[1] == {funcol.reduce_scatter_tensor: 1}
     with ExplicitRedistributionContext():
         for function in (counted, lambda: torch.relu(x @ w), lambda: explain(counted)):
             with pytest.raises(ImplicitRedistributionError):
@@ -78,7 +78,7 @@ def test_modules_may_be_called_again(mesh):
     with CommDebugMode() as mode:
         for _ in range(3):
             model(x).sum().full_tensor().backward()
-    assert mode.comm_module_counts["Sequential.1"]["forward"] == {funcol.all_reduce: 3}
+    assert mode.comm_module_counts["Sequential.1"]["forward"] == {funcol.reduce_scatter_tensor: 3}
     model(x)
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -200,10 +200,10 @@ def test_modules(mesh, tmp_path):
         """\
 Global
   FORWARD PASS
-    *c10d_functional.all_reduce: 1
+    *c10d_functional.reduce_scatter_tensor: 1
     Block
       FORWARD PASS
-        *c10d_functional.all_reduce: 1
+        *c10d_functional.reduce_scatter_tensor: 1
         Block.first
         Block.second
 """,
@@ -211,7 +211,7 @@ Global
     mode.log_comm_debug_tracing_table_to_file(tmp_path / "table.txt", noise_level=1)
     assert "aten.mm.default" in (tmp_path / "table.txt").read_text()
     mode.generate_json_dump(str(tmp_path / "log.json"))
-    assert "all_reduce" in (tmp_path / "log.json").read_text()
+    assert "reduce_scatter_tensor" in (tmp_path / "log.json").read_text()
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_part_is_explained_by_itself(mesh):
     assert [row.operator for row in both.rows] == ["mm.default", "relu.default", "relu.default"]
     assert str(parts[0]) == str(explain(lambda: torch.relu(x @ w)))
     assert [row.operator for row in both.result.rows] == ["relu.default"]
-    assert both.collectives == parts[0].collectives == {"all_reduce": 1}
+    assert both.collectives == parts[0].collectives == {"reduce_scatter_tensor": 1}
     assert both.nbytes == parts[0].nbytes > 0
 
 

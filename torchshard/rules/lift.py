@@ -167,12 +167,13 @@ def _move(now: Placement, wanted: Placement, nbytes: float, parts: int, padding:
 
 
 def _later(way: Way, layouts: Sequence[Layout], axis: int, parts: int, nbytes: Sequence[float]) -> float:
-    """What results will cost: a new Partial when it is reduced (scattered, at best), a reduction that is split for no
-    operand's sake when it meets one that is split otherwise, as statistics of rows of which each rank has some columns.
+    """What results will cost: a new Partial when it is reduced (scattered, at best); what a reduction has left a dim of
+    length 1 of, and is split for no operand's sake, when it meets what it was made of, which is split otherwise.
     """
-    now = [layout.placements[axis] for layout in layouts]
-    if any(isinstance(p, Partial) for p in now):
-        return 0.0 if way.factor is None or any(isinstance(p, Shard) for p in now) else _SCATTERED
+    terms = [layout for layout in layouts if isinstance(layout.placements[axis], Partial)]
+    if terms:
+        alone = way.factor is not None and not any(isinstance(layout.placements[axis], Shard) for layout in layouts)
+        return _SCATTERED if alone and any(type(n) is int and n == 1 for x in terms for n in x.shape) else 0.0
     sizes = zip(way.results, nbytes[len(layouts) :], strict=True)
     return sum([n * (parts - 1) / parts for p, n in sizes if isinstance(p, Partial)])
 

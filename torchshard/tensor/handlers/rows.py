@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,11 +77,12 @@ class Rows:
         left = x - own
         said = [own, left.sum(self.dims, keepdim=True), _squares(left).sum(self.dims, keepdim=True).to(x.dtype)]
         found, rest, squares = self.gathered(*said)
-        shares = squares.new_tensor(counts).view(-1, *[1] * x.ndim)
+        squares = squares.real
+        shares = _numbers(counts, squares)
         start = (found * shares).sum(0) / self.length
         away = found - start
         sums = rest + away * shares
-        about = _squares(away) * shares + 2 * (away.conj() * rest).real + squares.real
+        about = _squares(away) * shares + 2 * (away.conj() * rest).real + squares
         more = sums.sum(0) / self.length
         return start + more, (about.sum(0) - _squares(more) * self.length).clamp_min(0)  # by rounding it may be less
 
@@ -102,6 +104,13 @@ class Rows:
         if not keepdim and not self.outside:
             local = local.squeeze(dims)
         return made_of(local.to(dtype), eliminated(self.sharding, dims, keepdim)[0], shape)
+
+
+def _numbers(counts: Sequence[int], like: Tensor) -> Any:
+    """These numbers, one for each row of a tensor; not as a constant, which no trace takes for a plain one."""
+    if len(set(counts)) == 1:
+        return counts[0]
+    return torch.stack([like.new_full([1] * (like.ndim - 1), n) for n in counts])
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -58,10 +58,10 @@ class _Exponentials:
         """What the exponentials of a row, of which these are this rank's, add up to on all ranks, less the largest."""
         if not self._at_once:
             return self._rows.total(parts)
-        here = self.largest
-        largest, sums = self._rows.gathered(here, parts.sum(self._rows.dims, keepdim=True))
+        largest, sums = self._rows.gathered(self.largest, parts.sum(self._rows.dims, keepdim=True))
         self.largest = largest.amax(0)
-        self.ahead = self.largest - here
+        # This rank's as it came back: inductor (2.13) writes over a part of what was stacked while that is still read.
+        self.ahead = self.largest - largest[self._rows.group.position]
         return ((largest - self.largest).exp() * sums).sum(0)
 
 
