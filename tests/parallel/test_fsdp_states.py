@@ -126,6 +126,38 @@ def test_state_dicts_of_sharded_tensors(tmp_path):
     run_ranks(4, of_sharded_tensors, str(tmp_path))
 
 
+def optimizers_of_sharded_tensors(rank, world):
+    """ShardedTensors of this package and of torch go into an optimizer; those cut otherwise than by rows are refused."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from torchshard.errors import ShardingError
+    from torchshard.parallel.fsdp import install
+    from torchshard.state_dict import to_full, to_sharded_tensor, to_torch
+
+    plain, plain_optimizer = cases.trained(cases.plain())
+    for orig in (True, False):
+        with install():
+            one, two = [
+                FullyShardedDataParallel(cases.plain(seed), use_orig_params=orig, device_id=torch.device("cpu"))
+                for seed in (0, 1)
+            ]
+        _, optimizer = cases.trained(one, at=rank, of=world)
+        _, other_optimizer = cases.trained(two, at=rank, of=world)
+        state, optimizer_state = cases.sharded(one, optimizer)
+        cases.load_sharded(two, other_optimizer, state, to_sharded_tensor(optimizer_state))
+        with FullyShardedDataParallel.state_dict_type(two, *full_config()):
+            found = two.state_dict(), FullyShardedDataParallel.optim_state_dict(two, other_optimizer)
+        cases.assert_same(*found, plain, plain_optimizer)
+        columns = to_sharded_tensor(to_full(optimizer_state), dim=-1)
+        for refused in (columns, to_torch(columns)):
+            with pytest.raises(ShardingError, match="the rows that FSDP gives it"):
+                cases.load_sharded(two, other_optimizer, state, refused)
+
+
+def test_optimizer_states_of_sharded_tensors():
+    run_ranks(2, optimizers_of_sharded_tensors)
+
+
 def made_for(library, shape, names, seed, hidden):
     """A model and its optimizer under FSDP; library "torch" is torch's classes and torch's own extension."""
     from contextlib import nullcontext

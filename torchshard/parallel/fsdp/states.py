@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchshard._torch import below_torch_functions
-from torchshard.parallel.fsdp.chunks import as_ours, part_of
+from torchshard._torch import below_torch_functions, is_sharded_tensor
+from torchshard.parallel.fsdp.chunks import as_ours, innermost, part_of
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import to_torch
 from torchshard.tensor.owners import Placed
+from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
 Parameters = Sequence[tuple[nn.Module, str, Any]]
 
@@ -45,9 +46,14 @@ def _loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, held
 
 @below_torch_functions
 def part(value: Any, taken: Placed | None, where: str) -> Any:
-    """What FSDP1 flattens of a value of an optimizer state: this rank's part, plain; scalars and others as they are."""
+    """What FSDP1 flattens of a value of an optimizer state: this rank's part, plain; scalars and others as they are.
+
+    Of ShardedTensors it is torch's own, which FSDP1 gathers itself.
+    """
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
+    if isinstance(value, ShardedTensor) or is_sharded_tensor(value):
+        return innermost(value)[0]
     if taken is None:
         return value.full_tensor() if isinstance(value, DTensor) else value
     x = as_ours(value)
