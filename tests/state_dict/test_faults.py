@@ -76,6 +76,9 @@ def _one_differs(rank, world, mesh, fault):
         return _told(lambda: sd["b" if odd else "a"].reshard(chunks(0, (2, 0), torch.device("cpu"))))
     if odd and fault == "target":
         told = _told(lambda: state_dict.to_dtensor(given, mesh, [Shard(1)]))
+    elif fault == "nothing":  # as torch's broadcast_from_rank0 would take it
+        plain = {} if odd else {"w": torch.ones(shape)}
+        told = _told(lambda: state_dict.to_dtensor(plain, mesh, [Shard(0)], src_rank=0))
     else:
         told = _told(lambda: state_dict.to_full(given, reduce_partial=True))
     for name, (local, values) in before.items():
@@ -159,6 +162,7 @@ WORDS = {
     "known": "different state dicts.*(a: .*other: |other: .*a: )",
     "terms": "different state dicts.*(s: .*t: |t: .*s: )",
     "turn": r"different state dicts.*shape \(12, 3\), Box",
+    "nothing": "different state dicts.*(w: .*nothing more|nothing more.*w: )",
     "target": "different state dicts.*whole on the ranks|different state dicts.*S\\(1\\)",
 }
 

@@ -87,33 +87,38 @@ def carry(
     Args:
         jobs: in any order.
         refusal: why this rank cannot do its part of them; raised, when the others know.
-        waiting: ranks, ascending, that may wait for one that refuses before it has a job, and the type of device.
+        waiting: ranks, ascending, that compare notes also where this one has no job for them, and the type of device:
+            they may have, or wait for one that refuses before it has a job.
 
     Raises:
         RankMismatchError: the ranks are not about to do the same, or one is lost or refuses; names the tensor and the
             ranks.
         TorchshardError: the problem of a job on this rank.
     """
-    circles: dict[tuple[tuple[int, ...], str], list[Job]] = {}
+    circles: dict[tuple[tuple[int, ...], str], list[Job]] = {
+        (ranks, device): [] for ranks, device in waiting if this_rank() in ranks and len(ranks) > 1
+    }
     for job in sorted(jobs, key=lambda job: job.name):
         refusal = refusal or job.problem
         if not job.ranks or dist.get_rank() in job.ranks:
             _as_bytes(job)
             circles.setdefault((job.ranks, job.device.type), []).append(job)
-    if refusal is not None:
-        circles = {key: [] for key in waiting if this_rank() in key[0]} | circles
     left = sorted(circles, reverse=True)
     try:
         if refusal is not None:
             raise refusal
         while left:
-            _carry(circles[left.pop()])
+            ranks, device = left.pop()
+            _carry(ranks, device, circles[ranks, device])
     except Exception as error:
         for ranks, device in reversed(left):  # they wait for this one
             if len(ranks) > 1:
-                group = next((job.group for job in circles[ranks, device]), None)
-                circle_of(ranks, torch.device(device), group).refuse(error)
+                _circle(ranks, device, circles[ranks, device]).refuse(error)
         raise
+
+
+def _circle(ranks: tuple[int, ...], device: str, jobs: Sequence[Job]) -> Circle:
+    return circle_of(ranks, torch.device(device), next((job.group for job in jobs), None))
 
 
 def _as_bytes(job: Job) -> None:
@@ -142,14 +147,16 @@ def _can_be_copied(dtype: torch.dtype) -> bool:
     return True
 
 
-def _carry(jobs: Sequence[Job]) -> None:
+def _carry(ranks: tuple[int, ...], device: str, jobs: Sequence[Job]) -> None:
     """The jobs of one circle: agree, then exchange batch by batch."""
-    if not jobs[0].ranks:
+    if not ranks:
         for job in jobs:
             _copy_own(job, dist.get_rank() if dist.is_initialized() else job.target.ranks[0])
         return
-    circle = circle_of(jobs[0].ranks, jobs[0].device, jobs[0].group)
+    circle = _circle(ranks, device, jobs)
     circle.agree("\n".join([f"{job.name}: {job.plan}" for job in jobs]))
+    if not jobs:
+        return
     try:
         _exchange(jobs, circle)
     except RankMismatchError:
