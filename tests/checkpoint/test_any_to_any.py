@@ -357,8 +357,20 @@ def test_several_inputs_become_one(tmp_path):
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)
     assert loaded.keys() == {"model.w", "optimizer"}
     assert loaded["optimizer"]["lr"] == 0.5
-    with pytest.raises(CheckpointError, match="the same key"):
-        checkpoint.convert([a, a], tmp_path / "d.pt", to="torch")
+    with pytest.raises(CheckpointError, match="the same key") as error:
+        checkpoint.convert([b, a, a], tmp_path / "d.pt", to="torch")
+    assert error.value.where == str(a)  # not only the folder that it lies in
+
+
+@pytest.mark.parametrize("glob", ["count", "wave", "lr"])
+def test_a_cast_of_nothing_that_is_cast_is_refused(tmp_path, glob):
+    """Integers, complex numbers and objects: nothing was cast, without a word."""
+    state = {"w": torch.ones(2), "count": torch.arange(3), "wave": torch.ones(2) + 1j, "lr": 0.5}
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="No floating-point tensor matches this pattern") as error:
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", dtype={glob: "bfloat16", "*": "float16"})
+    assert error.value.where == glob
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", select=["count"], dtype="bfloat16")
 
 
 def test_casts_of_chosen_tensors(tmp_path):

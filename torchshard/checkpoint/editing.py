@@ -54,13 +54,15 @@ def edited(index: Index, edits: Edits) -> Index:
     if edits == Edits():
         return index
     check_matches((*edits.select, *edits.exclude), index.entries)
-    for target in edits.dtypes.values():
-        casting.check_target(target)
-    dtypes = said_of(index.entries, edits.dtypes)
+    for to in edits.dtypes.values():
+        casting.check_target(to)
+    globs = said_of(index.entries, {glob: glob for glob in edits.dtypes})
+    _check_casts(index.entries, globs, edits.dtypes)
     chosen: dict[str, Entry] = {}
     for key in edits.wanted(index.entries):
         entry = index.entries[key]
-        chosen[key] = _cast(key, entry, dtypes.get(key)) if isinstance(entry, TensorEntry) else entry
+        target = edits.dtypes[globs[key]] if key in globs else None
+        chosen[key] = _cast(key, entry, target) if isinstance(entry, TensorEntry) else entry
     entries, olds = (chosen, {}) if edits.rename is None else _renamed(chosen, edits.rename)
     entries = {key: entry if chosen.get(key) is entry else replace(entry, key=key) for key, entry in entries.items()}
     where = f"the state dict of {index.opened[0].root}" if index.opened else "the state dict"
@@ -145,6 +147,20 @@ def _parameters(entry: ObjectEntry, key: str, state: tuple[str, str], rename: Re
     return [new.removeprefix(after) for new in sorted(sources, key=lambda new: places[sources[new][0]])]
 
 
+def _check_casts(entries: Mapping[str, Entry], globs: Mapping[str, str], dtypes: Iterable[str]) -> None:
+    """Raise CheckpointError if a glob chooses a type for keys of which none can be cast; "*" is for all that can be."""
+    floating = {globs[key] for key in globs if getattr(entries[key], "dtype", None) in casting.FLOATING}
+    for glob in dtypes:
+        if glob not in floating and glob != "*":
+            key = next(key for key in globs if globs[key] == glob)
+            raise CheckpointError(
+                "No floating-point tensor matches this pattern, and only such are cast.",
+                got=f"{printable(glob)}, which is for {getattr(entries[key], 'dtype', 'an object')}",
+                where=printable(key),
+                fix="Leave it out; inspect shows the types.",
+            )
+
+
 def _cast(key: str, entry: TensorEntry, target: str | None) -> TensorEntry:
     if target is None or target == entry.dtype or entry.dtype not in casting.FLOATING:
         return entry
@@ -167,12 +183,13 @@ def merged(indices: Sequence[Index]) -> Index:
     files: dict[str, int] = {}
     for index in indices:
         root = index.opened[0].root if index.opened else ""
+        where = f"{root}/{next(iter(index.files))}" if len(index.files) == 1 else root
         for key, entry in index.entries.items():
             if key in entries:
                 raise CheckpointError(
                     "Two of the checkpoints have the same key.",
                     got=printable(key),
-                    where=root,
+                    where=where,
                     fix="Leave it out of one of them, or convert them one by one.",
                 )
             entries[key] = entry
