@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.ranks import run_ranks
-from torchshard.errors import ShardingError
+from torchshard.errors import CheckpointError, ShardingError
 
 
 def state(mesh, seed=0, rows=10, dtype=torch.float32, library=None):
@@ -267,3 +267,13 @@ CheckpointError: A checkpoint cannot be opened: torch has no reader for it.
   got:      checkpoint_id=None
   fix:      storage_reader=, which reads from there""",
     )
+
+
+def test_an_error_without_a_text_is_told_by_its_class():
+    """As torch's reader raises it for a file that is cut off: what was got was an empty line."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from torchshard.parallel.fsdp import loading
+
+    with pytest.raises(CheckpointError, match="EOFError: a file is cut off or damaged"):
+        loading._raise_together(CheckpointException("read", {0: (EOFError(), None), 1: (EOFError(), None)}))

@@ -178,7 +178,9 @@ def _raise_together(error: CheckpointException) -> NoReturn:
     """What ranks have found, as one error that is the same on all of them."""
     found: dict[str, list[int]] = {}
     for rank, (cause, _) in sorted(error.failures.items()):
-        found.setdefault(str(cause), []).append(rank)
+        # Of a file that is cut off torch's reader may say no more than EOFError().
+        said = str(cause) or f"{type(cause).__name__}: a file is cut off or damaged; `torchshard inspect` says which"
+        found.setdefault(said, []).append(rank)
     raise CheckpointError(
         "A checkpoint cannot be loaded into this state dict; nothing was changed.",
         got="\n".join(text for text in found),
