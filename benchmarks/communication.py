@@ -101,7 +101,6 @@ def _compare(rank: int, world: int, rounds: int) -> list[list[tuple[float, float
         sides, wholes = [], []
         for library in (torchshard, upstream):
             x = _operand(library, mesh, case, rank)
-
             sides.append(functools.partial(_local, case, library, x))
             wholes.append(case.body(library, x).full_tensor())
         torch.testing.assert_close(*wholes, rtol=1e-4, atol=1e-4)

@@ -23,9 +23,8 @@ from torchshard.rules.ways import Pieces, Way, cut_pieces, cuts_of, is_possible,
 
 _LAUNCH = 20_000.0  # bytes that a link carries in the time that starting a collective takes
 _COPY = 1.0  # a slice: next to nothing, but not nothing
-_SCATTERED = (
-    DEFAULT_LINK.launch * DEFAULT_LINK.bandwidth
-)  # a reduction that no operand asks to be split: gathered later
+# Statistics of rows, scattered though no operand asks for it, are gathered soon: a launch more, by layout/cost.py.
+_SCATTERED = DEFAULT_LINK.launch * DEFAULT_LINK.bandwidth
 
 
 @dataclass(frozen=True, slots=True)

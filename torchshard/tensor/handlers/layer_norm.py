@@ -62,9 +62,8 @@ def _rms(func: Any, x: Any, shape: Sequence[int], weight: Any, eps: float | None
     result = rstd = x._local_tensor.new_empty(0)
     if not rows.outside:
         piece = rows.piece(x)
-        rstd = torch.rsqrt(
-            rows.total(piece.square()) / rows.length + (torch.finfo(x.dtype).eps if eps is None else eps)
-        )
+        least = torch.finfo(x.dtype).eps if eps is None else eps
+        rstd = torch.rsqrt(rows.total(piece.square()) / rows.length + least)
         result = piece * rstd
         result = result if weight is None else result * rows.weights(weight)
     return rows.wrapped(result, dtype), rows.of_each(rstd, kind)
