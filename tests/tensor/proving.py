@@ -131,12 +131,17 @@ def same(got, want, what=""):
 
 def prove_group(rank, world, mesh_shape, group, limit):
     """On every rank: prove all cases of a group. Returns (comparisons, complaints)."""
+    return prove_all(GROUPS[group], mesh_shape, limit)
+
+
+def prove_all(cases, mesh_shape, limit):
+    """On every rank: prove these cases. Returns (comparisons, complaints)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", mesh_shape)
     done, bad = 0, []
-    for case in GROUPS[group]:
+    for case in cases:
         n, complaints = prove(case, mesh, limit)
         done += n
         bad += complaints

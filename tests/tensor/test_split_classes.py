@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.ranks import run_ranks
 from tests.tensor.cases import case
-from tests.tensor.proving import prove, same
+from tests.tensor.proving import prove_all, same
 from tests.watching import Sent
 
 aten = torch.ops.aten
@@ -70,18 +70,7 @@ CASES = [
 
 
 def values(rank, world, mesh_shape, limit):
-    import warnings
-
-    from torchshard import init_device_mesh
-
-    warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", mesh_shape)
-    done, bad = 0, []
-    for c in CASES:
-        n, complaints = prove(c, mesh, limit)
-        done += n
-        bad += complaints
-    return done, bad
+    return prove_all(CASES, mesh_shape, limit)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])

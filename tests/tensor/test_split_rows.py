@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.ranks import fake_ranks, run_ranks
 from tests.tensor.cases import case
-from tests.tensor.proving import prove
+from tests.tensor.proving import prove_all
 from tests.watching import Sent
 from torchshard import distribute_tensor, init_device_mesh
 
@@ -53,19 +53,10 @@ CASES = [
 
 
 def values(rank, world, mesh_shape, limit, at_once):
-    import warnings
-
     from torchshard.tensor.handlers import rows
 
-    warnings.simplefilter("ignore")
     rows.gathered_up_to = lambda *_: math.inf if at_once else -1
-    mesh = init_device_mesh("cpu", mesh_shape)
-    done, bad = 0, []
-    for c in CASES:
-        n, complaints = prove(c, mesh, limit)
-        done += n
-        bad += complaints
-    return done, bad
+    return prove_all(CASES, mesh_shape, limit)
 
 
 @pytest.mark.parametrize("at_once", [True, False])

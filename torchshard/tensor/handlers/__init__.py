@@ -39,19 +39,8 @@ _OF_WRAPPERS = {
 
 _ROOMS = (
     *("amp", "attention", "batch_norm", "convolution", "ctc", "embedding", "extremes", "forward_ad", "gather"),
-    *(
-        "gpu_kernels",
-        "layer_norm",
-        "linalg",
-        "norms",
-        "packing",
-        "pooling",
-        "random",
-        "recurrent",
-        "softmax",
-        "split_classes",
-    ),
-    *("statistics", "views"),
+    *("gpu_kernels", "layer_norm", "linalg", "norms", "packing", "pooling", "random", "recurrent", "softmax"),
+    *("split_classes", "statistics", "views"),
 )
 
 

@@ -15,7 +15,7 @@ from torchshard.comm import collectives
 from torchshard.layout.layout import contiguous_stride
 from torchshard.layout.placements import R, Shard
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.handlers.parts import made_of, part, wide
+from torchshard.tensor.handlers.parts import made_of, part, told, wide
 from torchshard.tensor.layout import layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import in_memory_order
@@ -51,8 +51,7 @@ class _Batch:
 
     def told(self, *vectors: Tensor) -> Sequence[Tensor]:
         """These vectors of each rank that holds another part of the same channels, one after another."""
-        group = self.mesh.group(self.axes)
-        return collectives.all_gather(torch.stack(vectors)[None], 0, [1] * group.size, group).unbind(1)
+        return told(self.mesh.group(self.axes), *vectors)
 
     def total(self, *vectors: Tensor) -> Sequence[Tensor]:
         """The sums of these vectors over such ranks."""

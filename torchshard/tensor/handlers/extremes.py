@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard.comm.collectives import all_gather
 from torchshard.comm.group import Group
 from torchshard.comm.reducing import BITS
 from torchshard.layout.boxes import Box
 from torchshard.rules.reducing import dims_of
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import FLOATS, INTEGERS, eliminated, made_of, part, split_along
+from torchshard.tensor.handlers.parts import FLOATS, INTEGERS, eliminated, made_of, part, split_along, told
 from torchshard.tensor.mesh import BoundMesh
 
 
@@ -81,8 +80,7 @@ def _of_all(value: Tensor, place: Tensor, count: int, group: Group) -> tuple[Ten
     """
     bits = BITS.get(value.dtype, value.dtype)
     number = torch.int32 if bits.itemsize < 8 and count < 2**31 else torch.int64
-    both = torch.stack([value.view(bits).to(number), place.to(number)])
-    values, places = all_gather(both[None], 0, [1] * group.size, group).unbind(1)
+    values, places = told(group, value.view(bits).to(number), place.to(number))
     return values.to(bits).view(value.dtype), places
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import is_traced
+from torchshard.comm.collectives import all_gather
+from torchshard.comm.group import Group
 from torchshard.layout.cuts import without
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.pieces import nested_pieces
@@ -82,6 +84,15 @@ def added(*scalars: DTensor) -> Sequence[Tensor]:
         return terms
     source = layout_for(layout.sharding, (len(terms),), (1,), layout.dtype).marked(assumed=layout.assumed)
     return redistribute_local(torch.stack(terms), source, source.to(source.sharding.without_partial())).unbind(0)
+
+
+def told(group: Group, *numbers: Tensor) -> Sequence[Tensor]:
+    """Tensors of one shape and dtype, each of those of all ranks one after another: by one message.
+
+    A trace is to read this rank's own from what came, not from what it gave: inductor may reuse the memory of all that
+    was stacked while that of one of them, reused as well, is still read (2.13, 2.15).
+    """
+    return all_gather(torch.stack(numbers)[None], 0, [1] * group.size, group).unbind(1)
 
 
 def made_of(local: Tensor, sharding: Sharding, shape: tuple[int, ...]) -> DTensor:

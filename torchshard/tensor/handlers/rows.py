@@ -10,7 +10,7 @@ from torch import Tensor
 from torchshard.comm import collectives
 from torchshard.layout.cost import gathered_up_to
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.parts import eliminated, made_of, part, wide
+from torchshard.tensor.handlers.parts import eliminated, made_of, part, told, wide
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.mesh import BoundMesh
 
@@ -51,8 +51,7 @@ class Rows:
 
     def gathered(self, *numbers: Tensor) -> Sequence[Tensor]:
         """Numbers that each rank has of its rows, those of all ranks one after another: by one message."""
-        size = self.group.size
-        return collectives.all_gather(torch.stack(numbers)[None], 0, [1] * size, self.group).unbind(1)
+        return told(self.group, *numbers)
 
     def at_once(self, number: Tensor, count: int = 2) -> bool:
         """Whether `count` such tensors are sooner gathered together than two reduced one after the other.

@@ -60,7 +60,7 @@ class _Exponentials:
             return self._rows.total(parts)
         largest, sums = self._rows.gathered(self.largest, parts.sum(self._rows.dims, keepdim=True))
         self.largest = largest.amax(0)
-        # This rank's as it came back: inductor (2.13) writes over a part of what was stacked while that is still read.
+        # This rank's as it came: see told().
         self.ahead = self.largest - largest[self._rows.group.position]
         return ((largest - self.largest).exp() * sums).sum(0)
 

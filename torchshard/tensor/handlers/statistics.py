@@ -39,8 +39,7 @@ def _variance(finish: Callable[[Tensor, Tensor], Sequence[Tensor]]) -> Callable[
         variance, mean = local.abs(), local
         if not rows.outside:
             mean, squares = rows.moments(rows.piece(x))
-            freedom = rows.length - (1 if correction is None else correction)
-            variance = squares / freedom if freedom > 0 else squares / 0.0
+            variance = squares / max(rows.length - (1 if correction is None else correction), 0)
         real = x.dtype.to_real()
         found = [rows.of_each(t, x.dtype if t is mean else real, keepdim) for t in finish(variance, mean)]
         return found[0] if len(found) == 1 else tuple(found)
