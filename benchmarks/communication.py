@@ -37,6 +37,11 @@ def _norm(library, x):
     return torch.nn.utils.get_total_norm([x] * 8, foreach=True)
 
 
+def _halves(_, x):
+    one, other = x.chunk(2, -1)
+    return one * other
+
+
 def _rows(library):
     return library.Shard(0)
 
@@ -70,6 +75,11 @@ CASES = [
         ("argmax, columns split", _columns, lambda _, x: x.argmax(-1)),
         ("topk(8), columns split", _columns, lambda _, x: x.topk(8).values),
         ("norm of 8 split tensors", _rows, _norm),
+        ("x[1:], rows split", _rows, lambda _, x: x[1:]),
+        ("x[0], rows split", _rows, lambda _, x: x[0]),
+        ("roll, rows split", _rows, lambda _, x: x.roll(1, 0)),
+        ("halves, columns split", _columns, _halves),
+        ("cat with its first rows", _rows, lambda _, x: torch.cat([x, x[:4]])),
     )
 ]
 

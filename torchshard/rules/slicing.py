@@ -187,6 +187,14 @@ def _length_of_all_runs(tensors: Sequence[Layout], dim: int) -> int | None:
     return run if all(n == run for n in others) and all(t.shape[dim] % run == 0 for t in tensors) else None
 
 
+def meet_in_runs(tensors: Sequence[Layout], dim: int, length: int | None = None, start: int = 0) -> bool:
+    """Whether all runs of a dim are of one length, so that to join these, or to put the one into a dim of this length
+    from a row on, sends nothing by the rule.
+    """
+    run = _length_of_all_runs(tensors, dim)
+    return run is not None and (length is None or (length % run == 0 and start % run == 0))
+
+
 def _glu(x: Layout, dim: int = -1) -> str | Made:
     dim %= x.ndim
     return _of_halves(x, dim, lambda two, one: _line(x.ndim, dim, [two], [one]))

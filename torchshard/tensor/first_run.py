@@ -165,12 +165,12 @@ class FirstRun:
         """Whether an operand is read, and does not lie in memory as its strides say."""
         return bool(o.layout.marks & TURNED) and not self.call.viewed() and o.at not in self.call.written()
 
-    def _there_and_back(self) -> tuple[guards.Move, guards.Move] | None:
+    def _there_and_back(self) -> tuple[guards.Move, guards.Give] | None:
         """How the first operand gets to where it can be viewed, and back; None where it is there."""
         if not self.moves[0]:
             return None
         source, target = self.operands[0].layout.plain, self.targets[0]
-        return local_mover(self.operands[0].layout, target), local_mover(target, source)
+        return local_mover(self.operands[0].layout, target), guards.all_of(local_mover(target, source))
 
     def _base_given(self, arguments: tuple[Argument, ...], bound: dict[str, Any]) -> tuple[Argument, ...]:
         """The arguments of a plan that is handed the moved first operand."""

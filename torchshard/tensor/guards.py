@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torchshard.tensor.call import Call
 
 Move = Callable[[Tensor], Tensor]
+Give = Callable[[Tensor, Tensor], Any]
 
 _UNKNOWN = -1  # a version that no tensor has
 
@@ -52,7 +53,7 @@ class Window:
         outer: the window of the base, if that is severed itself.
         local: the copy; the local tensors of all views through this window share memory with it.
         fetch: makes the copy from the local tensor of the base.
-        give: makes the local tensor of the base from the copy.
+        give: writes a copy to the local tensor of the base.
         version: of the base when the copy was last like it.
         fetched: how often the copy was made like the base; a window on a view of the copy cannot see it otherwise.
     """
@@ -63,12 +64,12 @@ class Window:
     outer: "Window | None"
     local: Tensor
     fetch: Move
-    give: Move
+    give: Give
     version: int
     fetched: int = 0
 
     @classmethod
-    def on(cls, base: DTensor, local: Tensor, fetch: Move, give: Move) -> "Window":
+    def on(cls, base: DTensor, local: Tensor, fetch: Move, give: Give) -> "Window":
         """The window to a copy that is like the base now."""
         outer = base._window if base._spec.marks & SEVERED else None
         root = base_of(base)
@@ -121,7 +122,7 @@ class Window:
 
     def write_back(self) -> None:
         """Make the base like the copy."""
-        self.held.copy_(self.give(self.local))
+        self.give(self.local, self.held)
         # The version moves on when the operator is over, if at all: better fetched once too often.
         self.version = _UNKNOWN
         if self.outer:
@@ -170,7 +171,12 @@ def _write_back(x: DTensor) -> None:
         x._window.write_back()
 
 
-def opened(x: DTensor, moves: tuple[Move, Move] | None) -> tuple[Tensor, Window]:
+def all_of(back: Move) -> Give:
+    """The way back from a copy of all that a base holds."""
+    return lambda local, held: held.copy_(back(local))
+
+
+def opened(x: DTensor, moves: tuple[Move, Give] | None) -> tuple[Tensor, Window]:
     """What to take a severed view of: the local tensor, and its window.
 
     Args:
@@ -193,10 +199,10 @@ def sever(view: DTensor, window: Window) -> DTensor:
 def copied(view: DTensor, base: DTensor) -> DTensor:
     """Mark a result whose local tensor was reshaped by copying, where eager torch would have made a view."""
     local, shape, held = view._local_tensor, view._local_tensor.shape, base._local_tensor.shape
-    return sever(view, Window.on(base, local, lambda t: t.reshape(shape), lambda t: t.reshape(held)))
+    return sever(view, Window.on(base, local, lambda t: t.reshape(shape), all_of(lambda t: t.reshape(held))))
 
 
-def severing(plan: Callable[..., Any], base: int, moves: tuple[Move, Move] | None) -> Callable[..., Any]:
+def severing(plan: Callable[..., Any], base: int, moves: tuple[Move, Give] | None) -> Callable[..., Any]:
     """A plan whose results are cut off from its argument `base`; `plan` itself takes the moved local tensor there."""
 
     def run(*args: Any) -> Any:

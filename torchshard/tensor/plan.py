@@ -32,7 +32,7 @@ from torchshard.tensor.call import (
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.first_run import FirstRun, Plan
 from torchshard.tensor.handlers import one_hot, random
-from torchshard.tensor.handlers.parts import EagerAlone
+from torchshard.tensor.handlers.parts import EagerAlone, ForKind
 from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
@@ -90,11 +90,12 @@ def _wrapping(bare: Call) -> Plan:
 
 
 def _plan_of_operands(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]:
-    handler = handlers.find(call.name)
+    found = handlers.find(call.name)
+    if found is not None and call.name not in handlers.SEVERAL_MESHES:
+        require_one_mesh(call, operands)
+    args, kwargs = call.with_values(call.values)
+    handler = found.choose(call.func, *args, **kwargs) if isinstance(found, ForKind) else found
     if handler is not None:
-        if call.name not in handlers.SEVERAL_MESHES:
-            require_one_mesh(call, operands)
-        args, kwargs = call.with_values(call.values)
         result = handler(call.func, *args, **kwargs)
         if result is not NotImplemented:
             tell("handler")

@@ -11,6 +11,7 @@ from torchshard.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from torchshard.tensor.call import Call
+    from torchshard.tensor.handlers.parts import ForKind
 
 # Read one value or compare: gathering is what they are for, and nobody need be told.
 QUIET = frozenset({
@@ -39,18 +40,20 @@ _OF_WRAPPERS = {
 
 _ROOMS = (
     *("amp", "attention", "batch_norm", "convolution", "ctc", "embedding", "extremes", "forward_ad", "gather"),
-    *("gpu_kernels", "layer_norm", "linalg", "norms", "packing", "pooling", "random", "recurrent", "softmax"),
-    *("split_classes", "statistics", "views"),
+    *("gpu_kernels", "joining", "layer_norm", "linalg", "norms", "packing", "pooling", "random", "recurrent"),
+    *("slicing", "softmax", "split_classes", "statistics", "views"),
 )
 
 
-def find(name: str) -> Callable[..., Any] | None:
-    """The handler of an operator: a function of the operator and its arguments; it may return NotImplemented."""
+def find(name: str) -> "Callable[..., Any] | ForKind | None":
+    """The handler of an operator: a function of the operator and its arguments, which may return NotImplemented; or
+    what gives one for all calls of a kind.
+    """
     return _handlers().get(name)
 
 
 @functools.cache
-def _handlers() -> Mapping[str, Callable[..., Any]]:
+def _handlers() -> "Mapping[str, Callable[..., Any] | ForKind]":
     rooms = [importlib.import_module(f"{__name__}.{room}") for room in _ROOMS]
     return {name: handler for room in rooms for name, handler in room.HANDLERS.items()}
 

@@ -21,6 +21,7 @@ from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.redistribute import check_assumed, moved, redistribute_local, redistribute_together
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_DECISIONS = 4096  # kept a mesh; when full, all are dropped
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 _Decision = TypeVar("_Decision")
@@ -41,6 +42,17 @@ class EagerAlone:
         return is_traced(next(dtensors_in(values))._local_tensor)
 
 
+@dataclass(frozen=True, slots=True)
+class ForKind:
+    """A handler that is chosen once for all calls of a kind: those with the same layouts and other arguments.
+
+    Attributes:
+        choose: gives it for a call, or None where that is left to the rule; what it gives holds none of the tensors.
+    """
+
+    choose: Callable[..., Callable[..., Any] | None]
+
+
 def decided(decide: Callable[..., _Decision]) -> Callable[..., _Decision]:
     """A function of a sharding, and of others and numbers, that is asked once for each: the mesh keeps what it says."""
 
@@ -50,6 +62,8 @@ def decided(decide: Callable[..., _Decision]) -> Callable[..., _Decision]:
         key = decide, sharding, *others
         decision = decisions.get(key)
         if decision is None:
+            if len(decisions) >= MAX_DECISIONS:
+                decisions.clear()
             decision = decisions[key] = decide(sharding, *others)
         return decision
 

@@ -111,20 +111,21 @@ def layouts(sharding: Sharding, func: Any, device: str, given: tuple[Any, ...]) 
     def standing_in(x: Any) -> Any:
         if isinstance(x, TensorLayout):
             return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device)
-        return list(x) if isinstance(x, tuple) else x
+        return [*map(standing_in, x)] if isinstance(x, tuple) else x
 
     try:
         with pretending():
             made = func(*map(standing_in, given))
     except (RuntimeError, ValueError, TypeError):
         return ()
-    results = made if isinstance(made, tuple) else (made,)
+    results = made if isinstance(made, (tuple, list)) else [made]
     return tuple([None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in results])
 
 
 def described(args: Sequence[Any]) -> tuple[Any, ...]:
     """Arguments of an operator as `layouts` takes them."""
-    return tuple([a._spec if type(a) is DTensor else tuple(a) if isinstance(a, (list, tuple)) else a for a in args])
+    found = [described(a) if isinstance(a, (list, tuple)) else a for a in args]
+    return tuple([a._spec if type(a) is DTensor else a for a in found])
 
 
 def slides_of(

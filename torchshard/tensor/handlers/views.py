@@ -73,7 +73,7 @@ def _as_strided(
             fix="use indexing, unfold or expand; or as_strided on x.to_local() or x.full_tensor()",
         )
     whole = layout.to(layout.mesh.replicated())
-    local, window = guards.opened(x, (local_mover(layout, whole), local_mover(whole, layout)))
+    local, window = guards.opened(x, (local_mover(layout, whole), guards.all_of(local_mover(whole, layout))))
     seen = func(local, size, stride, start + local.storage_offset())
     out = layout_for(whole.sharding, tuple(seen.shape), tuple(seen.stride()), seen.dtype)
     return wrap(seen, out) if func is aten.as_strided_copy.default else guards.sever(wrap(seen, out), window)

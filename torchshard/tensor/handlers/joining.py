@@ -1,0 +1,173 @@
+"""Joins, pads, rolls and flips along a split dim, and the gradient of slices: rows go where the result has them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard.layout.layout import Sharding
+from torchshard.layout.placements import Partial, R, Shard
+from torchshard.layout.splicing import Run
+from torchshard.rules.slicing import is_all, meet_in_runs
+from torchshard.tensor import guards
+from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.handlers.parts import ForKind
+from torchshard.tensor.handlers.splicing import (
+    Handler,
+    Told,
+    Way,
+    bounds,
+    known,
+    nothing,
+    outside,
+    results,
+    sending,
+    sent,
+)
+from torchshard.tensor.layout import TensorLayout
+from torchshard.tensor.redistribute import check_assumed, redistribute_together
+
+aten = torch.ops.aten
+
+
+def _making(tell: Callable[..., tuple[Sequence[Told], guards.Move | None] | None]) -> Callable[..., Handler | None]:
+    """The handler of an operator of one tensor that makes a new one.
+
+    `tell` takes the layout of the tensor and the arguments after it, and gives what happens along each of the split
+    dims that it works along, and what is done to a part before, along others.
+    """
+
+    def choose(func: Any, x: Any, *args: Any, **kwargs: Any) -> Handler | None:
+        if type(x) is not DTensor or kwargs or not known(x._spec.shape, *args):
+            return None
+        sharding, told = x._spec.sharding, tell(x._spec, *args)
+        if told is None or not told[0]:
+            return None
+        outs = results(func, sharding, x, *args)
+        if not outs or outside(sharding):
+            return partial(nothing, outs[0]) if outs else None
+        ways, first = [Way.of(t, sharding, [x._spec.shape[t.dim]]) for t in told[0]], told[1]
+
+        def make(local: Tensor) -> Tensor:
+            local = local if first is None else first(local)
+            for way in ways:
+                (local,) = way.made([local], outs[0].stride)
+            return local
+
+        return sending(ways, partial(sent, x._spec, outs[0], make))
+
+    return choose
+
+
+def _may_fill(sharding: Sharding, value: Any) -> bool:
+    """Whether a value is the same for terms as for what they stand for: 0 is for those of sums."""
+    ops = [p.op for p in sharding.placements if isinstance(p, Partial)]
+    return not ops or (not value and all(op in ("sum", "avg") for op in ops))
+
+
+def _along(x: TensorLayout, dims: Iterable[int]) -> tuple[list[int], list[int]] | None:
+    """These dims: those that are split, and the others; None where they are left to the rule."""
+    dims = list(dims)
+    if not all(-x.ndim <= d < x.ndim for d in dims) or len({d % x.ndim for d in dims}) < len(dims):
+        return None
+    split = [d % x.ndim for d in dims if d % x.ndim in x.sharding.splits]
+    if any(d in x.sharding.cuts for d in split):
+        return None
+    return split, [d % x.ndim for d in dims if d % x.ndim not in split]
+
+
+def _flip(x: TensorLayout, dims: Sequence[int]) -> Any:
+    if (along := _along(x, dims)) is None:
+        return None
+    split, others = along
+    told = [Told(d, [Run(x.shape[d] - 1, -1, 0, 1, x.shape[d])], [x.shape[d]]) for d in split]
+    return told, (lambda local: local.flip(others)) if others else None
+
+
+def _roll(x: TensorLayout, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    if not dims or len(shifts) != len(dims) or (along := _along(x, dims)) is None:
+        return None
+    split, others = along
+    by = {d % x.ndim: shift for d, shift in zip(dims, shifts, strict=True)}
+    told = []
+    for d in split:
+        n, k = x.shape[d], by[d] % max(x.shape[d], 1)
+        told.append(Told(d, [Run(0, 1, k, 1, n - k), Run(n - k, 1, 0, 1, k)], [n]))
+    return told, (lambda local: local.roll([by[d] for d in others], others)) if others else None
+
+
+def _pad(x: TensorLayout, pad: Sequence[int], value: Any = 0) -> Any:
+    if len(pad) % 2 or len(pad) > 2 * x.ndim:
+        return None
+    sides = {x.ndim - 1 - k: (pad[2 * k], pad[2 * k + 1]) for k in range(len(pad) // 2)}
+    along = _along(x, [d for d, added in sides.items() if any(added)])
+    if along is None or not _may_fill(x.sharding, value):
+        return None
+    told = []
+    for d in along[0]:
+        (before, after), n = sides[d], x.shape[d]
+        length, kept = n + before + after, n + min(before, 0) + min(after, 0)
+        if kept < 0:
+            return None
+        run = Run(max(-before, 0), 1, max(before, 0), 1, kept)
+        told.append(Told(d, [run], [length], value if kept < length else None))
+    rest = [n for d in range(x.ndim)[::-1] for n in (sides.get(d, (0, 0)) if d in along[1] else (0, 0))]
+    return told, (lambda local: aten.constant_pad_nd(local, rest, value)) if along[1] else None
+
+
+def _slice_backward(grad: TensorLayout, size: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
+    d, n = dim % len(size), size[dim]
+    first, count = bounds(n, start, end, step)
+    if is_all(n, start, end, step) or (step == 1 and meet_in_runs([grad], d, n, first)):
+        return None
+    if (along := _along(grad, [d])) is None or not _may_fill(grad.sharding, 0):
+        return None
+    return [Told(d, [Run(0, 1, first, step, count)], [n], 0) for d in along[0]], None
+
+
+def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Handler | None:
+    if not all(type(t) is DTensor and t.ndim for t in tensors) or len({t.ndim for t in tensors}) > 1:
+        return None
+    given = [t._spec for t in tensors]
+    split = [x for x in given if not x.sharding.cuts and dim % x.ndim in x.sharding.splits]
+    if not split or not known(*[x.shape for x in given]) or not -given[0].ndim <= dim < given[0].ndim:
+        return None
+    d = dim % given[0].ndim
+    sharding = max(split, key=lambda x: x.shape[d]).sharding
+    if not all(_fits(x.sharding, sharding) for x in given) or meet_in_runs(given, d):
+        return None
+    outs = results(func, sharding, tensors, dim)
+    if not outs or outside(sharding):
+        return partial(nothing, outs[0]) if outs else None
+    lengths = [x.shape[d] for x in given]
+    starts = [sum(lengths[:k]) for k in range(len(lengths))]
+    runs = [Run(0, 1, at, 1, n, k) for k, (at, n) in enumerate(zip(starts, lengths, strict=True))]
+    way, moves = Way.of(Told(d, runs, [sum(lengths)]), sharding, lengths), [(x, x.to(sharding)) for x in given]
+
+    def join(func: Any, tensors: Sequence[DTensor], dim: int = 0) -> DTensor:
+        for x in {t._spec: t for t in tensors if t._spec.assumed}.values():
+            check_assumed(x._local_tensor, x._spec)
+        parts = redistribute_together([t._local_tensor for t in tensors], moves)
+        (joined,) = way.made([t.to(outs[0].dtype) for t in parts], outs[0].stride)
+        return wrap(joined, outs[0])
+
+    return sending([way], join)
+
+
+def _fits(given: Sharding, wanted: Sharding) -> bool:
+    """Whether a rank has its part without anybody else's."""
+    if given is wanted:
+        return True
+    placements = zip(given.placements, wanted.placements, strict=True)
+    return all(p is q or (p is R and isinstance(q, Shard)) for p, q in placements) and not given.cuts
+
+
+HANDLERS: Mapping[str, ForKind] = {
+    "slice_backward.default": ForKind(_making(_slice_backward)),
+    "constant_pad_nd.default": ForKind(_making(_pad)),
+    "flip.default": ForKind(_making(_flip)),
+    "roll.default": ForKind(_making(_roll)),
+    "cat.default": ForKind(_cat),
+}
