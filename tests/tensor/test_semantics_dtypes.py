@@ -124,6 +124,7 @@ def test_kinds_that_meta_tensors_refuse():
 WRAPPED = {
     "sum": lambda x: (x.sum(), x.sum(0), x.sum(1, dtype=torch.int32), x.sum(dtype=torch.float32)),
     "sum in its own type": lambda x: (x.sum(dtype=x.dtype), x.cumsum(0, dtype=x.dtype)),
+    "trace": lambda x: (x.trace(), x[:2].trace(), x.float().trace()),
     "mean": lambda x: (x.mean(dtype=torch.float32), x.mean(0, dtype=torch.float64)),
     "cumsum, prod": lambda x: (x.cumsum(0), x.prod(), x.prod(0), x.cumprod(1)),
     "casts": lambda x: (x.to(torch.int64), x.int(), x.float(), x.to(torch.complex64), x.bool(), x.to(torch.uint8)),

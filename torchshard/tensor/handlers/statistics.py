@@ -13,6 +13,7 @@ from torch import Tensor
 from torchshard.comm import collectives
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.reducing import Dims, dims_of
+from torchshard.rules.terms import converts_sums, is_whole_number
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import (
     FLOATS,
@@ -74,7 +75,11 @@ def _trace(func: Any, x: Any) -> Any:
     """The diagonals of all parts, where those add up."""
     x = in_boxes(x)
     layout = x._spec
-    adds = all(isinstance(p, Shard) or p is R or (isinstance(p, Partial) and p.op == "sum") for p in layout.placements)
+    passes = converts_sums(x.dtype, torch.int64 if is_whole_number(x.dtype) else x.dtype)  # as a sum's terms may wrap
+    adds = all(
+        p.op == "sum" and passes if isinstance(p, Partial) else p is R or isinstance(p, Shard)
+        for p in layout.placements
+    )
     if x.ndim != 2 or x.dtype is torch.bool or not adds or layout.box is None:  # the kernel refuses truth values
         return NotImplemented
     found = part(x, layout.sharding).diagonal(layout.box.offset[0] - layout.box.offset[1]).sum()
