@@ -74,6 +74,8 @@ def _one_differs(rank, world, mesh, fault):
     if fault == "turn":  # of two tensors of one shape, each takes another first
         sd = {"a": state_dict.to_sharded_tensor(sd["a"]), "b": state_dict.to_sharded_tensor(sd["b"], dim=1)}
         return _told(lambda: sd["b" if odd else "a"].reshard(chunks(0, (2, 0), torch.device("cpu"))))
+    if fault == "source of values":
+        return _told(lambda: state_dict.to_dtensor({"w": torch.ones(shape)}, mesh, [Shard(0)], src_rank=int(odd)))
     if odd and fault == "target":
         told = _told(lambda: state_dict.to_dtensor(given, mesh, [Shard(1)]))
     elif fault == "nothing":  # as torch's broadcast_from_rank0 would take it
@@ -126,6 +128,10 @@ def _one_refuses(rank, mesh, fault):
         "joined": lambda: ShardedTensor.from_local(whole, dim=7 if odd else 0),
         "rules": lambda: rules({"a": spread} if odd else {"a": spread, "b": spread}),
         "joins": lambda: rules({"a": spread, "b": cut if odd else spread}),
+        "source": lambda: state_dict.to_dtensor({"w": whole}, mesh, [Shard(0)], src_rank=7 if odd else 0),
+        "both": lambda: state_dict.to_sharded_tensor(
+            {"w": spread}, dim=1, spec=chunks(1, range(3), whole.device) if odd else None
+        ),
         "size": lambda: ShardedTensor.from_local_shards(cut.local_shards(), "6" if odd else 6, 2),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -150,6 +156,8 @@ REFUSED = {
     "joined": "ShardingError: No dim to join along",
     "rules": "ShardingError: Parts of a fused tensor are missing",
     "joins": "UnsupportedOperatorError: A ShardedTensor cannot be joined",
+    "source": "ShardingError: The source is no rank",
+    "both": "ShardingError: A spec says itself which dim is cut",
     "size": "TypeError: size has to be a sequence of ints",
 }
 """By fault: what the rank concerned raises, and the others are told."""
@@ -163,6 +171,7 @@ WORDS = {
     "terms": "different state dicts.*(s: .*t: |t: .*s: )",
     "turn": r"different state dicts.*shape \(12, 3\), Box",
     "nothing": "different state dicts.*(w: .*nothing more|nothing more.*w: )",
+    "source of values": "different state dicts.*w: .*whole on rank (0.*whole on rank 1|1.*whole on rank 0)",
     "target": "different state dicts.*whole on the ranks|different state dicts.*S\\(1\\)",
 }
 

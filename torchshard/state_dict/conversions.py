@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard._torch import below_torch_functions, default_group, ends_graphs, sharded_tensors
-from torchshard.comm.circle import circle_of, this_rank
+from torchshard.comm.circle import circle_of, this_rank, world_size
 from torchshard.errors import ShardingError
 from torchshard.keys.globs import Globs
 from torchshard.layout.placements import Shard
@@ -110,7 +110,10 @@ def to_dtensor(
         chosen = _chooser(sd, placements, strict)
     except ShardingError as error:
         refusal, chosen = error, _chooser(sd, placements, strict=False)
-    waiting = None if src_rank is None else (tuple(sorted({src_rank, *mesh.ranks})), device_mesh.device_type)
+    waiting = None
+    if src_rank is not None:  # one that is no rank is refused, and the mesh is told
+        ranks = {*mesh.ranks, *({src_rank} & set(range(world_size())))}
+        waiting = tuple(sorted(ranks)), device_mesh.device_type
     known: dict[tuple[int, tuple[int, ...]], tuple[Any, OnMesh]] = {}  # one for all of a shape that are placed alike
 
     def decide(path: str, x: Tensor, form: Form) -> Target | None:
@@ -187,8 +190,9 @@ def to_sharded_tensor(
         ShardingError: a spec that does not fit, `dim` beside a spec, or a rank outside of a tensor's mesh.
         RankMismatchError: ranks do not convert the same, or one is lost.
     """
+    refusal = None
     if dim is not None and spec is not None:
-        raise ShardingError("A spec says itself which dim is cut.", expected="dim= or spec=", got="both")
+        refusal = ShardingError("A spec says itself which dim is cut.", expected="dim= or spec=", got="both")
     cuts: dict[Any, Target] = {}  # one for all tensors that are cut alike
     kept: dict[Any, Target] = {}  # and for all that keep parts that lie alike
 
@@ -204,7 +208,7 @@ def to_sharded_tensor(
         there = group, form.device
         return cuts.get(there) or cuts.setdefault(there, _cut(spec, dim or 0, *there))
 
-    return convert(sd, decide, reduce_partial=reduce_partial)
+    return convert(sd, decide, reduce_partial=reduce_partial, refusal=refusal)
 
 
 def _cut(spec: Any, dim: int, group: dist.ProcessGroup, device: torch.device) -> Target:

@@ -56,6 +56,9 @@ def convert(
         ShardingError: a tensor that cannot be converted, or the source is no rank; nothing is moved then on any rank.
         RankMismatchError: ranks do not convert the same, or one is lost.
     """
+    if source is not None and not 0 <= source < world_size():
+        refusal = refusal or ShardingError("The source is no rank.", expected=f"0 to {world_size() - 1}", got=source)
+        source = None
     memory: Memory = {}
     under_way: dict[Any, _Made | None] = {}
     jobs: list[Job] = []
@@ -67,8 +70,6 @@ def convert(
         require_distinct(everything)
     except ShardingError as error:
         refusal = refusal or error
-    if source is not None and not 0 <= source < world_size():
-        raise ShardingError("The source is no rank.", expected=f"0 to {world_size() - 1}", got=source)
     if reduce_partial:
         _agree_on_reductions(found)
     for path, leaf in found:
@@ -143,9 +144,9 @@ def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[J
         device = target.device(form)
     boxes = target.boxes(form)
     own = dict(parts)
-    job = Job(
-        path, f"{form.text}, to {target.text}", form.dtype, held, goal, parts, [], device, form.problem, form.group
-    )
+    given = form.text if form.holding is not None or source is None else f"{form.text} on rank {source}"
+    plan = f"{given}, to {target.text}"
+    job = Job(path, plan, form.dtype, held, goal, parts, [], device, form.problem, form.group)
     if job.problem is None and (job.moves or form.holding is None):
         job.problem = _without_values(path, form, parts)
     if not job.moves and form.unchecked is not None and form.parts:
