@@ -202,6 +202,9 @@ def test_bad_arguments(dcp_two, tmp_path):
         checkpoint.convert(dcp_two, tmp_path / "x", to="onnx")
     with pytest.raises(CheckpointError, match="max_memory is too little"):
         to_safetensors(dcp_two, tmp_path / "x", max_memory=1000)
+    for size in (2**60, 2**100):
+        with pytest.raises(CheckpointError, match=r"no memory for buffers(?s:.*)max_memory=67108864"):
+            to_safetensors(dcp_two, tmp_path / "x", max_memory=size)
     with pytest.raises(CheckpointError, match="folder of the destination does not exist"):
         to_safetensors(dcp_two, tmp_path / "no" / "x")
     with pytest.raises(CheckpointError, match="destination is a folder"):

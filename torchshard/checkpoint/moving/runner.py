@@ -21,6 +21,7 @@ from torchshard.checkpoint.moving.checksums import crc32
 from torchshard.checkpoint.moving.comparing import Comparison, Sum, whole_pieces
 from torchshard.checkpoint.moving.plan import Block, plan
 from torchshard.checkpoint.moving.reading import Room, fill
+from torchshard.checkpoint.text import format_size
 from torchshard.errors import CheckpointError
 
 MEMORY = 64 * 2**20
@@ -60,6 +61,24 @@ class Budget:
     def buffer(self) -> int:
         """Bytes of a buffer; each thread has two."""
         return self.buffers // (2 * self.threads)
+
+    def room(self) -> Room:
+        """The buffers of a thread.
+
+        Raises:
+            CheckpointError: the system has no memory for them.
+        """
+        try:
+            # Anonymous maps: memory is used when it is written to, and given back with the last reference.
+            return Room(*[memoryview(mmap.mmap(-1, self.buffer)) for _ in range(2)])
+        except (OSError, OverflowError) as error:
+            raise CheckpointError(
+                "The system has no memory for buffers of this size.",
+                expected=f"{2 * self.threads} buffers of {format_size(self.buffer)}",
+                got=str(error),
+                where=f"max_memory of {format_size(self.memory)}",
+                fix=f"Give less: max_memory={MEMORY} (--max-memory 64MiB) is enough for any checkpoint.",
+            ) from error
 
     def block(self, entry: TensorEntry) -> int:
         """Elements of a block of this tensor. Pieces that are not stored in order are gone through once a block."""
@@ -183,8 +202,7 @@ class _Run:
         some: list[_Done] = []
         end: BaseException | None = None
         try:
-            # Anonymous maps: memory is used when it is written to, and given back with the last reference.
-            room = Room(*[memoryview(mmap.mmap(-1, self.budget.buffer)) for _ in range(2)])
+            room = self.budget.room()
             told = time.monotonic()
             while not self.stopped:
                 with self.lock:
