@@ -118,7 +118,7 @@ def test_options_of_convert(folder, tmp_path):
         ("--mesh", "2by2"): "shape of a mesh", ("--placements", "S(0)"): "pattern and its value",
         ("--rename", "x"): r"'layers.(\d+)=blocks.\1'", ("--rename", "modle=x"): "no key: rename('modle', 'x')",
         ("--rename", "model=model"): "a key for each rule to change", ("--rename", r"model.(\w)=model.\1"): "no key: ",
-        ("--dtype", "int4"): "not cast to this type", ("--shard-size", "much"): "not a size",
+        ("--dtype", "int4"): "not cast to this type", ("--shard-size", "much"): "--shard-size",
         ("--dtype", "bfloat16", "--dtype", "float16"): "given twice",
     }  # fmt: skip
     for options, message in wrong.items():

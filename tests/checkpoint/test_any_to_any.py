@@ -360,6 +360,20 @@ def test_several_inputs_become_one(tmp_path):
     with pytest.raises(CheckpointError, match="the same key") as error:
         checkpoint.convert([b, a, a], tmp_path / "d.pt", to="torch")
     assert error.value.where == str(a)  # not only the folder that it lies in
+    torch.save({"optimizer": {"m": {"x": torch.ones(1)}}}, tmp_path / "nested.pt")  # no key of b, but its place
+    with pytest.raises(CheckpointError, match="the same key") as error:
+        checkpoint.convert([b, tmp_path / "nested.pt"], tmp_path / "d.pt", to="torch")
+    assert (error.value.got, error.value.where) == ("optimizer.m", str(tmp_path / "nested.pt"))
+
+
+@pytest.mark.parametrize("globs", [{"exclude": ["*"]}, {"select": ["model.w"], "exclude": ["model.[wb]"]}])
+def test_patterns_that_leave_nothing_are_refused(tmp_path, globs):
+    """The file was written, and held nothing."""
+    torch.save({"model": {"w": torch.ones(2), "b": torch.ones(1)}}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="The patterns leave no key") as error:
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", **globs)
+    assert error.value.got == "2 keys, all of them left out"
+    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 @pytest.mark.parametrize("glob", ["count", "wave", "lr"])

@@ -63,6 +63,13 @@ def edited(index: Index, edits: Edits) -> Index:
         entry = index.entries[key]
         target = edits.dtypes[globs[key]] if key in globs else None
         chosen[key] = _cast(key, entry, target) if isinstance(entry, TensorEntry) else entry
+    if index.entries and not chosen:
+        raise CheckpointError(
+            "The patterns leave no key, so that there is nothing to write.",
+            expected=f"a key that one of {list(edits.select or ['*'])} matches, and none of {list(edits.exclude)}",
+            got=f"{len(index.entries)} keys, all of them left out",
+            fix="Give other patterns to select or exclude; inspect shows the keys.",
+        )
     entries, olds = (chosen, {}) if edits.rename is None else _renamed(chosen, edits.rename)
     entries = {key: entry if chosen.get(key) is entry else replace(entry, key=key) for key, entry in entries.items()}
     where = f"the state dict of {index.opened[0].root}" if index.opened else "the state dict"
@@ -181,30 +188,39 @@ def merged(indices: Sequence[Index]) -> Index:
         return indices[0]
     entries: dict[str, Entry] = {}
     files: dict[str, int] = {}
+    places: list[str] = []
     for index in indices:
         root = index.opened[0].root if index.opened else ""
-        where = f"{root}/{next(iter(index.files))}" if len(index.files) == 1 else root
+        where = f"{root}/{next(iter(index.files))}" if len(index.files) == 1 else f"{root}"
+        places.append(where)
         for key, entry in index.entries.items():
             if key in entries:
-                raise CheckpointError(
-                    "Two of the checkpoints have the same key.",
-                    got=printable(key),
-                    where=where,
-                    fix="Leave it out of one of them, or convert them one by one.",
-                )
+                raise _same_key(key, where)
             entries[key] = entry
         files |= {f"{root}/{name}": size for name, size in index.files.items()}
 
     @functools.cache
     def tree() -> object:
-        return functools.reduce(_united, [index.tree() for index in indices])
+        made: Any = indices[0].tree()
+        for index, where in zip(indices[1:], places[1:], strict=True):
+            made = _united(made, index.tree(), where)
+        return made
 
     opened = tuple([files for index in indices for files in index.opened])
     formats = " and ".join(dict.fromkeys(index.format for index in indices))
     return Index(formats, entries, tree, files, {}, opened, common_notes(indices))
 
 
-def _united(a: Any, b: Any, path: str = "") -> dict[Any, Any]:
+def _same_key(key: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        "Two of the checkpoints have the same key.",
+        got=printable(key),
+        where=where,
+        fix="Leave it out of one of them, or convert them one by one.",
+    )
+
+
+def _united(a: Any, b: Any, where: str, path: str = "") -> dict[Any, Any]:
     """A dict of what two hold, of their class, as a Counter that was taken apart; dicts of one name become one."""
     kinds: set[type[dict[Any, Any]]] = {type(a), type(b)}
     kind = kinds.pop() if len(kinds) == 1 else OrderedDict if OrderedDict in kinds else dict
@@ -212,9 +228,9 @@ def _united(a: Any, b: Any, path: str = "") -> dict[Any, Any]:
     for key, value in b.items():
         here = a.get(key)
         if isinstance(here, dict) and isinstance(value, dict):
-            value = _united(here, value, f"{path}{as_step(key)}.")
+            value = _united(here, value, where, f"{path}{as_step(key)}.")
         elif key in a:
-            raise CheckpointError("Two of the checkpoints have the same key.", got=printable(f"{path}{as_step(key)}"))
+            raise _same_key(f"{path}{as_step(key)}", where)
         made[key] = value
     if isinstance(made, OrderedDict):
         made.attributes = _attributes_of(a, b, path)

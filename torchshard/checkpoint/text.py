@@ -14,15 +14,21 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k
 _UNITS |= {"t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, option: str | None = None) -> int:
     """Bytes from "64MiB", "1.5 GiB", "500MB" or "1048576"; a single letter means the binary unit, as in "64M".
+
+    Args:
+        text: what was given.
+        option: to which option, for the error.
 
     Raises:
         CheckpointError: not a size.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
-        raise CheckpointError("This is not a size.", expected="a number with a unit, such as 64MiB", got=repr(text))
+        raise CheckpointError(
+            "This is not a size.", expected="a number with a unit, such as 64MiB", got=repr(text), where=option
+        )
     return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
 
 
