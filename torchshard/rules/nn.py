@@ -90,7 +90,7 @@ def _group_norm(
     weights = [channels] * ((weight is not None) + (bias is not None))
 
     def local(op: Any, x: Any, weight: Any, bias: Any, *_: Any) -> Any:
-        return op(x, weight, bias, x.shape[0], x.shape[1], space, groups * x.shape[1] // c, eps)
+        return op(x, weight, bias, x.shape[0], x.shape[1], space, _held_groups(x, c, groups), eps)
 
     return Made(f"{', '.join([rows, *weights])} -> {rows}, n g, n g", sizes, local=local)
 
@@ -103,7 +103,7 @@ def _group_norm_backward(
     rows = " ".join(["n", channels, *positions(x.ndim, "X")])
 
     def local(op: Any, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *rest: Any) -> Any:
-        return op(grad, x, mean, rstd, weight, x.shape[0], x.shape[1], space, groups * x.shape[1] // c, rest[-1])
+        return op(grad, x, mean, rstd, weight, x.shape[0], x.shape[1], space, _held_groups(x, c, groups), rest[-1])
 
     operands = [rows, rows, "n g", "n g", *([channels] if weight is not None else [])]
     return Made(f"{', '.join(operands)} -> {rows}, {channels}, {channels}", sizes, local=local)
@@ -114,6 +114,11 @@ def _in_groups(channels: int, groups: int) -> tuple[str, dict[str, int]]:
     if groups > 0 and channels % groups == 0 and channels:
         return "(g C)", {"g": groups, "C": channels // groups}
     return "C", {"g": groups}
+
+
+def _held_groups(part: Any, channels: int, groups: int) -> Any:
+    """How many groups a part of the channels holds; of none, all."""
+    return groups * part.shape[1] // channels if channels else groups
 
 
 def _batch_norm(
