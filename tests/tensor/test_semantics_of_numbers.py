@@ -49,6 +49,16 @@ def _zeros_beside(put):
     return y, weights, x.grad
 
 
+def _quantiles(put):
+    x = put(INPUT.double()).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [x.quantile(0.5), x.quantile(0.3, 1, keepdim=True), torch.quantile(x, 0.4, 0, interpolation="nearest")]
+    found.append(x.sqrt().nanquantile(0.4, 2))
+    sum(t.square().sum() for t in found).backward()
+    return found, x.grad
+
+
 PROGRAMS = {
     "LSTM": _recurrent(nn.LSTM, 4, 6, 2, bidirectional=True, batch_first=True),
     "LSTM without biases": _recurrent(nn.LSTM, 4, 6, bias=False),
@@ -61,6 +71,7 @@ PROGRAMS = {
     "largest of bags": _bags(mode="max"),
     "sums of bags": _bags(mode="sum", padding_idx=1),
     "zeros to attend to": _zeros_beside,
+    "quantiles for a number": _quantiles,
 }
 
 
@@ -98,6 +109,7 @@ def refusals(rank, world):
         "places": lambda: bag(ids.flatten(), torch.arange(0, 12, 3)),
         "the function": lambda: F.embedding_bag(ids.flatten(), bag.weight, torch.arange(0, 12, 3)),
         "mask": lambda: attending(x, x, x, attn_mask=torch.zeros(3, 3)),
+        "quantiles": lambda: x.quantile(torch.tensor([0.3, 0.5])),
         "parameter": lambda: half(x),
         "by a hook": lambda: hooked(x),
         "in a hook": lambda: after(x),

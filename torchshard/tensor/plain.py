@@ -1,7 +1,7 @@
 """Plain tensors beside DTensors: refused, as nobody knows what they are elsewhere, or taken for the same on every rank.
 
-They are the same where the user says so, where they have one element or none, and where autograd's formulas make them,
-or modules of torch's that are given DTensors alone.
+They are the same where the user says so, where they have one element, also if expanded, or none, and where autograd's
+formulas make them, or modules of torch's that are given DTensors alone.
 """
 
 import inspect
@@ -110,9 +110,10 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
             raise refuse_plain(call.name, name, x)
         if not (allowed or is_missing_tangent(x)):
             written = call.names.index(name) in call.written()
-            if x.numel() > 1 or (written and not x.numel()):
+            if (written and x.numel() != 1) or (x.numel() > 1 and not _is_expanded_scalar(x)):
                 raise refuse_plain(call.name, name, x, written)
-            if x.numel():  # no elements have no values, as torch's index for a mask that is one False
+            # No elements have no values, as torch's index for a mask that is one False.
+            if x.numel() == 1 and not _views_scalar(x):
                 say_taken_alike(call.name, name)
     mesh = next(dtensors_in(call.values))._spec.mesh
 
@@ -124,6 +125,16 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
         return x
 
     return [wrapped(x) for x in call.values]
+
+
+def _views_scalar(x: Tensor) -> bool:
+    """Whether a scalar was given dims, as a quantile's number is for a tensor that is one row."""
+    return x._base is not None and not x._base.ndim
+
+
+def _is_expanded_scalar(x: Tensor) -> bool:
+    """Whether all elements are one number in memory, as that which quantile makes of its number is."""
+    return all(step == 0 or n == 1 for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 # Rooms whose frames may lie between a formula and an operator: those of references run for the shape of a sum, or of a
