@@ -401,6 +401,21 @@ def test_rows_of_an_example_that_is_a_dtensor(placement, strict):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+def test_rows_of_an_example_beside_a_split_parameter(strict):
+    """For which the rows are gathered: that ties those of the whole to those of the part."""
+    if strict:
+        require("meshes in graphs")
+    module = Around(lambda x: (x @ module.weight).relu() @ module.weight.mT)
+    module.weight = torch.nn.Parameter(distribute_tensor(torch.randn(4, 64), MESH, [Shard(1)]))
+    for varying in (torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC(min=8, max=64)):
+        example, other, few = [distribute_tensor(torch.ones(n, 4), MESH, [Shard(0)]) for n in (8, 12, 4)]
+        program = torch.export.export(module, (example,), dynamic_shapes=({0: varying},), strict=strict).module()
+        assert described(program(other)) == described(module(other))
+    with pytest.raises(AssertionError, match=">= 8"):
+        program(few)
+
+
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     "function",
     [

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from torchshard._torch.finding import find, find_once, has_fast_paths
 from torchshard._torch.frames import skip_alone
-from torchshard._torch.lengths import bind_lengths_of_parts, record_lengths, return_lengths_as_looked_at
+from torchshard._torch.lengths import (
+    bind_lengths_of_parts,
+    bound_lengths_of_formulas,
+    record_lengths,
+    return_lengths_as_looked_at,
+)
 
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
@@ -186,6 +191,7 @@ def mend_trace(n: Any) -> None:
     record_lengths()
     bind_lengths_of_parts()
     return_lengths_as_looked_at()
+    bound_lengths_of_formulas()
     mend_strides_of_results()
 
 

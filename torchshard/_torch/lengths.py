@@ -152,3 +152,34 @@ def return_lengths_as_looked_at() -> bool:
     setattr(graph_capture, dispatch.__name__, dispatched)
     setattr(graph_capture_wrappers, unwrap.__name__, unwrapped)
     return True
+
+
+@functools.cache
+def bound_lengths_of_formulas() -> bool:
+    """Have torch.export take a range for a length that is a formula of another; whether that can be told.
+
+    It looks up the range of the length's own symbol. In strict mode a DTensor has none where another tensor ties the
+    whole to the part before the program is made: "KeyError: 2*s22".
+    (torch._export.non_strict_utils._constrain_user_specified_dimhint_range, 2.11-2.15)
+    """
+    try:
+        from torch._export import non_strict_utils
+    except ImportError:
+        return False
+    constrain: Any = getattr(non_strict_utils, "_constrain_user_specified_dimhint_range", None)
+    if constrain is None:
+        return False
+
+    @functools.wraps(constrain)
+    def constrained(length: Any, hint: int, dim: Any, ranges: Any, shapes: Any, *place: Any) -> Any:
+        formula = getattr(getattr(length, "node", None), "_expr", None)
+        if formula is None or formula.is_number or formula in shapes.var_to_range:
+            return constrain(length, hint, dim, ranges, shapes, *place)
+        shapes.var_to_range[formula] = shapes.bound_sympy(formula)
+        try:
+            return constrain(length, hint, dim, ranges, shapes, *place)
+        finally:
+            del shapes.var_to_range[formula]
+
+    setattr(non_strict_utils, constrain.__name__, constrained)
+    return True
