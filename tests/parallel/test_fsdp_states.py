@@ -1,6 +1,7 @@
 """State dicts of FSDP1 on tensor-parallel modules: full ones, of ShardedTensors, through checkpoints, with torch's own."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -150,8 +151,9 @@ def optimizers_of_sharded_tensors(rank, world):
         cases.assert_same(*found, plain, plain_optimizer)
         columns = to_sharded_tensor(to_full(optimizer_state), dim=-1)
         for refused in (columns, to_torch(columns)):
-            with pytest.raises(ShardingError, match="the rows that FSDP gives it"):
+            with pytest.raises(ShardingError, match="the rows that FSDP gives it") as error:
                 cases.load_sharded(two, other_optimizer, state, refused)
+            assert re.match(r"state 'exp_avg.* of .*, a ShardedTensor of shape", str(error.value.where))
 
 
 def test_optimizer_states_of_sharded_tensors():

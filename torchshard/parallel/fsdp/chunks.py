@@ -128,7 +128,7 @@ def part_of(x: Any, layout: TensorLayout, where: str = "") -> Any:
         target = source.to(on_larger_mesh(layout.sharding, source.mesh))  # type: ignore[arg-type]
         return redistribute_local(x if ours is None else ours._local_tensor.detach(), source, target)
     if _torch.is_sharded_tensor(x):
-        return innermost(x)[0]
+        return innermost(x, where or None)[0]
     if tuple(x.shape) == layout.shape and layout.box is not None:
         return x[layout.box.slices]
     if tuple(x.shape) != tuple(layout.local_shape):
@@ -250,8 +250,8 @@ def _of_parts(
     return _torch.their_sharded_tensor(shards, whole, None, group)  # type: ignore[no-any-return]
 
 
-def innermost(tensor: Tensor) -> tuple[Tensor, list[Any]]:
-    """See DTensorExtensions.pre_load_state_dict_transform."""
+def innermost(tensor: Tensor, where: str | None = None) -> tuple[Tensor, list[Any]]:
+    """See DTensorExtensions.pre_load_state_dict_transform; `where` it is, for errors, as far as is known."""
     if isinstance(tensor, ShardedTensor):
         tensor = tensor.to_torch()
     if not _torch.is_sharded_tensor(tensor):
@@ -259,26 +259,28 @@ def innermost(tensor: Tensor) -> tuple[Tensor, list[Any]]:
             "A sharded state dict of ShardedTensors is expected.",
             expected="a ShardedTensor",
             got=type(tensor).__name__,
+            where=where,
             fix="state_dict.to_sharded_tensor(x); or give FSDP device_mesh= instead of process_group=, and DTensors",
         )
     shards = tensor.local_shards()  # type: ignore[attr-defined]
     if len(shards) == 1 and _torch.is_sharded_tensor(shards[0].tensor):
-        return innermost(shards[0].tensor)
-    _require_rows(tensor)
+        return innermost(shards[0].tensor, where)
+    _require_rows(tensor, where)
     return tensor, shards
 
 
-def _require_rows(theirs: Any) -> None:
+def _require_rows(theirs: Any, where: str | None) -> None:
     """Raise ShardingError unless ranks have rows as FSDP cuts them: it joins their elements, whatever they are of."""
     metadata, group = theirs.metadata(), _torch.group_of_theirs(theirs)
     boxes = [(s.placement.rank(), specs.box_of(s, metadata.size)) for s in metadata.shards_metadata]
     held = {rank: box for rank, box in boxes if box.numel}
     expected = _boxes_of_rows(metadata.size, group.size(), group) if metadata.size else held
     if held != expected:
+        shape = tuple(metadata.size)
         raise ShardingError(
             "FSDP loads ShardedTensors of which each rank has the rows that FSDP gives it.",
             expected=", ".join([f"rank {rank}: {box}" for rank, box in sorted(expected.items())]),
             got=", ".join([f"rank {rank}: {box}" for rank, box in sorted(held.items())]),
-            where=f"a ShardedTensor of shape {tuple(metadata.size)}",
+            where=f"{where}, a ShardedTensor of shape {shape}" if where else f"a ShardedTensor of shape {shape}",
             fix="state_dict.to_sharded_tensor(state_dict.to_full(x)), which splits dim 0",
         )

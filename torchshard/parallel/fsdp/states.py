@@ -53,7 +53,7 @@ def part(value: Any, taken: Placed | None, where: str) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     if isinstance(value, ShardedTensor) or is_sharded_tensor(value):
-        return innermost(value)[0]
+        return innermost(value, where)[0]
     if taken is None:
         return value.full_tensor() if isinstance(value, DTensor) else value
     x = as_ours(value)
