@@ -1,4 +1,4 @@
-"""Rows of a dim that lie elsewhere in a result: whose rows a slice, a pad, a concatenation, a roll or a flip takes.
+"""Rows of a dim that lie elsewhere in a result: whose rows a slice, a pad, a concatenation or a roll takes.
 
 Results are split by the rule of pieces, as operands are; so who needs which rows of whom follows from lengths alone.
 """
@@ -16,8 +16,8 @@ class Run(NamedTuple):
     """Rows of one tensor, evenly spaced, and their places in a result.
 
     Attributes:
-        start, step: the first of its rows, and how far the next is; backwards where `step` is below 0.
-        at, apart: the place of the first row, and how far the next is, which is 1 or more.
+        start, step: the first of its rows, and how far the next is.
+        at, apart: the place of the first row, and how far the next is.
         length: how many rows.
         source: which tensor, by its number.
         target: which result.
@@ -54,9 +54,7 @@ class Run(NamedTuple):
 def _numbers(start: int, step: int, interval: Interval) -> tuple[int, int]:
     """From which number on, and up to which, `start + number * step` lies in an interval."""
     first, last = interval[0] - start, interval[0] + interval[1] - start
-    if step > 0:
-        return -(-first // step), -(-last // step)
-    return -last // -step + 1, -first // -step + 1
+    return -(-first // step), -(-last // step)
 
 
 @dataclass(frozen=True, slots=True)

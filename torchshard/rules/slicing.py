@@ -71,7 +71,7 @@ def _slice(x: Layout, dim: int = 0, start: int | None = None, end: int | None = 
     n, run = x.shape[dim], _length_of_runs(x, dim)
     if is_all(n, start, end, step):
         return _unchanged(x)
-    if _takes_one_of_each(n, start, end, step) and dim in x.sharding.splits:
+    if takes_one_of_each(n, start, end, step) and dim in x.sharding.splits:
         line = _line(x.ndim, dim, [f"({_RUN} {_STRIDE})"], [_RUN])
         return Made(line, {_RUN: n // step, _STRIDE: step}, local=lambda f, t, *_: f(t, dim, start, end, step))
     bounds = _bounds(n, start, end, step) if run else None
@@ -123,7 +123,7 @@ def _bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int,
     return first, last
 
 
-def _takes_one_of_each(n: int, start: int | None, end: int | None, step: int) -> bool:
+def takes_one_of_each(n: int, start: int | None, end: int | None, step: int) -> bool:
     """Whether a slice takes one item of each `step` neighbours, to the end."""
     first, last = start or 0, n if end in (None, sys.maxsize) else end
     return step > 1 and _may_be_asked(n, first, last) and 0 <= first < step and last >= n > 0 and n % step == 0
@@ -134,7 +134,7 @@ def _slice_backward(grad: Layout, size: Sequence[int], dim: int, start: int, end
     n = size[dim]
     if is_all(n, start, end, step):
         return Made(_unchanged(grad), local_size=1)
-    if _takes_one_of_each(n, start, end, step) and dim in grad.sharding.splits:
+    if takes_one_of_each(n, start, end, step) and dim in grad.sharding.splits:
 
         def apart(function: Any, part: Any, *_: Any) -> Any:
             whole = [*part.shape[:dim], part.shape[dim] * step, *part.shape[dim + 1 :]]

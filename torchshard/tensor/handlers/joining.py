@@ -1,4 +1,4 @@
-"""Joins, pads, rolls and flips along a split dim, and the gradient of slices: rows go where the result has them."""
+"""Joins, pads and rolls along a split dim, and the gradient of slices: rows go where the result has them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.layout.splicing import Run
-from torchshard.rules.slicing import is_all, meet_in_runs
+from torchshard.rules.slicing import is_all, meet_in_runs, takes_one_of_each
 from torchshard.tensor import guards
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.parts import ForKind
@@ -78,14 +78,6 @@ def _along(x: TensorLayout, dims: Iterable[int]) -> tuple[list[int], list[int]] 
     return split, [d % x.ndim for d in dims if d % x.ndim not in split]
 
 
-def _flip(x: TensorLayout, dims: Sequence[int]) -> Any:
-    if (along := _along(x, dims)) is None:
-        return None
-    split, others = along
-    told = [Told(d, [Run(x.shape[d] - 1, -1, 0, 1, x.shape[d])], [x.shape[d]]) for d in split]
-    return told, (lambda local: local.flip(others)) if others else None
-
-
 def _roll(x: TensorLayout, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     if not dims or len(shifts) != len(dims) or (along := _along(x, dims)) is None:
         return None
@@ -120,7 +112,9 @@ def _pad(x: TensorLayout, pad: Sequence[int], value: Any = 0) -> Any:
 def _slice_backward(grad: TensorLayout, size: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
     d, n = dim % len(size), size[dim]
     first, count = bounds(n, start, end, step)
-    if is_all(n, start, end, step) or (step == 1 and meet_in_runs([grad], d, n, first)):
+    if is_all(n, start, end, step) or takes_one_of_each(n, start, end, step):
+        return None
+    if step == 1 and meet_in_runs([grad], d, n, first):
         return None
     if (along := _along(grad, [d])) is None or not _may_fill(grad.sharding, 0):
         return None
@@ -167,7 +161,6 @@ def _fits(given: Sharding, wanted: Sharding) -> bool:
 HANDLERS: Mapping[str, ForKind] = {
     "slice_backward.default": ForKind(_making(_slice_backward)),
     "constant_pad_nd.default": ForKind(_making(_pad)),
-    "flip.default": ForKind(_making(_flip)),
     "roll.default": ForKind(_making(_roll)),
     "cat.default": ForKind(_cat),
 }

@@ -1,4 +1,4 @@
-"""Slices along a split dim: rows go where the result has them. One row alone is split along another dim.
+"""Slices along a split dim: rows go where the result has them. Fewer than there are ranks are split along another dim.
 
 Where nothing is sent, as for `x[:, :-1]` of even pieces, a slice is a view. Elsewhere it is severed (guards.py), and
 what is written to it goes the way back.
@@ -6,6 +6,7 @@ what is written to it goes the way back.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from torchshard.comm import collectives
+from torchshard.comm.group import Group
 from torchshard.layout.layout import Sharding
-from torchshard.layout.pieces import nested_pieces
+from torchshard.layout.pieces import Interval, nested_pieces
 from torchshard.layout.placements import Shard
 from torchshard.layout.splicing import Run
 from torchshard.rules.slicing import is_all
@@ -32,8 +34,10 @@ from torchshard.tensor.handlers.splicing import (
     results,
     sending,
     sent,
+    spaced,
 )
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout
+from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import check_assumed, in_memory_order
 
 aten = torch.ops.aten
@@ -47,13 +51,46 @@ def _slice(
     if d is None or is_all(x.shape[d], start, end, step):
         return None
     layout, run = x._spec, _run(*bounds(x.shape[d], start, end, step), step)
-    outs = results(func, layout.sharding, x, dim, start, end, step)
-    if not outs or outside(layout.sharding):
+    few = 0 < run.length < math.prod([layout.mesh.shape[a] for a in layout.sharding.splits[d]])
+    sharding, other = _spread(layout, d) if few else (layout.sharding, None)
+    outs = results(func, sharding, x, dim, start, end, step)
+    if not outs or outside(sharding):
         return partial(nothing, outs[0]) if outs else None
+    if few:
+        return Few.of(layout, d, run, other).handler(func, layout, outs[0])
     way = Way.of(Told(d, [run], [run.length]), layout.sharding, [x.shape[d]])
     if func is aten.slice_copy.Tensor:
         return sending([way], partial(sent, layout, outs[0], _fetching(way, outs[0])))
     return sending([way], partial(_first, partial(_views, layout, outs, way, [way])))
+
+
+def _select(func: Any, x: Any, dim: int, index: int) -> Handler | None:
+    d = _split_dim(x, dim, index)
+    if d is None or not -x.shape[d] <= index < x.shape[d]:
+        return None
+    layout, (sharding, other) = x._spec, _spread(x._spec, d)
+    sharding = eliminated(sharding, (d,), False)[0]
+    outs = results(func, sharding, x, dim, index)
+    if not outs or outside(sharding):
+        return partial(nothing, outs[0]) if outs else None
+    run = _run(index % x.shape[d], 1, 1)
+    return Few.of(layout, d, run, other, keeps=False).handler(func, layout, outs[0])
+
+
+def _spread(layout: TensorLayout, dim: int) -> tuple[Sharding, int | None]:
+    """A sharding for a few rows of a split dim, by another; and which: one that comes out even, if there is one.
+
+    Their gradient is then in parts of the whole, which are brought back; one that all ranks have would be of all of it.
+    """
+    whole, axes = eliminated(layout.sharding, (dim,), True)
+    parts = math.prod([layout.mesh.shape[a] for a in axes])
+    free = [e for e, n in enumerate(layout.shape) if e != dim and e not in whole.splits and n > 1]
+    longest = max(free, key=lambda e: layout.shape[e], default=None)
+    other = next((e for e in free if layout.shape[e] % parts == 0), longest)
+    if other is None:
+        return whole, None
+    placements = [Shard(other) if a in axes else p for a, p in enumerate(whole.placements)]
+    return layout.mesh.sharding(placements, {**whole.splits, other: layout.sharding.splits[dim]}), other
 
 
 def _split(func: Any, x: Any, size: Any, dim: int = 0) -> Handler | None:
@@ -78,63 +115,77 @@ def _run(start: int, length: int, step: int) -> Run:
     return Run(start, step, 0, 1, length)
 
 
-def _select(func: Any, x: Any, dim: int, index: int) -> Handler | None:
-    d = _split_dim(x, dim, index)
-    if d is None or not -x.shape[d] <= index < x.shape[d]:
-        return None
-    layout, row = x._spec, index % x.shape[d]
-    sharding, axes, e = _spread(layout, d)
-    outs = results(func, sharding, x, dim, index)
-    if not outs or outside(sharding):
-        return partial(nothing, outs[0]) if outs else None
-    sizes, group, out = [layout.mesh.shape[a] for a in axes], layout.mesh.group(axes), outs[0]
-    held = nested_pieces(x.shape[d], sizes)
-    owner, at = next((k, row - start) for k, (start, n) in enumerate(held) if start <= row < start + n)
-    owns, lengths = owner == group.position, [n for _, n in nested_pieces(out.shape[e], sizes)] if e is not None else []
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Fewer rows than there are ranks that split them, and all of these get parts of them.
 
-    def fetch(local: Tensor) -> Tensor:
-        mine = local.new_empty([*local.shape[:d], *local.shape[d + 1 :]])
-        if owns:
-            mine.copy_(local.select(d, at))
-        if e is None:
-            return in_memory_order(collectives.broadcast(mine, owner, group), out)
-        return in_memory_order(collectives.scatter(mine, e, lengths, owner, group), out)
-
-    def give(part: Tensor, held: Tensor) -> None:
-        if e is not None:
-            blocks = [part if k == owner else part.new_empty(0) for k in range(group.size)]
-            shapes = [(*part.shape[:e], n, *part.shape[e + 1 :]) if owns else (0,) for n in lengths]
-            came = collectives.exchange(blocks, shapes, group)
-            part = torch.cat(came, e) if owns else part
-        if owns:
-            held.select(d, at).copy_(part)
-
-    if func is aten.select_copy.int:
-        return EagerAlone(partial(sent, layout, out, fetch))
-
-    def view(func: Any, x: DTensor, *_: Any, **__: Any) -> DTensor:
-        if layout.assumed:
-            check_assumed(x._local_tensor, layout)
-        return _severed(x, out, fetch(x._local_tensor), fetch, give)
-
-    return EagerAlone(view)
-
-
-def _spread(layout: TensorLayout, dim: int) -> tuple[Sharding, tuple[int, ...], int | None]:
-    """How one row is split, over which axes, and along which of its dims: one that comes out even, if there is one.
-
-    The gradient of the row is then of parts of the whole, which are brought back; one that all ranks have would be of
-    all of it.
+    Attributes:
+        keeps: whether the result has the dim; else there is one row.
+        dim: of the rows.
+        other: along which they are split then; None where each rank gets all.
+        rows: for each rank, those that it holds: where in its part, and where in the result.
+        cuts: for each, what it gets of the other dim.
+        group: the ranks.
     """
-    sharding, axes = eliminated(layout.sharding, (dim,), False)
-    shape, mesh = [*layout.shape[:dim], *layout.shape[dim + 1 :]], layout.mesh
-    parts = math.prod([mesh.shape[a] for a in axes])
-    free = [e for e, n in enumerate(shape) if e not in sharding.splits and n > 1]
-    e = next((e for e in free if shape[e] % parts == 0), max(free, key=lambda e: shape[e], default=None))
-    if e is None:
-        return sharding, axes, None
-    placements = [Shard(e) if a in axes else p for a, p in enumerate(sharding.placements)]
-    return mesh.sharding(placements, {**sharding.splits, e: axes}), axes, e
+
+    keeps: bool
+    dim: int
+    other: int | None
+    rows: Sequence[Run]
+    cuts: Sequence[Interval]
+    group: Group
+
+    @classmethod
+    def of(cls, layout: TensorLayout, dim: int, run: Run, other: int | None, keeps: bool = True) -> "Few":
+        """The way of a run of a tensor's rows."""
+        mesh, axes = layout.mesh, layout.sharding.splits[dim]
+        assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
+        sizes = [mesh.shape[a] for a in axes]
+        rows = [run.of(held) for held in nested_pieces(layout.shape[dim], sizes)]
+        cuts = [(0, 0)] * len(rows) if other is None else nested_pieces(layout.shape[other], sizes)
+        return cls(keeps, dim, other, rows, cuts, mesh.group(axes))
+
+    def handler(self, func: Any, layout: TensorLayout, out: TensorLayout) -> Handler:
+        """Of an operator on a tensor of this layout, whose result has the other."""
+
+        def fetch(x: Tensor) -> Tensor:
+            made = self._fetched(x)
+            return in_memory_order(made if self.keeps else made.squeeze(self.dim), out)
+
+        def give(part: Tensor, held: Tensor) -> None:
+            self._give(part if self.keeps else part.unsqueeze(self.dim), held)
+
+        def view(func: Any, x: DTensor, *_: Any, **__: Any) -> DTensor:
+            if layout.assumed:
+                check_assumed(x._local_tensor, layout)
+            return _severed(x, out, fetch(x._local_tensor), fetch, give)
+
+        copies = func in (aten.slice_copy.Tensor, aten.select_copy.int)
+        return EagerAlone(partial(sent, layout, out, fetch) if copies else view)
+
+    def _fetched(self, x: Tensor) -> Tensor:
+        own = self._own(x)
+        blocks = [self._cut(own, cut) for cut in self.cuts]
+        like = blocks[self.group.position].shape
+        shapes = [(*like[: self.dim], run.length, *like[self.dim + 1 :]) for run in self.rows]
+        return torch.cat(collectives.exchange(blocks, shapes, self.group), self.dim)
+
+    def _give(self, part: Tensor, held: Tensor) -> None:
+        own = self._own(held)
+        if self.other is None:
+            run = self.rows[self.group.position]
+            own.copy_(spaced(part, self.dim, run.at, 1, run.length))
+            return
+        blocks = [spaced(part, self.dim, run.at, 1, run.length) for run in self.rows]
+        shapes = [self._cut(own, cut).shape for cut in self.cuts]
+        own.copy_(torch.cat(collectives.exchange(blocks, shapes, self.group), self.other))
+
+    def _own(self, x: Tensor) -> Tensor:
+        run = self.rows[self.group.position]
+        return spaced(x, self.dim, run.start, run.step, run.length)
+
+    def _cut(self, rows: Tensor, cut: Interval) -> Tensor:
+        return rows if self.other is None else rows.narrow(self.other, *cut)
 
 
 def _split_dim(x: Any, dim: Any, *numbers: Any) -> int | None:

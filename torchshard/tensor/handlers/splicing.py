@@ -95,7 +95,7 @@ class Way:
     def seen(self, x: Tensor) -> Tensor:
         """The rows of a slice that are here, where none need to go anywhere: a view."""
         for run in self.splice.taken[self.splice.here]:
-            return _spaced(x, self.dim, run.start, run.step, run.length)
+            return spaced(x, self.dim, run.start, run.step, run.length)
         return x.narrow(self.dim, 0, 0)
 
     def back(self) -> "Way":
@@ -105,21 +105,18 @@ class Way:
         return Way(self.dim, (), None, Splice(there.here, given, taken, there.apart), self.group)
 
     def _rows(self, parts: Sequence[Tensor], runs: Sequence[Run]) -> Tensor:
-        found = [_spaced(parts[run.source], self.dim, run.start, run.step, run.length) for run in runs]
+        found = [spaced(parts[run.source], self.dim, run.start, run.step, run.length) for run in runs]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim) if found else parts[0].new_empty(0)
 
     def _put(self, into: Sequence[Tensor], run: Run, rows: Tensor) -> None:
-        _spaced(into[run.target], self.dim, run.at, run.apart, run.length).copy_(rows)
+        spaced(into[run.target], self.dim, run.at, run.apart, run.length).copy_(rows)
 
 
-def _spaced(x: Tensor, dim: int, start: int, step: int, count: int) -> Tensor:
-    """So many rows of a tensor, every so many: a view where they go forwards."""
-    if step == 1:
-        return x.narrow(dim, start, count)
-    last = start + (count - 1) * step
-    if step < 0:
-        return aten.slice(x, dim, last, start + 1, -step).flip(dim)  # type: ignore[no-any-return]
-    return aten.slice(x, dim, start, last + 1, step)  # type: ignore[no-any-return]
+def spaced(x: Tensor, dim: int, start: int, step: int, count: int) -> Tensor:
+    """A view of so many rows of a tensor, every so many; of none, wherever they start."""
+    if step == 1 or not count:
+        return x.narrow(dim, start if count else 0, count)
+    return aten.slice(x, dim, start, start + (count - 1) * step + 1, step)  # type: ignore[no-any-return]
 
 
 def known(*numbers: Any) -> bool:
