@@ -22,6 +22,7 @@ from torchshard.tensor.handlers.splicing import (
     known,
     nothing,
     outside,
+    parts_of,
     results,
     sending,
     sent,
@@ -72,7 +73,7 @@ def _along(x: TensorLayout, dims: Iterable[int]) -> tuple[list[int], list[int]] 
     dims = list(dims)
     if not all(-x.ndim <= d < x.ndim for d in dims) or len({d % x.ndim for d in dims}) < len(dims):
         return None
-    split = [d % x.ndim for d in dims if d % x.ndim in x.sharding.splits]
+    split = [d % x.ndim for d in dims if parts_of(x.sharding, d % x.ndim) > 1]
     if any(d in x.sharding.cuts for d in split):
         return None
     return split, [d % x.ndim for d in dims if d % x.ndim not in split]
@@ -125,7 +126,7 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Handler | None:
     if not all(type(t) is DTensor and t.ndim for t in tensors) or len({t.ndim for t in tensors}) > 1:
         return None
     given = [t._spec for t in tensors]
-    split = [x for x in given if not x.sharding.cuts and dim % x.ndim in x.sharding.splits]
+    split = [x for x in given if not x.sharding.cuts and parts_of(x.sharding, dim % x.ndim) > 1]
     if not split or not known(*[x.shape for x in given]) or not -given[0].ndim <= dim < given[0].ndim:
         return None
     d = dim % given[0].ndim

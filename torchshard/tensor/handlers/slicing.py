@@ -4,7 +4,6 @@ Where nothing is sent, as for `x[:, :-1]` of even pieces, a slice is a view. Els
 what is written to it goes the way back.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from torchshard.tensor.handlers.splicing import (
     known,
     nothing,
     outside,
+    parts_of,
     results,
     sending,
     sent,
@@ -51,7 +51,7 @@ def _slice(
     if d is None or is_all(x.shape[d], start, end, step):
         return None
     layout, run = x._spec, _run(*bounds(x.shape[d], start, end, step), step)
-    few = 0 < run.length < math.prod([layout.mesh.shape[a] for a in layout.sharding.splits[d]])
+    few = 0 < run.length < parts_of(layout.sharding, d)
     sharding, other = _spread(layout, d) if few else (layout.sharding, None)
     outs = results(func, sharding, x, dim, start, end, step)
     if not outs or outside(sharding):
@@ -82,8 +82,7 @@ def _spread(layout: TensorLayout, dim: int) -> tuple[Sharding, int | None]:
 
     Their gradient is then in parts of the whole, which are brought back; one that all ranks have would be of all of it.
     """
-    whole, axes = eliminated(layout.sharding, (dim,), True)
-    parts = math.prod([layout.mesh.shape[a] for a in axes])
+    (whole, axes), parts = eliminated(layout.sharding, (dim,), True), parts_of(layout.sharding, dim)
     free = [e for e, n in enumerate(layout.shape) if e != dim and e not in whole.splits and n > 1]
     longest = max(free, key=lambda e: layout.shape[e], default=None)
     other = next((e for e in free if layout.shape[e] % parts == 0), longest)
@@ -194,7 +193,7 @@ def _split_dim(x: Any, dim: Any, *numbers: Any) -> int | None:
         return None
     dim, sharding = dim % x.ndim, x._spec.sharding
     plain = known(x._spec.shape, *numbers) and dim not in sharding.cuts
-    return dim if plain and dim in sharding.splits else None
+    return dim if plain and parts_of(sharding, dim) > 1 else None
 
 
 def _views(

@@ -5,6 +5,7 @@ The result is split as the operand is; where pieces of both end at the same rows
 Left to rules: dims that are split in runs or units, terms of extremes where something lies between rows, and symbols.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -117,6 +118,11 @@ def spaced(x: Tensor, dim: int, start: int, step: int, count: int) -> Tensor:
     if step == 1 or not count:
         return x.narrow(dim, start if count else 0, count)
     return aten.slice(x, dim, start, start + (count - 1) * step + 1, step)  # type: ignore[no-any-return]
+
+
+def parts_of(sharding: Sharding, dim: int) -> int:
+    """How many ranks split a dim."""
+    return math.prod([sharding.mesh.shape[a] for a in sharding.splits.get(dim, ())])
 
 
 def known(*numbers: Any) -> bool:
