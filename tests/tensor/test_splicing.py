@@ -48,6 +48,7 @@ CASES = [
         }.items()
     ],
     case("cat of three", lambda x, y, z: torch.cat([x, y, z], 1), (3, 5), (3, 2), (3, 1)),
+    case("cat of more and less", lambda x, y: torch.cat([y, x, x[:1]]), (6, 3), (2, 3)),
     case("halves of planes", lambda x: torch.cat([-x[..., 3:], x[..., :3]], -1), (2, 3, 6)),
     case("padded planes", lambda x: F.pad(x, (1, 1, 2, 0)), (2, 3, 5)),
     case("columns", lambda x: x.t()[1:].contiguous(), (3, 5)),
@@ -114,6 +115,7 @@ SENT = {
     "pad": (lambda x: F.pad(x, (0, 0, 1, 0)), [0], [0]),
     "pad at the end": (lambda x: F.pad(x, (0, 0, 0, 8)), [0], [1]),
     "cat": (lambda x: torch.cat([x, x.detach()[:8]]), [7, 1], [1, 0]),
+    "cat of a few": (lambda x: torch.cat([x[4:5], x]), [1, 0, 0], [1, 0, 8]),
 }
 
 

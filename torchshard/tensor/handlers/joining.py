@@ -1,5 +1,6 @@
 """Joins, pads and rolls along a split dim, and the gradient of slices: rows go where the result has them."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -131,8 +132,11 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Handler | None:
         return None
     d = dim % given[0].ndim
     sharding = max(split, key=lambda x: x.shape[d]).sharding
-    if not all(_fits(x.sharding, sharding) for x in given) or meet_in_runs(given, d):
-        return None
+    amiss = [math.prod(x.shape) for x in given if not _fits(x.sharding, sharding)]
+    if meet_in_runs(given, d) or (
+        amiss and (sharding.partial or 2 * sum(amiss) > sum([math.prod(x.shape) for x in given]))
+    ):
+        return None  # to bring those is more than the rule moves, or has to make terms of values
     outs = results(func, sharding, tensors, dim)
     if not outs or outside(sharding):
         return partial(nothing, outs[0]) if outs else None
