@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.older import known
 from tests.ranks import fake_ranks, run_ranks
@@ -100,6 +101,25 @@ def test_writes_reach_the_base_and_its_views():
     run_ranks(3, written, timeout=120)
 
 
+def in_order(rank, world):
+    mesh, full = init_device_mesh("cpu", (2, 2)), torch.arange(42.0).view(7, 6)
+    x = distribute_tensor(full, mesh, [_StridedShard(0, split_factor=2), Shard(0)])  # the second axis splits first
+    for name, function in {
+        **{f"[{k}]": lambda x, k=k: x[k] for k in range(7)},
+        "a row of a row": lambda x: x[4][2],
+        "[1:]": lambda x: x[1:],
+        "flip": lambda x: x.flip(0),
+        "cat": lambda x: torch.cat([x, x[:3]]),
+        "a row written": lambda x: x[5].mul_(2),
+    }.items():
+        assert torch.equal(function(x).full_tensor(), function(full)), name
+    assert torch.equal(x.full_tensor(), full)
+
+
+def test_axes_that_split_in_another_order():
+    run_ranks(4, in_order, timeout=120)
+
+
 WIDE = 16
 SENT = {
     # 8 rows on each of 8 ranks: how many the first one gives to others, in forward and in backward
@@ -174,6 +194,10 @@ def assumed(rank, world):
     ):
         with pytest.raises(RankMismatchError):
             function(x)
+    y, z = (DTensor.from_local(torch.ones(n, 2), mesh, [Shard(0)]) for n in (3, 2))
+    for joined in ([y, x], [x, y], [y, x, y], [z, x, z]):  # of one layout here and of several there
+        with pytest.raises(RankMismatchError, match="from_local"):
+            torch.cat(joined).full_tensor()
 
 
 def test_pieces_that_are_not_what_was_assumed():

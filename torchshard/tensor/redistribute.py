@@ -251,23 +251,26 @@ def check_assumed(x: Tensor, *layouts: TensorLayout) -> None:
         if layout.assumed and layout.mesh.size > 1 and layout.mesh.coordinate is not None:
             by_mesh.setdefault(layout.mesh, []).append(layout)  # type: ignore[arg-type]
     for mesh, together in by_mesh.items():
-        if len(together) == 1 or _differing([layout.assumed for layout in together], x.device, mesh):
-            for layout in together:  # which of them it is
-                _require_as_assumed(layout, x.device, mesh)
+        held = _differing([layout.assumed for layout in together], x.device, mesh)
+        if held is not None:
+            raise _not_as_assumed(held, together)
 
 
-def _require_as_assumed(layout: TensorLayout, device: torch.device, mesh: BoundMesh) -> None:
-    held = _differing([layout.assumed], device, mesh)
-    if held is not None:
-        raise RankMismatchError(
-            "from_local, or local_map, was not told the shape of the tensor, and ranks hold pieces of different sizes "
-            "or strides.",
-            expected="pieces of one size, type and memory order on every rank",
-            got="\n".join(f"rank {rank}: {text}" for rank, text in held),
-            where=f"a tensor on the mesh {mesh}, placements {layout.placements}",
-            fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; in a plan,"
-            " use_local_output=False where the piece comes from; not local_map",
-        )
+def _not_as_assumed(held: Sequence[tuple[int, str]], layouts: Sequence[TensorLayout]) -> RankMismatchError:
+    """Names the first of the tensors of which ranks say other things; all of them where a rank speaks of more."""
+    said = [text.split("\n") for _, text in held]
+    if len({*map(len, said)}) == 1:
+        k = next(k for k, texts in enumerate(zip(*said, strict=True)) if len({*texts}) > 1)
+        said, layouts = [[texts[k]] for texts in said], layouts[k:]
+    return RankMismatchError(
+        "from_local, or local_map, was not told the shape of the tensor, and ranks hold pieces of different sizes "
+        "or strides.",
+        expected="pieces of one size, type and memory order on every rank",
+        got="\n".join(f"rank {rank}: {', '.join(texts)}" for (rank, _), texts in zip(held, said, strict=True)),
+        where=f"a tensor on the mesh {layouts[0].mesh}, placements {layouts[0].placements}",
+        fix="DTensor.from_local(..., shape=global_shape, stride=global_stride), or run_check=True; in a plan,"
+        " use_local_output=False where the piece comes from; not local_map",
+    )
 
 
 def _differing(

@@ -146,8 +146,7 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Handler | None:
     way, moves = Way.of(Told(d, runs, [sum(lengths)]), sharding, lengths), [(x, x.to(sharding)) for x in given]
 
     def join(func: Any, tensors: Sequence[DTensor], dim: int = 0) -> DTensor:
-        for x in {t._spec: t for t in tensors if t._spec.assumed}.values():
-            check_assumed(x._local_tensor, x._spec)
+        check_assumed(tensors[0]._local_tensor, *[t._spec for t in tensors])
         parts = redistribute_together([t._local_tensor for t in tensors], moves)
         (joined,) = way.made([t.to(outs[0].dtype) for t in parts], outs[0].stride)
         return wrap(joined, outs[0])
