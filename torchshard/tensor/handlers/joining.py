@@ -96,6 +96,8 @@ def _pad(x: TensorLayout, pad: Sequence[int], value: Any = 0) -> Any:
     if len(pad) % 2 or len(pad) > 2 * x.ndim:
         return None
     sides = {x.ndim - 1 - k: (pad[2 * k], pad[2 * k + 1]) for k in range(len(pad) // 2)}
+    if any(x.shape[d] + min(before, 0) + min(after, 0) < 0 for d, (before, after) in sides.items()):
+        return None  # refused as the rule does, without a word of torch's log
     along = _along(x, [d for d, added in sides.items() if any(added)])
     if along is None or not _may_fill(x.sharding, value):
         return None
@@ -103,8 +105,6 @@ def _pad(x: TensorLayout, pad: Sequence[int], value: Any = 0) -> Any:
     for d in along[0]:
         (before, after), n = sides[d], x.shape[d]
         length, kept = n + before + after, n + min(before, 0) + min(after, 0)
-        if kept < 0:
-            return None
         run = Run(max(-before, 0), 1, max(before, 0), 1, kept)
         told.append(Told(d, [run], [length], value if kept < length else None))
     rest = [n for d in range(x.ndim)[::-1] for n in (sides.get(d, (0, 0)) if d in along[1] else (0, 0))]
