@@ -52,12 +52,13 @@ CASES = [
     case("cat of more and less", lambda x, y: torch.cat([y, x, x[:1]]), (6, 3), (2, 3)),
     case("halves of planes", lambda x: torch.cat([-x[..., 3:], x[..., :3]], -1), (2, 3, 6)),
     case("padded planes", lambda x: F.pad(x, (1, 1, 2, 0)), (2, 3, 5)),
+    case("zeros of both signs", lambda x: torch.cat([F.pad(x, (0, 0, 0, 2), value=v).signbit() for v in (0.0, -0.0)]), (4, 2), grad=False),
     case("columns", lambda x: x.t()[1:].contiguous(), (3, 5)),
     case("expanded", lambda x: x.expand(3, 4, 5)[:, 1:, 1:] * 2, (4, 1)),
     case("truth", lambda x: torch.cat([x > 0, (x > 0)[1:]]).roll(1, 0), (5, 2), grad=False),
     case("complex", lambda x: torch.view_as_real(torch.complex(x, x * 2).conj()[1:].resolve_conj()), (5, 2)),
     case("twice differentiated", lambda x: torch.autograd.grad(x[1:].pow(3).sum(), x, create_graph=True)[0], (5, 2)),
-]
+]  # fmt: skip
 
 
 def values(rank, world, mesh_shape, limit):
@@ -108,7 +109,7 @@ def in_order(rank, world):
         **{f"[{k}]": lambda x, k=k: x[k] for k in range(7)},
         "a row of a row": lambda x: x[4][2],
         "[1:]": lambda x: x[1:],
-        "flip": lambda x: x.flip(0),
+        "rows": lambda x: x[2:4],
         "cat": lambda x: torch.cat([x, x[:3]]),
         "a row written": lambda x: x[5].mul_(2),
     }.items():

@@ -12,7 +12,6 @@ from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.layout.splicing import Run
 from torchshard.rules.slicing import is_all, meet_in_runs, takes_one_of_each
-from torchshard.tensor import guards
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.parts import ForKind
 from torchshard.tensor.handlers.splicing import (
@@ -34,11 +33,19 @@ from torchshard.tensor.redistribute import check_assumed, redistribute_together
 aten = torch.ops.aten
 
 
-def _making(tell: Callable[..., tuple[Sequence[Told], guards.Move | None] | None]) -> Callable[..., Handler | None]:
+First = Callable[[Tensor, Any], Tensor]
+"""What is done to a part before, along dims that are not split; it gets what lies between rows as well."""
+
+
+def _making(
+    tell: Callable[..., tuple[Sequence[Told], First | None] | None], value: Callable[..., Any] = lambda *_: 0
+) -> Callable[..., Handler | None]:
     """The handler of an operator of one tensor that makes a new one.
 
-    `tell` takes the layout of the tensor and the arguments after it, and gives what happens along each of the split
-    dims that it works along, and what is done to a part before, along others.
+    Args:
+        tell: of the layout of the tensor and the arguments after it, what happens along each of the split dims that it
+            works along, and what is done before.
+        value: of these arguments, what lies between rows. Numbers that are equal have one plan, and 0.0 is not -0.0.
     """
 
     def choose(func: Any, x: Any, *args: Any, **kwargs: Any) -> Handler | None:
@@ -48,14 +55,17 @@ def _making(tell: Callable[..., tuple[Sequence[Told], guards.Move | None] | None
         if told is None or not told[0]:
             return None
         outs = results(func, sharding, x, *args)
-        if not outs or outside(sharding):
-            return partial(nothing, outs[0]) if outs else None
+        if not outs:
+            return None
         ways, first = [Way.of(t, sharding, [x._spec.shape[t.dim]]) for t in told[0]], told[1]
+        if outside(sharding):
+            return sending(ways, partial(nothing, outs[0]))
 
-        def make(local: Tensor) -> Tensor:
-            local = local if first is None else first(local)
+        def make(local: Tensor, *args: Any) -> Tensor:
+            between = value(*args)
+            local = local if first is None else first(local, between)
             for way in ways:
-                (local,) = way.made([local], outs[0].stride)
+                (local,) = way.made([local], outs[0].stride, between)
             return local
 
         return sending(ways, partial(sent, x._spec, outs[0], make))
@@ -89,7 +99,7 @@ def _roll(x: TensorLayout, shifts: Sequence[int], dims: Sequence[int] = ()) -> A
     for d in split:
         n, k = x.shape[d], by[d] % max(x.shape[d], 1)
         told.append(Told(d, [Run(0, 1, k, 1, n - k), Run(n - k, 1, 0, 1, k)], [n]))
-    return told, (lambda local: local.roll([by[d] for d in others], others)) if others else None
+    return told, (lambda local, _: local.roll([by[d] for d in others], others)) if others else None
 
 
 def _pad(x: TensorLayout, pad: Sequence[int], value: Any = 0) -> Any:
@@ -106,9 +116,9 @@ def _pad(x: TensorLayout, pad: Sequence[int], value: Any = 0) -> Any:
         (before, after), n = sides[d], x.shape[d]
         length, kept = n + before + after, n + min(before, 0) + min(after, 0)
         run = Run(max(-before, 0), 1, max(before, 0), 1, kept)
-        told.append(Told(d, [run], [length], value if kept < length else None))
+        told.append(Told(d, [run], [length], kept < length))
     rest = [n for d in range(x.ndim)[::-1] for n in (sides.get(d, (0, 0)) if d in along[1] else (0, 0))]
-    return told, (lambda local: aten.constant_pad_nd(local, rest, value)) if along[1] else None
+    return told, (lambda local, value: aten.constant_pad_nd(local, rest, value)) if along[1] else None
 
 
 def _slice_backward(grad: TensorLayout, size: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
@@ -120,7 +130,7 @@ def _slice_backward(grad: TensorLayout, size: Sequence[int], dim: int, start: in
         return None
     if (along := _along(grad, [d])) is None or not _may_fill(grad.sharding, 0):
         return None
-    return [Told(d, [Run(0, 1, first, step, count)], [n], 0) for d in along[0]], None
+    return [Told(d, [Run(0, 1, first, step, count)], [n], True) for d in along[0]], None
 
 
 def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Handler | None:
@@ -138,12 +148,15 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Handler | None:
     ):
         return None  # to bring those is more than the rule moves, or has to make terms of values
     outs = results(func, sharding, tensors, dim)
-    if not outs or outside(sharding):
-        return partial(nothing, outs[0]) if outs else None
+    if not outs:
+        return None
     lengths = [x.shape[d] for x in given]
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
     runs = [Run(0, 1, at, 1, n, k) for k, (at, n) in enumerate(zip(starts, lengths, strict=True))]
     way, moves = Way.of(Told(d, runs, [sum(lengths)]), sharding, lengths), [(x, x.to(sharding)) for x in given]
+
+    if outside(sharding):
+        return sending([way], partial(nothing, outs[0]))
 
     def join(func: Any, tensors: Sequence[DTensor], dim: int = 0) -> DTensor:
         check_assumed(tensors[0]._local_tensor, *[t._spec for t in tensors])
@@ -164,7 +177,7 @@ def _fits(given: Sharding, wanted: Sharding) -> bool:
 
 HANDLERS: Mapping[str, ForKind] = {
     "slice_backward.default": ForKind(_making(_slice_backward)),
-    "constant_pad_nd.default": ForKind(_making(_pad)),
+    "constant_pad_nd.default": ForKind(_making(_pad, lambda pad, value=0: value)),
     "roll.default": ForKind(_making(_roll)),
     "cat.default": ForKind(_cat),
 }

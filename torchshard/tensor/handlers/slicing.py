@@ -54,11 +54,13 @@ def _slice(
     few = 0 < run.length < parts_of(layout.sharding, d)
     sharding, other = _spread(layout, d) if few else (layout.sharding, None)
     outs = results(func, sharding, x, dim, start, end, step)
-    if not outs or outside(sharding):
-        return partial(nothing, outs[0]) if outs else None
+    if not outs:
+        return None
     if few:
-        return Few.of(layout, d, run, other).handler(func, layout, outs[0])
-    way = Way.of(Told(d, [run], [run.length]), layout.sharding, [x.shape[d]])
+        return _sending_few(func, layout, outs[0], d, run, other)
+    way = Way.of(Told(d, [run], [run.length]), sharding, [x.shape[d]])
+    if outside(sharding):
+        return sending([way], partial(nothing, outs[0]))
     if func is aten.slice_copy.Tensor:
         return sending([way], partial(sent, layout, outs[0], _fetching(way, outs[0])))
     return sending([way], partial(_first, partial(_views, layout, outs, way, [way])))
@@ -71,10 +73,17 @@ def _select(func: Any, x: Any, dim: int, index: int) -> Handler | None:
     layout, (sharding, other) = x._spec, _spread(x._spec, d)
     sharding = eliminated(sharding, (d,), False)[0]
     outs = results(func, sharding, x, dim, index)
-    if not outs or outside(sharding):
-        return partial(nothing, outs[0]) if outs else None
-    run = _run(index % x.shape[d], 1, 1)
-    return Few.of(layout, d, run, other, keeps=False).handler(func, layout, outs[0])
+    if not outs:
+        return None
+    return _sending_few(func, layout, outs[0], d, _run(index % x.shape[d], 1, 1), other, keeps=False)
+
+
+def _sending_few(
+    func: Any, layout: TensorLayout, out: TensorLayout, dim: int, run: Run, other: int | None, keeps: bool = True
+) -> Handler:
+    if outside(out.sharding):
+        return EagerAlone(partial(nothing, out))
+    return Few.of(layout, dim, run, other, keeps).handler(func, layout, out)
 
 
 def _spread(layout: TensorLayout, dim: int) -> tuple[Sharding, int | None]:
@@ -101,12 +110,14 @@ def _split(func: Any, x: Any, size: Any, dim: int = 0) -> Handler | None:
     if sum(lengths) != n or not 0 < len(lengths) <= MOST_RESULTS or min(lengths) < 0:
         return None
     outs = results(func, layout.sharding, x, size, dim)
-    if len(outs) < len(lengths) or outside(layout.sharding):
-        return (lambda *values: [nothing(out, *values) for out in outs]) if outs else None
+    if not outs:
+        return None
     runs = [_run(sum(lengths[:k]), length, 1) for k, length in enumerate(lengths)]
     ways = [Way.of(Told(d, [run], [run.length]), layout.sharding, [n]) for run in runs]
     together = Told(d, [run._replace(target=k) for k, run in enumerate(runs)], lengths)
     way = Way.of(together, layout.sharding, [n])
+    if outside(layout.sharding):
+        return sending([way], lambda *values: [nothing(out, *values) for out in outs])
     return sending([way], partial(_views, layout, outs, way, ways))
 
 
@@ -147,7 +158,7 @@ class Few:
     def handler(self, func: Any, layout: TensorLayout, out: TensorLayout) -> Handler:
         """Of an operator on a tensor of this layout, whose result has the other."""
 
-        def fetch(x: Tensor) -> Tensor:
+        def fetch(x: Tensor, *_: Any) -> Tensor:
             made = self._fetched(x)
             return in_memory_order(made if self.keeps else made.squeeze(self.dim), out)
 
@@ -230,7 +241,7 @@ def _severed(x: DTensor, out: TensorLayout, local: Tensor, fetch: guards.Move, g
 
 
 def _fetching(way: Way, out: TensorLayout) -> guards.Move:
-    return lambda local: way.made([local], out.stride)[0]
+    return lambda local, *_: way.made([local], out.stride)[0]
 
 
 def _giving(way: Way) -> guards.Give:

@@ -37,48 +37,51 @@ class Told(NamedTuple):
         dim: the dim.
         runs: of its results.
         lengths: of these.
-        fill: what lies where no run has a place; None where every place is taken.
+        gaps: whether there are places without a row.
     """
 
     dim: int
     runs: Sequence[Run]
     lengths: Sequence[int]
-    fill: Any = None
+    gaps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What Told says, on this rank: `lengths` are those of its parts of the results."""
+    """What Told says, on this rank: `lengths` are those of its parts of the results. Outside of the mesh, there is no
+    group, and it tells only whether others send.
+    """
 
     dim: int
     lengths: Sequence[int]
-    fill: Any
+    gaps: bool
     splice: Splice
-    group: Group
+    group: Group | None
 
     @classmethod
     def of(cls, told: Told, sharding: Sharding, lengths: Sequence[int]) -> "Way":
         """The way of parts of tensors of these lengths, all in one sharding."""
         mesh, axes = sharding.mesh, sharding.splits[told.dim]
         assert isinstance(mesh, BoundMesh), "a layout that belongs to no DeviceMesh"
-        sizes, group = [mesh.shape[a] for a in axes], mesh.group(axes)
+        sizes, group = [mesh.shape[a] for a in axes], None if outside(sharding) else mesh.group(axes)
+        here = group.position if group else 0
         held, wanted = [[nested_pieces(n, sizes) for n in some] for some in (lengths, told.lengths)]
-        own = [pieces[group.position][1] for pieces in wanted]
-        return cls(told.dim, own, told.fill, splice(told.runs, held, wanted, group.position), group)
+        own = [pieces[here][1] for pieces in wanted]
+        return cls(told.dim, own, told.gaps, splice(told.runs, held, wanted, here), group)
 
-    def made(self, parts: Sequence[Tensor], order: Sequence[int]) -> list[Tensor]:
-        """This rank's parts of the results, their dims in memory in the order that these strides have."""
+    def made(self, parts: Sequence[Tensor], order: Sequence[int], fill: Any = 0) -> list[Tensor]:
+        """This rank's parts of the results, `fill` in their gaps; in memory, dims are in the order of these strides."""
         made, like = [], parts[0]
         for length in self.lengths:
             size = (*like.shape[: self.dim], length, *like.shape[self.dim + 1 :])
             into = like.new_empty_strided(size, dense_stride(size, order))
-            made.append(into if self.fill is None else into.fill_(self.fill))
+            made.append(into.fill_(fill) if self.gaps else into)
         return self.written(made, parts)
 
     def written(self, into: list[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
         """`into`, with all rows at their places."""
         here, coming = self.splice.here, None
-        if self.splice.apart:
+        if self.splice.apart and self.group:
             given = [self._rows(parts, () if k == here else runs) for k, runs in enumerate(self.splice.given)]
             counts = [0 if k == here else counted(runs) for k, runs in enumerate(self.splice.taken)]
             before, after = into[0].shape[: self.dim], into[0].shape[self.dim + 1 :]
@@ -103,7 +106,7 @@ class Way:
         """From the result of a slice to where its rows were."""
         there = self.splice
         given, taken = ([[run.turned() for run in runs] for runs in way] for way in (there.taken, there.given))
-        return Way(self.dim, (), None, Splice(there.here, given, taken, there.apart), self.group)
+        return Way(self.dim, (), False, Splice(there.here, given, taken, there.apart), self.group)
 
     def _rows(self, parts: Sequence[Tensor], runs: Sequence[Run]) -> Tensor:
         found = [spaced(parts[run.source], self.dim, run.start, run.step, run.length) for run in runs]
@@ -154,12 +157,16 @@ def nothing(out: TensorLayout, func: Any, x: Any, *_: Any, **__: Any) -> DTensor
 
 
 def sending(ways: Iterable[Way], handler: Handler) -> Handler:
-    """A handler that has traces too, where nothing is sent."""
+    """A handler that has traces too, where nothing is sent; also outside of the mesh, to know of the same layouts."""
     return EagerAlone(handler) if any(way.splice.apart for way in ways) else handler
 
 
-def sent(layout: TensorLayout, out: TensorLayout, make: guards.Move, func: Any, x: DTensor, *_: Any, **__: Any) -> Any:
-    """A handler, once its first arguments are known: layouts of x and of the new tensor, and what makes its part."""
+def sent(
+    layout: TensorLayout, out: TensorLayout, make: Callable[..., Tensor], func: Any, x: DTensor, *rest: Any
+) -> Any:
+    """A handler, once its first arguments are known: layouts of x and of the new tensor, and what makes its part of
+    that of x and the arguments after it.
+    """
     if layout.assumed:
         check_assumed(x._local_tensor, layout)
-    return wrap(make(x._local_tensor), out)
+    return wrap(make(x._local_tensor, *rest), out)
