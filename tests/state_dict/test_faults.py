@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from collections import UserDict
 from datetime import timedelta
 
 import pytest
@@ -52,6 +53,12 @@ def _one_differs(rank, world, mesh, fault):
     given = dict(sd)
     if odd and fault == "keys":
         given["c"] = given.pop("b")
+    if fault in ("other name", "no tensor"):  # of a tensor that has two
+        given["c"] = given["b"]
+    if odd and fault == "other name":
+        given["d"] = given.pop("c")
+    if odd and fault == "no tensor":
+        given["c"] = 3
     if odd and fault == "dtype":
         given["b"] = given["b"].to(torch.float64)
     if odd and fault == "shape":
@@ -109,6 +116,14 @@ def _one_refuses(rank, mesh, fault):
     def fails(*_):
         raise MemoryError("no room")
 
+    endless = {"x": whole + 1}
+    endless["again"] = [endless]
+    walked = {"b": endless} if odd else {}
+
+    class Broken(UserDict):
+        def items(self):
+            return fails()
+
     def place(key, x):
         return fails() if odd else [Shard(0)]
 
@@ -118,6 +133,11 @@ def _one_refuses(rank, mesh, fault):
         ),
         "function": lambda: state_dict.to_dtensor({"w": whole}, mesh, place, src_rank=0),
         "path": lambda: state_dict.to_full({"a": {"w": spread}, "a.w" if odd else "b": 3}),
+        "endless": lambda: state_dict.to_full({"w": spread, **walked}),
+        "endless, placed": lambda: state_dict.to_dtensor({"w": spread, **walked}, mesh, {"*": [Shard(1)]}),
+        "endless, joined": lambda: rules({"a": spread, "b": endless if odd else spread}),
+        "no items": lambda: state_dict.to_full({"w": spread, "b": Broken() if odd else {}}),
+        "no text": lambda: state_dict.to_dtensor({"0": spread}, mesh, {0 if odd else "0": [Shard(1)]}, strict=False),
         "partial": lambda: state_dict.to_full(DTensor.from_local(whole, mesh, [Partial()]) if odd else spread),
         "room": lambda: state_dict.to_full({"v": spread + 1, "w": spread}),
         "under way": lambda: state_dict.to_full({"v": spread + 1, "w": spread}),
@@ -146,6 +166,11 @@ REFUSED = {
     "pattern": "ShardingError: Keys and patterns of placements do not cover one another",
     "function": "MemoryError: no room",
     "path": "ShardingError: Two values of a state dict go by the same name",
+    "endless": "ShardingError: Containers are nested too deep",
+    "endless, placed": "ShardingError: Containers are nested too deep",
+    "endless, joined": "ShardingError: Containers are nested too deep",
+    "no items": "MemoryError: no room",
+    "no text": "ShardingError: A pattern of placements is no text",
     "partial": "ShardingError: A Partial tensor has no values to convert",
     "room": "MemoryError: no room",
     "under way": "MemoryError: no room",
@@ -165,6 +190,8 @@ REFUSED = {
 WORDS = {
     "keys": "ranks . and . have different state dicts.*(b: .*c: |c: .*b: )",
     "dtype": "different state dicts.*b: torch.float(32|64).*b: torch.float(64|32)",
+    "other name": "different state dicts.*([cd]: the same tensor as b.*){2}",
+    "no tensor": "different state dicts.*(c: the same tensor as b.*nothing more|nothing more.*c: the same tensor as b)",
     "shape": r"different state dicts.*b: .*shape \(12, .\)",
     "assumed": r"different state dicts.*b: .*shape \(1[25], 3\)",
     "known": "different state dicts.*(a: .*other: |other: .*a: )",

@@ -108,8 +108,9 @@ def to_dtensor(
     refusal = None
     try:
         chosen = _chooser(sd, placements, strict)
-    except ShardingError as error:
-        refusal, chosen = error, _chooser(sd, placements, strict=False)
+    except Exception as error:
+        refusal, as_text = error, {str(pattern): placed for pattern, placed in placements.items()}  # type: ignore[union-attr]
+        chosen = _chooser(sd, as_text, strict=False)
     waiting = None
     if src_rank is not None:  # one that is no rank is refused, and the mesh is told
         ranks = {*mesh.ranks, *({src_rank} & set(range(world_size())))}
@@ -141,6 +142,12 @@ def _chooser(sd: Any, placements: Placements, strict: bool) -> Callable[[str, Te
     if not isinstance(placements, Mapping):
         single = isinstance(sd, Tensor)
         return lambda _, x: placements if x.ndim or single else None
+    if odd := [pattern for pattern in placements if not isinstance(pattern, str)]:
+        raise ShardingError(
+            "A pattern of placements is no text.",
+            expected="globs of keys, such as '*.weight'; positions are text too, '0.*'",
+            got=", ".join(map(repr, odd)),
+        )
     patterns, globs = placements, Globs(placements)
     if strict:
         _check_patterns([path for path, leaf in leaves(sd) if isinstance(leaf, Tensor)], globs)

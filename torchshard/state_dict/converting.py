@@ -14,7 +14,7 @@ from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
 from torchshard.state_dict.forms import Form, Memory, form_of, terms_of
 from torchshard.state_dict.targets import Target
-from torchshard.state_dict.trees import identity, in_order, require_distinct, with_leaves
+from torchshard.state_dict.trees import identity, in_order, reached, require_distinct, with_leaves
 from torchshard.tensor.carrying import Job, carry
 from torchshard.tensor.redistribute import check_assumed
 
@@ -63,29 +63,31 @@ def convert(
     under_way: dict[Any, _Made | None] = {}
     jobs: list[Job] = []
     paths: dict[str, Any] = {}
-    everything = in_order(tree)
-    found = [(path, leaf) for path, leaf in everything if isinstance(leaf, Tensor)]
     told = set() if waiting is None else {waiting}
     try:
+        everything = in_order(tree)
         require_distinct(everything)
-    except ShardingError as error:
+    except Exception as error:  # the others may wait for what this rank has, nevertheless
         refusal = refusal or error
+        everything = reached(tree)
+    found = [(path, leaf) for path, leaf in everything if isinstance(leaf, Tensor)]
     if reduce_partial:
         _agree_on_reductions(found)
+    distinct: dict[Any, tuple[Tensor, list[str]]] = {}  # each tensor with all its names
     for path, leaf in found:
-        key = paths[path] = identity(leaf)
-        if key in under_way:
-            continue
+        paths[path] = key = identity(leaf)
+        distinct.setdefault(key, (leaf, []))[1].append(path)
+    for key, (leaf, names) in distinct.items():
         under_way[key] = form = None
         try:
             form = form_of(leaf, reduce_partial, memory)
-            target = decide(path, leaf, form)
+            target = decide(names[0], leaf, form)
             if target is not None:
-                under_way[key] = _started(path, form, target, memory, jobs, source)
+                under_way[key] = _started(names, form, target, memory, jobs, source)
         except RankMismatchError:
             raise
         except Exception as error:  # the others may wait for this rank, at this tensor or another
-            refusal = refusal or _named(path, error)
+            refusal = refusal or _named(names[0], error)
             told |= _holders(leaf, form)
     carry(jobs, refusal, told)
     del jobs
@@ -132,8 +134,11 @@ def _agree_on_reductions(found: Sequence[tuple[str, Tensor]]) -> None:
             circle_of(ranks, torch.device(device)).agree("\n".join(lines))
 
 
-def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[Job], source: int | None) -> _Made:
+def _started(
+    names: Sequence[str], form: Form, target: Target, memory: Memory, jobs: list[Job], source: int | None
+) -> _Made:
     """What a tensor becomes: memory and the job that fills it, or the tensor's own memory where nothing moves."""
+    path, *others = names
     goal = target.holding(form, memory)
     held, parts, device = form.holding, form.parts, form.device
     if held is None:
@@ -146,7 +151,7 @@ def _started(path: str, form: Form, target: Target, memory: Memory, jobs: list[J
     own = dict(parts)
     given = form.text if form.holding is not None or source is None else f"{form.text} on rank {source}"
     plan = f"{given}, to {target.text}"
-    job = Job(path, plan, form.dtype, held, goal, parts, [], device, form.problem, form.group)
+    job = Job(path, plan, form.dtype, held, goal, parts, [], device, form.problem, form.group, others)
     if job.problem is None and (job.moves or form.holding is None):
         job.problem = _without_values(path, form, parts)
     if not job.moves and form.unchecked is not None and form.parts:

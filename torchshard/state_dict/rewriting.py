@@ -17,7 +17,7 @@ from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import contiguous_stride
 from torchshard.state_dict.forms import mesh_of, require_no_parts
-from torchshard.state_dict.trees import leaves
+from torchshard.state_dict.trees import reached
 from torchshard.tensor.carrying import Job, by_bytes, carry
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
@@ -124,7 +124,7 @@ class KeyRules(keys.KeyRules):
 
 def _holders(sd: Any) -> set[tuple[tuple[int, ...], str]]:
     """The ranks of each DTensor's mesh, ascending, and the type of device: they may be waiting for this one."""
-    held = [(mesh.ranks, x.device.type) for _, x in leaves(sd) if (mesh := mesh_of(x)) is not None]
+    held = [(mesh.ranks, x.device.type) for _, x in reached(sd) if (mesh := mesh_of(x)) is not None]
     return {(tuple(sorted(ranks)), device) for ranks, device in held}
 
 

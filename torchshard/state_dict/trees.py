@@ -1,6 +1,7 @@
 """Nested containers: their tensors by path, the same containers with other leaves, and which tensors are one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -39,6 +40,21 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def in_order(tree: Any) -> list[tuple[str, Any]]:
     """`leaves` in the order of paths: the same on ranks whose dicts were filled otherwise."""
     return sorted(leaves(tree), key=itemgetter(0))
+
+
+def reached(tree: Any) -> list[tuple[str, Any]]:
+    """As `in_order`, of a nesting that has no end or cannot be walked: what can be reached, each container once."""
+    found, seen, left = [], set(), [("", tree)]
+    while left:
+        path, value = left.pop()
+        if not isinstance(value, (Mapping, list, tuple)):
+            found.append((path, value))
+        elif id(value) not in seen:
+            seen.add(id(value))
+            with suppress(Exception):
+                items = value.items() if isinstance(value, Mapping) else enumerate(value)
+                left += [(f"{path}.{key}" if path else str(key), inner) for key, inner in items]
+    return sorted(found, key=itemgetter(0))
 
 
 def require_distinct(ordered: Sequence[tuple[str, Any]]) -> None:

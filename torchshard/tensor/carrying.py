@@ -43,6 +43,7 @@ class Job:
         device: where messages lie while they travel.
         problem: what is wrong with it on this rank; then nothing is moved anywhere.
         group: a process group that may be of all ranks concerned.
+        others: what the tensor is called besides.
         moves: whether a rank lacks something.
     """
 
@@ -56,6 +57,7 @@ class Job:
     device: torch.device
     problem: TorchshardError | None = None
     group: dist.ProcessGroup | None = None
+    others: Sequence[str] = ()
     moves: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,11 @@ class Job:
     def nbytes(self) -> int:
         """Bytes of the largest part, before or after; the same on every rank."""
         return max(self.source.largest(), self.target.largest()) * self.dtype.itemsize
+
+    @property
+    def lines(self) -> list[str]:
+        """What ranks compare: the plan, and a line for each other name."""
+        return [f"{self.name}: {self.plan}", *[f"{name}: the same tensor as {self.name}" for name in self.others]]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -154,7 +161,7 @@ def _carry(ranks: tuple[int, ...], device: str, jobs: Sequence[Job]) -> None:
             _copy_own(job, dist.get_rank() if dist.is_initialized() else job.target.ranks[0])
         return
     circle = _circle(ranks, device, jobs)
-    circle.agree("\n".join([f"{job.name}: {job.plan}" for job in jobs]))
+    circle.agree("\n".join([line for job in jobs for line in job.lines]))
     if not jobs:
         return
     try:
