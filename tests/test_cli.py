@@ -121,7 +121,14 @@ def test_options_of_convert(folder, tmp_path):
         ("--dtype", "int4"): "not cast to this type", ("--shard-size", "much"): "--shard-size",
         ("--dtype", "bfloat16", "--dtype", "float16"): "given twice",
     }  # fmt: skip
-    for options, message in wrong.items():
+    named = {
+        ("--mesh", ""): "got:      ''\n  where:    --mesh", ("--placements", "S(0)"): "where:    --placements",
+        ("--rename", "x"): "where:    --rename", ("--dtype", ""): "got:      ''",
+        ("--dtype", "bfloat16", "--dtype", "float16"): "where:    --dtype, *",
+        ("--mesh", "2", "--placements", "*.w=S("): "where:    placements of *.w",
+        ("--mesh", "2", "--placements", "*.w=R,R"): "where:    placements of *.w",
+    }  # fmt: skip
+    for options, message in [*wrong.items(), *named.items()]:
         done = torchshard("convert", folder, tmp_path / "no", "--to", "dcp", *options)
         assert done.returncode == 2, options
         assert done.stderr.startswith("torchshard: "), done.stderr

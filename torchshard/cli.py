@@ -175,7 +175,7 @@ def convert(
     if len(paths) < 2:
         raise typer.BadParameter("a source and a destination are needed", param_hint="SRC... DST")
     *sources, dst = paths
-    pairs = parse_pairs(rename or (), r"layers.(\d+)=blocks.\1")
+    pairs = parse_pairs(rename or (), "--rename", r"layers.(\d+)=blocks.\1")
     rules = KeyRules([renamed(*pair) for pair in pairs.items()], strict="rules") if pairs else None
     with _warnings_on_stderr(), _bar(dst.name, not dry_run) as progress:
         done = checkpoint.convert(
@@ -186,10 +186,10 @@ def convert(
             select=select or (),
             exclude=exclude or (),
             rename=rules,
-            dtype=parse_pairs(dtype or (), "*.weight=bfloat16", default="*"),
+            dtype=parse_pairs(dtype or (), "--dtype", "*.weight=bfloat16", default="*"),
             shard_size=None if shard_size is None else parse_size(shard_size, "--shard-size"),
-            mesh=None if mesh is None else parse_mesh(mesh),
-            placements=parse_pairs(placements or (), "*.weight=S(0),R"),
+            mesh=None if mesh is None else parse_mesh(mesh, "--mesh"),
+            placements=parse_pairs(placements or (), "--placements", "*.weight=S(0),R"),
             verify=verify,
             overwrite=overwrite,
             resume=resume,

@@ -225,7 +225,7 @@ def _options(
             "The mesh is out of all proportion.", expected=f"at most {_RANKS} ranks", got=tuple(mesh or ())
         )
     made = None if mesh is None else Mesh(mesh)
-    parsed = {pattern: parse_placements(text, len(mesh or ())) for pattern, text in (placements or {}).items()}
+    parsed = {glob: parse_placements(text, len(mesh or ()), glob) for glob, text in (placements or {}).items()}
     return Options(shard_size, made, parsed)
 
 

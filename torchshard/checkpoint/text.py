@@ -68,27 +68,38 @@ def printable(value: object, limit: int = 120) -> str:
     return f"a {type(value).__name__}"
 
 
-def parse_placements(text: str, axes: int) -> tuple[Placement, ...]:
+def parse_placements(text: str, axes: int, pattern: str) -> tuple[Placement, ...]:
     """Placements as users write them, "S(0),R", or "S(0/3*64),R" for a split of three runs in units of 64.
+
+    Args:
+        text: what was given.
+        axes: of the mesh.
+        pattern: of which keys, for the error.
 
     Raises:
         CheckpointError: not placements, another number than there are axes, or Partial.
     """
+    where = f"placements of {printable(pattern)}"
     try:
         found = layout.parse_placements(text)
     except ShardingError as error:
-        raise CheckpointError(error.what, expected=error.expected, got=error.got, where=repr(text)) from error
+        raise CheckpointError(error.what, expected=error.expected, got=error.got, where=where) from error
     if len(found) != axes or any(isinstance(p, Partial) for p in found):
         raise CheckpointError(
             "A mesh takes one placement an axis, Shard or Replicate.",
             expected=f"{axes}, such as {','.join(['S(0)', *['R'] * (axes - 1)])}",
             got=repr(text),
+            where=where,
         )
     return tuple(found)
 
 
-def parse_mesh(text: str) -> tuple[int, ...]:
+def parse_mesh(text: str, option: str) -> tuple[int, ...]:
     """The shape of a mesh from "2x4" or "8".
+
+    Args:
+        text: what was given.
+        option: to which option, for the error.
 
     Raises:
         CheckpointError: not that.
@@ -96,16 +107,17 @@ def parse_mesh(text: str) -> tuple[int, ...]:
     parts = text.split("x")
     if not all(part.isdecimal() and len(part) < 7 and int(part) for part in parts):
         raise CheckpointError(
-            "This is not the shape of a mesh.", expected="numbers of ranks, such as 2x4", got=repr(text)
+            "This is not the shape of a mesh.", expected="numbers of ranks, such as 2x4", got=repr(text), where=option
         )
     return tuple(map(int, parts))
 
 
-def parse_pairs(texts: Sequence[str], like: str, default: str | None = None) -> dict[str, str]:
+def parse_pairs(texts: Sequence[str], option: str, like: str, default: str | None = None) -> dict[str, str]:
     """Patterns and what is said of them, from "PATTERN=VALUE"; a text without "=" is said of `default`.
 
     Args:
         texts: of an option that may be given several times.
+        option: its name, for the error.
         like: an example, for the error.
         default: a pattern.
 
@@ -117,11 +129,18 @@ def parse_pairs(texts: Sequence[str], like: str, default: str | None = None) -> 
         pattern, equals, value = text.rpartition("=")
         if not equals and default is None:
             raise CheckpointError(
-                "A pattern and its value are needed, with = between.", expected=f"such as '{like}'", got=repr(text)
+                "A pattern and its value are needed, with = between.",
+                expected=f"such as '{like}'",
+                got=repr(text),
+                where=option,
             )
         pattern = pattern if equals else default or ""
         if pattern in pairs:
-            raise CheckpointError("A pattern is given twice.", got=f"{pairs[pattern]!r} and {value!r}", where=pattern)
+            raise CheckpointError(
+                "A pattern is given twice.",
+                got=f"{pairs[pattern]!r} and {value!r}",
+                where=f"{option}, {printable(pattern)}",
+            )
         pairs[pattern] = value
     return pairs
 

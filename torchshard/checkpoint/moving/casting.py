@@ -28,7 +28,7 @@ def check_target(target: str) -> None:
     """Raise CheckpointError unless this is a type that values are cast to."""
     if target not in TARGETS:
         expected = " or ".join(TARGETS)
-        raise CheckpointError("Tensors are not cast to this type.", expected=expected, got=printable(target))
+        raise CheckpointError("Tensors are not cast to this type.", expected=expected, got=printable(repr(target)))
 
 
 def check(source: str, target: str, where: object) -> None:
