@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -127,6 +128,46 @@ CheckpointError: A checkpoint cannot be loaded into this state dict; nothing was
   got:      more: not in the checkpoint
   where:    rank 0, 1, 2, 3""",
     )
+
+
+def unwritable(rank, world, folder):
+    """On rank 1 alone, beside what could be written."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard import init_device_mesh
+    from torchshard.errors import TorchshardError
+    from torchshard.parallel.fsdp import load
+
+    mesh = init_device_mesh("cpu", (world,))
+    dcp.save(state(mesh), checkpoint_id=folder)
+    said = {}
+    for name in ("meta", "expanded", "inference", "mapping", "placed"):
+        target = state(mesh, 1)
+        if rank == 1 and name == "mapping":
+            target["steps"] = MappingProxyType({"0": 1, "1": torch.tensor(1.0)})
+        elif rank == 1 and name == "placed":
+            target["model"]["weight"] = torch.empty_like(target["model"]["weight"], device="meta")
+        elif rank == 1:
+            with torch.inference_mode(name == "inference"):
+                made = {"meta": torch.empty(5, device="meta"), "expanded": torch.ones(1).expand(5)}
+                target["model"]["bias"] = made.get(name, torch.ones(5))
+        first = target["model"]["weight"]
+        before = None if name == "placed" else first.to_local().clone()
+        with pytest.raises(TorchshardError) as error:
+            load(target, checkpoint_id=folder)
+        assert before is None or torch.equal(first.to_local(), before)
+        said[name] = f"{type(error.value).__name__}: {error.value}"
+    return said
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path):
+    said = run_ranks(2, unwritable, str(tmp_path / "saved"))
+    where = {"mapping": "steps.0", "placed": "model.weight"}
+    for name in said[0]:
+        what = "A value of the state dict cannot be replaced."
+        assert said[0][name].startswith(f"RankMismatchError: rank 1 takes no part: {what}"), said[0][name]
+        assert said[1][name].startswith(f"CheckpointError: {what}"), said[1][name]
+        assert all(f"where:    {where.get(name, 'model.bias')}" in messages[name] for messages in said)
 
 
 def of(n):

@@ -25,8 +25,10 @@ from torchshard.comm.agreement import Agreement
 from torchshard.errors import CheckpointError, ShardingError
 from torchshard.keys.containers import places
 from torchshard.layout.boxes import Box, check_tiling
-from torchshard.state_dict.trees import leaves
+from torchshard.state_dict.trees import leaves, not_dense
+from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch
+from torchshard.tensor.layout import overlaps
 
 
 def load(
@@ -48,7 +50,7 @@ def load(
         RankMismatchError: the ranks have other keys, shapes or dtypes, or one does not answer any more.
         CheckpointError: a key is missing, a shape or a dtype differs, stored pieces overlap or do not make up a tensor,
             or a file cannot be read; on every rank, naming the keys, and the ranks that found it. Or torch has no
-            reader for `checkpoint_id`.
+            reader for `checkpoint_id`, or a value of the state dict cannot be replaced (on the meta device, expanded).
         ShardingError: two values have the same name when keys are joined by dots; or a DTensor of torch's is split in
             pieces that its placements do not tell.
         NotImplementedError: a ShardedTensor, or an object with a state dict of its own.
@@ -123,8 +125,33 @@ def _fresh(found: list[tuple[str, Any, Any]]) -> dict[str, Any]:
                 got=name,
                 fix="rename one of the keys",
             )
+        _require_room(name, container, x)
         fresh[name] = torch.empty_like(_of_all_stretches(x), requires_grad=False) if isinstance(x, Tensor) else x
     return fresh
+
+
+def _require_room(name: str, container: Any, x: Any) -> None:
+    """Raise CheckpointError where a value that was read could not be written: nothing may be half loaded."""
+    got = fix = None
+    if not isinstance(x, Tensor):
+        if not hasattr(container, "__setitem__"):
+            got, fix = f"a {type(x).__name__} in a {type(container).__name__}", "dict(it)"
+    elif (local := _local(x)).is_meta:
+        got, fix = "a tensor on the meta device", "model.to_empty(device=...) first"
+    elif local.is_inference() and not torch.is_inference_mode_enabled():
+        got, fix = "a tensor of inference mode", "load within torch.inference_mode()"
+    elif not not_dense(local) and overlaps(local.shape, local.stride()):
+        got, fix = f"elements that share their memory, strides {local.stride()}", "tensor.contiguous()"
+    if got is not None:
+        raise CheckpointError(
+            "A value of the state dict cannot be replaced.", expected="memory of its own", got=got, where=name, fix=fix
+        )
+
+
+def _local(x: Any) -> Tensor:
+    """This rank's part."""
+    local: Tensor = x.detach().to_local() if isinstance(x, (DTensor, upstream.DTensor)) else x
+    return local
 
 
 def _of_all_stretches(x: Tensor) -> Tensor:
