@@ -267,3 +267,28 @@ def test_a_dead_rank_is_named_in_time(when, tmp_path):
             assert "no answer within 3 s from rank 2" in said
         else:
             assert re.search("waits in vain.*ranks? 2", said, re.S), said
+
+
+def _apart(rank, world, store):
+    """The source of values is no rank of the mesh, and converts nothing: as that of another pipeline stage."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    from torchshard import state_dict
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=5)
+    )
+    mesh = DeviceMesh("cpu", [0, 1])
+    said = None
+    if rank < 2:
+        said, _ = _told(lambda: state_dict.to_dtensor({"w": torch.ones(4)}, mesh, [Shard(0)], src_rank=3))
+    meet(f"{store}.done", rank, world)
+    return said
+
+
+def test_a_rank_that_does_not_come_to_a_group_is_named(tmp_path):
+    for said in run_ranks(4, _apart, str(tmp_path / "store"), backend="", timeout=60)[:2]:
+        assert re.match(r"RankMismatchError: rank [01] waits in vain.*\[0, 1, 3\].*not rank 3\n", said, re.S)

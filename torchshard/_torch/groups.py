@@ -148,6 +148,9 @@ def group_of_members(ranks: Sequence[int], device: torch.device) -> dist.Process
     Args:
         ranks: global ranks, in ascending order.
         device: of the tensors that will be sent; the default group's time limit for it is that of the new group.
+
+    Raises:
+        TimeoutError: some have not called this within the time limit; its arguments are these ranks.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -157,12 +160,18 @@ def group_of_members(ranks: Sequence[int], device: torch.device) -> dist.Process
     if not has_fast_paths() or make is None or backend == "fake":
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, use_local_synchronization=True))
     store, names = group_store(world), "_".join(map(str, ranks))
-    turn = store.add(f"torchshard/groups/{names}/{dist.get_rank()}", 1)
+    turns = f"torchshard/groups/{names}"
+    turn = store.add(f"{turns}/{dist.get_rank()}", 1)
     name = f"torchshard-{hashlib.sha1(names.encode(), usedforsecurity=False).hexdigest()}-{turn}"
     place, bound = list(ranks).index(dist.get_rank()), world.bound_device_id
-    group: dist.ProcessGroup = make(
-        len(ranks), place, list(ranks), dist.Backend(backend), store, name, timeout=timeout, device_id=bound
-    )[0]
+    try:
+        group: dist.ProcessGroup = make(
+            len(ranks), place, list(ranks), dist.Backend(backend), store, name, timeout=timeout, device_id=bound
+        )[0]
+    except RuntimeError as error:
+        if late := [rank for rank in ranks if store.add(f"{turns}/{rank}", 0) < turn]:
+            raise TimeoutError(*late) from error
+        raise
     c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
     return group
 

@@ -117,7 +117,25 @@ def _group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup
     world = dist.group.WORLD
     if world is not None and list(ranks) == dist.get_process_group_ranks(world):
         return world
-    return group_of_members(ranks, device)
+    return group_of_those(ranks, device)
+
+
+def group_of_those(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A process group made by its members alone; see `group_of_members`.
+
+    Raises:
+        RankMismatchError: some of them do not come.
+    """
+    try:
+        return group_of_members(ranks, device)
+    except TimeoutError as error:
+        late = error.args
+        raise RankMismatchError(
+            f"rank {dist.get_rank()} waits in vain for other ranks to make a group with it",
+            expected=f"the ranks {list(ranks)}",
+            got=f"not rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}",
+            fix="make the same calls on all ranks of a mesh, and on the one that src_rank= names",
+        ) from error
 
 
 def this_rank() -> int:

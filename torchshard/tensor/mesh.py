@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import bring_home, group_of_members, outside_of_traces, real_object
+from torchshard._torch import bring_home, outside_of_traces, real_object
 from torchshard.comm.agreement import Agreement
+from torchshard.comm.circle import group_of_those
 from torchshard.comm.group import Group
 from torchshard.comm.workers import pause_at_exit
 from torchshard.errors import ShardingError
@@ -137,7 +138,7 @@ class BoundMesh(Mesh):
         world = dist.group.WORLD
         if world is not None and ranks == dist.get_process_group_ranks(world):
             return world
-        return group_of_members(ranks, self._device)
+        return group_of_those(ranks, self._device)
 
     @property
     def _device(self) -> torch.device:
