@@ -84,3 +84,19 @@ def test_plain_tensors_of_users_are_refused_there_too():
         compiled = torch.compile(F.multi_margin_loss, backend="aot_eager", fullgraph=True)
         with pytest.raises(Exception, match="is a plain torch"):
             compiled(x, wanted, weight=torch.rand(6))
+
+
+def test_a_plain_index_whose_length_follows_from_values_is_refused_as_any_other():
+    """That which torch makes of repeats."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: x.repeat_interleave(torch.arange(x.shape[0]), 0), backend="aot_eager", fullgraph=True
+    )
+    with (
+        fake_ranks(2),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        pytest.raises(Exception, match="'index' is a plain torch"),
+    ):
+        compiled(distribute_tensor(torch.randn(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_())

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.tensor as upstream
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from torchshard._torch import in_backward, in_forward_ad, is_missing_tangent, is_traced, tensors_of_call
 from torchshard.errors import UnsupportedOperatorError
@@ -110,7 +110,8 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
             raise refuse_plain(call.name, name, x)
         if not (allowed or is_missing_tangent(x)):
             written = call.names.index(name) in call.written()
-            if (written and x.numel() != 1) or (x.numel() > 1 and not _is_expanded_scalar(x)):
+            several = _is_above_one(x.numel())
+            if (written and (several or x.numel() != 1)) or (several and not _is_expanded_scalar(x)):
                 raise refuse_plain(call.name, name, x, written)
             # No elements have no values, as torch's index for a mask that is one False.
             if x.numel() == 1 and not _views_scalar(x):
@@ -134,7 +135,16 @@ def _views_scalar(x: Tensor) -> bool:
 
 def _is_expanded_scalar(x: Tensor) -> bool:
     """Whether all elements are one number in memory, as that which quantile makes of its number is."""
-    return all(step == 0 or n == 1 for n, step in zip(x.shape, x.stride(), strict=True))
+    return all(step == 0 or not _is_above_one(n) for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def _is_above_one(n: int | SymInt) -> bool:
+    """Whether a length is; one that a graph does not know, as of an index that follows from values, is taken to be."""
+    if isinstance(n, SymInt):
+        from torch.fx.experimental.symbolic_shapes import guard_or_true  # brings sympy
+
+        return guard_or_true(n > 1)
+    return n > 1
 
 
 # Rooms whose frames may lie between a formula and an operator: those of references run for the shape of a sum, or of a
