@@ -149,9 +149,9 @@ def _require_room(name: str, container: Any, x: Any) -> None:
 
 
 def _local(x: Any) -> Tensor:
-    """This rank's part."""
-    local: Tensor = x.detach().to_local() if isinstance(x, (DTensor, upstream.DTensor)) else x
-    return local
+    """This rank's part, without a history."""
+    part = x.detach()
+    return part.to_local() if isinstance(x, (DTensor, upstream.DTensor)) else part  # type: ignore[no-any-return]
 
 
 def _of_all_stretches(x: Tensor) -> Tensor:
