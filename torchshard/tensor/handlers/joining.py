@@ -32,7 +32,6 @@ from torchshard.tensor.redistribute import check_assumed, redistribute_together
 
 aten = torch.ops.aten
 
-
 First = Callable[[Tensor, Any], Tensor]
 """What is done to a part before, along dims that are not split; it gets what lies between rows as well."""
 
@@ -142,10 +141,10 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Handler | None:
         return None
     d = dim % given[0].ndim
     sharding = max(split, key=lambda x: x.shape[d]).sharding
-    amiss = [math.prod(x.shape) for x in given if not _fits(x.sharding, sharding)]
-    if meet_in_runs(given, d) or (
-        amiss and (sharding.partial or 2 * sum(amiss) > sum([math.prod(x.shape) for x in given]))
-    ):
+    if meet_in_runs(given, d):
+        return None
+    amiss, total = [x for x in given if not _fits(x.sharding, sharding)], _elements(given)
+    if amiss and (sharding.partial or 2 * _elements(amiss) > total):
         return None  # to bring those is more than the rule moves, or has to make terms of values
     outs = results(func, sharding, tensors, dim)
     if not outs:
@@ -154,7 +153,6 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Handler | None:
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
     runs = [Run(0, 1, at, 1, n, k) for k, (at, n) in enumerate(zip(starts, lengths, strict=True))]
     way, moves = Way.of(Told(d, runs, [sum(lengths)]), sharding, lengths), [(x, x.to(sharding)) for x in given]
-
     if outside(sharding):
         return sending([way], partial(nothing, outs[0]))
 
@@ -165,6 +163,10 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Handler | None:
         return wrap(joined, outs[0])
 
     return sending([way], join)
+
+
+def _elements(layouts: Iterable[TensorLayout]) -> int:
+    return sum([math.prod(x.shape) for x in layouts])
 
 
 def _fits(given: Sharding, wanted: Sharding) -> bool:
