@@ -140,7 +140,7 @@ class ExplicitRedistributionContext:
     """Inside it, an operator that would redistribute an argument raises instead; `redistribute` has to be called.
 
     Backward is watched too if it runs inside; it may redistribute where nobody can ask for it, so it is often left
-    outside.
+    outside. Operators that send a few numbers or rows by themselves run: softmax, convolution, slices of a split dim.
 
     Args:
         enable: False allows redistributions again, inside of another one.
