@@ -63,7 +63,7 @@ def _slice(
         return sending([way], partial(nothing, outs[0]))
     if func is aten.slice_copy.Tensor:
         return sending([way], partial(sent, layout, outs[0], _fetching(way, outs[0])))
-    return sending([way], partial(_first, partial(_views, layout, outs, way, [way])))
+    return sending([way], partial(_first, _views(layout, outs, way, [way])))
 
 
 def _select(func: Any, x: Any, dim: int, index: int) -> Handler | None:
@@ -118,7 +118,7 @@ def _split(func: Any, x: Any, size: Any, dim: int = 0) -> Handler | None:
     way = Way.of(together, layout.sharding, [n])
     if outside(layout.sharding):
         return sending([way], lambda *values: [nothing(out, *values) for out in outs])
-    return sending([way], partial(_views, layout, outs, way, ways))
+    return sending([way], _views(layout, outs, way, ways))
 
 
 def _run(start: int, length: int, step: int) -> Run:
@@ -207,28 +207,29 @@ def _split_dim(x: Any, dim: Any, *numbers: Any) -> int | None:
     return dim if plain and parts_of(sharding, dim) > 1 else None
 
 
-def _views(
-    layout: TensorLayout, outs: Sequence[TensorLayout], way: Way, ways: Sequence[Way], func: Any, x: DTensor, *_: Any,
-    **__: Any,
-) -> list[DTensor]:  # fmt: skip
-    """Slices of x, once the first arguments are known.
+def _views(layout: TensorLayout, outs: Sequence[TensorLayout], way: Way, ways: Sequence[Way]) -> Handler:
+    """A handler that gives slices of a tensor.
 
     Args:
-        layout: of x.
+        layout: of the tensor.
         outs: of the slices.
         way: of all of them together.
         ways: of each.
     """
-    if layout.assumed:  # of other pieces, others may have to send
-        check_assumed(x._local_tensor, layout)
-    if way.splice.apart:
-        parts = way.made([x._local_tensor], outs[0].stride)
-        giving = [(_fetching(one, out), _giving(one)) for one, out in zip(ways, outs, strict=True)]
-        return [_severed(x, *each[:2], *each[2]) for each in zip(outs, parts, giving, strict=True)]
     marks = layout.terms | layout.marks & TURNED
-    seen = [(one.seen(x._local_tensor), out.marked(marks)) for one, out in zip(ways, outs, strict=True)]
-    views = [guards.new_view(DTensor, *each, False) for each in seen]
-    return [guards.sever(view, x._window) for view in views] if layout.marks & SEVERED else views
+    seen = [(one, out.marked(marks)) for one, out in zip(ways, outs, strict=True)]
+    fetched = [(out, _fetching(one, out), _giving(one)) for one, out in zip(ways, outs, strict=True)]
+
+    def views(func: Any, x: DTensor, *_: Any, **__: Any) -> list[DTensor]:
+        if layout.assumed:  # of other pieces, others may have to send
+            check_assumed(x._local_tensor, layout)
+        if way.splice.apart:
+            parts = zip(way.made([x._local_tensor], outs[0].stride), fetched, strict=True)
+            return [_severed(x, out, part, fetch, give) for part, (out, fetch, give) in parts]
+        made = [guards.new_view(DTensor, one.seen(x._local_tensor), out, False) for one, out in seen]
+        return [guards.sever(view, x._window) for view in made] if layout.marks & SEVERED else made
+
+    return views
 
 
 def _first(made: Handler, *values: Any) -> DTensor:
