@@ -258,6 +258,12 @@ def _computing(rank, world):
     (root,) = torch._foreach_sqrt([number])
     assert root.dtype is torch.float32
     check(root, whole.sqrt())
+    # Numbers go with their items, of which a rank has two parts or none, in a list or in a tensor.
+    cuts = [specs.ChunkShardingSpec(0, [f"rank:{r}/cpu"] * 2) for r in (0, 1)]
+    items = [_made_from(w, cut, ShardedTensor) for cut in cuts]
+    for numbers in ([2.0, 5.0], torch.tensor([2.0, 5.0])):
+        for got, number in zip(torch._foreach_addcdiv(items, items, items, numbers), (2, 5), strict=True):
+            check(got, torch.addcdiv(w, w, w, value=number))
     leaf = x.clone().requires_grad_()
     saved = leaf * 1
     squares = saved * saved

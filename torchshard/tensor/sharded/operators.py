@@ -242,6 +242,8 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
                     require_alike(func.name(), list(_sharded(pair)), pair)
 
     def spread(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim == 1 and len(value) == len(first):  # numbers, one an item
+            return value[[k for k, n in enumerate(counts) for _ in range(n)]]
         if not isinstance(value, (list, tuple)) or len(value) != len(first):
             return value
         pairs = zip(value, counts, strict=True)
