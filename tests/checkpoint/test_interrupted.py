@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from torchshard import checkpoint
-from torchshard.checkpoint.moving import destination, runner
+from torchshard.checkpoint.moving import destination, journal, runner
 from torchshard.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +161,15 @@ def test_killed_at_random_moments(small, tmp_path, count):
             time.sleep(chance.random() * 0.2)
             process.kill()
         check_after_a_kill(small, folder / "out", "torch", expected, before)
+
+
+def test_what_follows_a_line_that_was_cut_off_is_read(tmp_path):
+    """A full disk, or a power cut, in the middle of a note; then what was resumed says that all is done."""
+    with open(tmp_path / "journal", "ab+") as file:
+        journal.write(file.fileno(), ["print", "0 0 4 7", "0 4 4 9"])
+        os.ftruncate(file.fileno(), file.seek(0, os.SEEK_END) - 3)
+        journal.write(file.fileno(), [journal.COMMIT])
+        assert journal.read(file.fileno(), "print") == ({(0, 0, 4): [7]}, True)
 
 
 def test_without_resume_a_killed_one_is_begun_anew(small, tmp_path):

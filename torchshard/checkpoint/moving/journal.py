@@ -43,8 +43,8 @@ def read(fd: int, fingerprint: str) -> State | None:
 
 
 def write(fd: int, texts: list[str]) -> None:
-    """Append lines."""
-    data = b"".join([_line(text) for text in texts])
+    """Append lines; what was cut off before them stays apart."""
+    data = b"\n" + b"".join([_line(text) for text in texts])
     while data:
         data = data[os.write(fd, data) :]
 
