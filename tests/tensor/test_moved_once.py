@@ -1,6 +1,7 @@
 """What is moved, and how often: terms that lists are added up of stay terms, and an operand given twice goes once."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -173,3 +174,39 @@ def test_numbers_around_terms_are_terms():
     """But for sums: each rank's number would be added to the others'."""
     sums = [(kind, pad, 3) for kind in ("sum", "avg") for pad in ((1, 2), (0, 0, 2, -1))]
     assert run_ranks(2, _padded) == [sums] * 2
+
+
+@pytest.mark.parametrize(("rows", "reduced"), [(5, 0), (25, 0), (26, 25 * 2)])
+def test_terms_of_a_gradient_go_into_a_table_that_is_smaller(rows, reduced):
+    """A bias for each pair of positions, of a split batch: what is reduced is the table's gradient, or the bias's."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        scores = distribute_tensor(torch.ones(4, 2, 5, 5), mesh, [Shard(0)])
+        table = distribute_tensor(torch.ones(rows, 2), mesh, [Replicate()]).requires_grad_()
+        pairs = distribute_tensor(torch.zeros(5, 5, dtype=torch.int64), mesh, [Replicate()])
+        with Sent() as sends:
+            bias = F.embedding(pairs, table).permute(2, 0, 1)
+            grad = torch.autograd.grad((scores + bias).tanh().sum(), table)[0]
+        assert [n for _, n in sends.calls] == ([reduced] if reduced else [])
+        assert grad.placements == ((Replicate(),) if reduced else (Partial(),))
+
+
+def _biased(rank, world, shape):
+    generator, mesh = torch.Generator().manual_seed(3), init_device_mesh("cpu", shape)
+    scores, rows = torch.randn(3, 2, 5, 5, generator=generator), torch.randn(6, 2, generator=generator)
+    pairs = torch.randint(6, (5, 5), generator=generator)
+    for op, padding, of_pairs in itertools.product(("sum", "avg"), (None, 2), (Replicate(), Shard(0))):
+        for kinds in itertools.product((Partial(op), Shard(0), Shard(2), Replicate()), repeat=len(shape)):
+            plain, table = rows.clone().requires_grad_(), distribute_tensor(rows, mesh, [Replicate()] * mesh.ndim)
+            table = table.requires_grad_()
+            other = distribute_tensor(pairs, mesh, [of_pairs] * mesh.ndim)
+            want, found = F.embedding(pairs, plain, padding), F.embedding(other, table, padding)
+            whole = distribute_tensor(scores[0].permute(1, 2, 0), mesh, [Replicate()] * mesh.ndim)
+            want.backward(whole.full_tensor())
+            found.backward(whole.redistribute(placements=kinds))
+            torch.testing.assert_close(table.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+def test_terms_of_a_table_are_its_gradient(shape):
+    run_ranks(math.prod(shape), _biased, shape)

@@ -4,6 +4,7 @@ The gradient of the table is made where the table is: each rank adds up the rows
 is an error of the local operator, as in eager torch.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,13 +60,16 @@ def _embedding(
 def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: int, by_frequency: bool) -> Any:
     """The gradient of a table; its terms are summed over split batches.
 
-    It is split as the table is, if that is a leaf, or an input of a compiled region.
+    It is split as the table is, if that is a leaf, or an input of a compiled region. Of terms that are larger than the
+    table, as of a bias for each pair of positions, terms of the table are made: less is left to be reduced.
     """
     if by_frequency or type(grad) is not DTensor or grad._spec.mesh.coordinate is None:
         return NotImplemented
     grad, indices = in_boxes(grad), in_boxes(indices)
     of_indices = _sharding(indices, grad._spec.mesh)
-    of_grad, of_index, of_table = _splits(grad._spec.sharding, of_indices, _table_sharding(grad, rows), indices.ndim)
+    given, of_leaf = grad._spec.sharding, _table_sharding(grad, rows)
+    few = bool(given.partial) and bool(rows <= math.prod(indices.shape))  # asks the lengths of a trace for terms only
+    of_grad, of_index, of_table = _splits(given, of_indices, of_leaf, indices.ndim, few)
     grads, index, shape = part(grad, of_grad), part(indices, of_index), (rows, grad._spec.shape[-1])
     if 0 not in of_table.splits:
         return made_of(func(grads, index, rows, padding, False), of_table, shape)
@@ -76,24 +80,33 @@ def _embedding_backward(func: Any, grad: Any, indices: Any, rows: int, padding: 
 
 
 @decided
-def _splits(grad: Sharding, indices: Sharding, table: Sharding | None, n: int) -> tuple[Sharding, Sharding, Sharding]:
-    """How the gradient of the result and the indices, of n dims, are to be, and how the table's gradient then is."""
+def _splits(
+    grad: Sharding, indices: Sharding, table: Sharding | None, n: int, few: bool
+) -> tuple[Sharding, Sharding, Sharding]:
+    """How the gradient of the result and the indices, of n dims, are to be, and how the table's gradient then is.
+
+    Terms of a gradient stay terms where the table has few rows: no more than there are indices.
+    """
     mesh = grad.mesh
     given: list[Placement] = []
     batch: list[Placement] = []
+    terms: dict[int, Placement] = {}
     for axis, g in enumerate(grad.placements):
         w = table.placements[axis] if table is not None else R
         i = indices.placements[axis]
         b = g if isinstance(g, Shard) and g.dim < n else i if isinstance(i, Shard) else R
         columns = w is Shard(1) or (g is Shard(n) and w is R)
+        if few and w is R and b is R and g in (Partial("sum"), Partial("avg")):
+            terms[axis] = g
         batch.append(R if w is Shard(0) or columns else b)
-        given.append(w if w is not R else Shard(1) if columns else Partial("sum") if isinstance(b, Shard) else R)
+        summed = Partial("sum") if isinstance(b, Shard) else terms.get(axis, R)
+        given.append(w if w is not R else Shard(1) if columns else summed)
     along = {d: tuple([a for a, p in enumerate(batch) if p is Shard(d)]) for d in _dims(batch)}
     columns_of = tuple([a for a, p in enumerate(given) if p is Shard(1)])
     order = table.splits if table is not None else {}
     if columns_of and tuple(sorted(order.get(1, ()))) == columns_of:
         columns_of = order[1]
-    of_grad = [Shard(n) if a in columns_of else p for a, p in enumerate(batch)]
+    of_grad = [Shard(n) if a in columns_of else terms.get(a, p) for a, p in enumerate(batch)]
     splits = {0: order[0]} if 0 in order else {}
     return (
         mesh.sharding(of_grad, {**along, n: columns_of} if columns_of else along),
