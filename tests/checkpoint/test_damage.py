@@ -445,16 +445,18 @@ def test_very_many_boxes_of_no_order(copy):
 
 def test_a_folder_that_cannot_be_looked_into(tmp_path, monkeypatch):
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    (tmp_path / "hidden").mkdir()
     real = os.stat
 
     def refuse(path, *args, **kwargs):
-        if "closed" in str(path):
+        if "closed" in str(path) or str(path).endswith(".metadata"):
             raise PermissionError(13, "Permission denied")
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "stat", refuse)
     for work in (
         lambda: checkpoint.open(tmp_path / "closed" / "a.pt"),
+        lambda: checkpoint.open(tmp_path / "hidden"),
         lambda: checkpoint.convert(tmp_path / "a.pt", tmp_path / "closed" / "b.pt", to="torch"),
         lambda: checkpoint.convert(tmp_path / "a.pt", tmp_path / "closed" / "b.pt", to="torch", resume=True),
     ):

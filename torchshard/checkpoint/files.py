@@ -21,6 +21,27 @@ def given(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is something of this name.
+
+    Raises:
+        OSError: the system does not say; since Python 3.14 there is nothing then for Path.exists().
+    """
+    return _mode(path) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder of this name; OSError as of `is_there`."""
+    return stat.S_ISDIR(_mode(path) or 0)
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 class Handle:
     """An open file; closed when the last user lets go of it, so that a thread may finish a read during eviction."""
 

@@ -7,7 +7,7 @@ from types import MappingProxyType, TracebackType
 from typing import NamedTuple
 
 from torchshard.checkpoint.entries import Entry, Index, TensorEntry
-from torchshard.checkpoint.files import Files, given, unreadable
+from torchshard.checkpoint.files import Files, given, is_folder, is_there, unreadable
 from torchshard.checkpoint.formats import dcp, hugging_face, rank_files, safetensors, torch_file
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
@@ -124,11 +124,11 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _read(path: Path) -> Index:
     """What the reader of this format finds."""
-    if path.is_dir():
+    if is_folder(path):
         return _read_folder(path)
-    if not path.exists() and "*" in path.name and (matching := sorted(path.parent.glob(path.name))):
+    if not is_there(path) and "*" in path.name and (matching := sorted(path.parent.glob(path.name))):
         return rank_files.read(rank_files.ordered(matching))
-    if dcp.is_part(path) and path.exists():
+    if dcp.is_part(path) and is_there(path):
         raise CheckpointError(
             "The file is part of a folder of torch.distributed.checkpoint.", where=path, fix="Open the folder."
         )

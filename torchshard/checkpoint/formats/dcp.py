@@ -15,7 +15,7 @@ from typing import Any
 
 from torchshard.checkpoint.dtypes import DTYPES
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_boxes
-from torchshard.checkpoint.files import Files
+from torchshard.checkpoint.files import Files, is_there
 from torchshard.checkpoint.formats.dcp_archives import Archives
 from torchshard.checkpoint.formats.dcp_safetensors import Blocks
 from torchshard.checkpoint.formats.joining import check_ranks, joined
@@ -86,7 +86,7 @@ def read(path: Path) -> Index | None:
         CheckpointError: damaged, incomplete, or stored in a way that is not read; names file and field.
     """
     files = Files(path)
-    if (path / METADATA).exists():
+    if is_there(path / METADATA):
         return _Reader(files, METADATA).index()
     ranks = {int(match[1]): match[0] for one in path.iterdir() if (match := _OF_RANK.fullmatch(one.name))}
     if not ranks:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from torchshard.checkpoint.files import OPEN_FILES, Handle
+from torchshard.checkpoint.files import OPEN_FILES, Handle, is_folder, is_there
 from torchshard.checkpoint.moving import journal
 from torchshard.checkpoint.text import format_size
 from torchshard.errors import CheckpointError
@@ -82,7 +82,7 @@ class Destination:
         self._settle()
         state = journal.read(self.journal, fingerprint) if self.resume else None
         if state is None:
-            if self.resume and (self.data.exists() or os.fstat(self.journal).st_size):
+            if self.resume and (is_there(self.data) or os.fstat(self.journal).st_size):
                 raise CheckpointError(
                     "What is left of an earlier conversion is of another source or other options.",
                     where=self.partial,
@@ -91,9 +91,9 @@ class Destination:
             _remove(self.data)
             os.ftruncate(self.journal, 0)
             journal.write(self.journal, [fingerprint])
-        elif state.complete and not self.data.exists():
+        elif state.complete and not is_there(self.data):
             self.finished = os.path.lexists(self.path)
-        elif self.data.exists():
+        elif is_there(self.data):
             self.done = state.blocks
         if not self.finished and self.is_folder:
             self.data.mkdir(exist_ok=True)
@@ -269,7 +269,7 @@ def check(path: Path, nbytes: int, *, overwrite: bool, folder: bool) -> None:
     """Raise CheckpointError if a file or folder of this size cannot come to be here."""
     try:
         check_free(path, overwrite, folder=folder)
-        if not path.parent.is_dir():
+        if not is_folder(path.parent):
             raise CheckpointError("The folder of the destination does not exist.", where=path.parent)
         _check_writable(path.parent)
         if path.is_dir() and not path.is_symlink():  # steps aside
