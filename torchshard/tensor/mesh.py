@@ -5,6 +5,7 @@ import reprlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -281,12 +282,17 @@ def _check_groups(device_mesh: DeviceMesh) -> None:
             )
 
 
+@cache
 def _first_use() -> None:
     """Make DTensor known to torch's optimizers."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
     from torchshard._torch import introduce
     from torchshard.tensor.dtensor import DTensor
+    from torchshard.tensor.stepping import bring_gradients_home
 
     introduce(DTensor)
+    register_optimizer_step_pre_hook(bring_gradients_home)
 
 
 def _can_talk(device_mesh: DeviceMesh) -> bool:
