@@ -91,7 +91,7 @@ def tensors_of_call(frame: FrameType) -> list[torch.Tensor] | None:
     """
     from torch.utils._pytree import tree_leaves
 
-    names = frame.f_locals
+    names = {**frame.f_locals}  # since Python 3.13 no dict
     if frame.f_globals is not torch.nn.Module.__call__.__globals__ or not {"self", "args", "kwargs"} <= names.keys():
         return None
     module = names["self"]
