@@ -42,7 +42,8 @@ def lift(bound: Bound, options: Options, layouts: Sequence[Layout], fixed: Mappi
         bound: the rule for these shapes.
         options: what else is true of the operator.
         layouts: of the operands, all on one mesh.
-        fixed: operands that cannot be moved; to each the result that it becomes (an operand written in place), or None.
+        fixed: operands that cannot be moved; to each the result that it becomes (an operand written in place), or None:
+            a plain scalar, which may yet be terms beside one that is written to, as that cannot be reduced first.
 
     Returns:
         None where the operands that cannot be moved leave no way.
@@ -124,7 +125,7 @@ def _price(
             now = R
         if options.exact and isinstance(now, Partial) and isinstance(wanted, Shard):
             return math.inf
-        if k in fixed:
+        if k in fixed and not _may_be_terms(k, wanted, fixed):
             becomes = fixed[k]
             if not _is_as(now, wanted, layout):
                 return math.inf
@@ -133,6 +134,11 @@ def _price(
         elif not _is_as(now, wanted, layout):
             price += _move(now, wanted, nbytes[k], parts, padding)
     return price
+
+
+def _may_be_terms(k: int, wanted: Placement, fixed: Mapping[int, int | None]) -> bool:
+    """Whether operand k is a plain scalar that terms are made of, for an operand that is written to."""
+    return fixed[k] is None and isinstance(wanted, Partial) and any(becomes is not None for becomes in fixed.values())
 
 
 def _is_as(now: Placement, wanted: Placement, layout: Layout) -> bool:
@@ -235,7 +241,7 @@ def _assembled(
             ]
         wanted = mesh.sharding(placements, _by_dim(bound.operands[k], placements, orders))
         operands.append(wanted.evened(layout.shape))
-        if k in fixed and operands[-1] is not layout.sharding:
+        if fixed.get(k) is not None and operands[-1] is not layout.sharding:
             return None  # the same placements in another order
     for k, dims in enumerate(bound.results):
         placements = [way.results[k] for way in chosen]

@@ -18,6 +18,8 @@ from torchshard._torch import (
 )
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
+from torchshard.layout.placements import Partial
+from torchshard.layout.reductions import masking
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
@@ -146,6 +148,8 @@ class FirstRun:
                     reading = self.reading and self._takes_part(o, target)
                     ways[name] = id(o.layout), id(target), reading
                     bound[f"move_{name}"] = mover(o.layout, target, reading)
+            elif moves:
+                how[o.at], ways[name], bound[f"move_{name}"] = "move", id(target), _term_of(target)
         for at, pairs in lists.items():
             still = all(a.sharding is b.sharding and not a.marks & TURNED for a, b in pairs.values())
             how[at] = "locals" if still else "moves"
@@ -313,6 +317,19 @@ def _ordering(function: Callable[..., Any], outs: Sequence[TensorLayout | None],
     """The results of a function of local tensors, in memory as their layouts say."""
     made = function(*args, **kwargs)
     return _ordered([made], outs)[0] if isinstance(made, Tensor) else _ordered(made, outs)
+
+
+def _term_of(target: TensorLayout) -> Callable[[Any], Any]:
+    """A function of a plain scalar that gives this rank's term of it: the scalar, or nothing to be added."""
+    at, axes = target.mesh.coordinate, enumerate(target.placements)
+    assert at is not None, "a rank outside of the mesh runs nothing"
+    elsewhere = any(at[axis] and isinstance(p, Partial) and masking(p.op) == "first" for axis, p in axes)
+    return _nothing_of if elsewhere else lambda x: x
+
+
+def _nothing_of(x: Any) -> Any:
+    """Zero, of the type of a number, and of its sign: so that -0.0 stays what it is."""
+    return torch.zeros_like(x) if isinstance(x, Tensor) else type(x)() if isinstance(x, bool) else x * 0
 
 
 def _lies_as_told(source: TensorLayout, target: TensorLayout) -> bool:

@@ -40,7 +40,18 @@ _OF_WRAPPERS = {
 
 _ROOMS = (
     *("amp", "attention", "batch_norm", "convolution", "ctc", "embedding", "extremes", "forward_ad", "gather"),
-    *("gpu_kernels", "joining", "layer_norm", "linalg", "norms", "packing", "pooling", "random", "recurrent"),
+    *(
+        "gpu_kernels",
+        "joining",
+        "layer_norm",
+        "linalg",
+        "norms",
+        "numbers",
+        "packing",
+        "pooling",
+        "random",
+        "recurrent",
+    ),
     *("slicing", "softmax", "split_classes", "statistics", "views"),
 )
 
