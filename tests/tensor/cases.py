@@ -405,6 +405,15 @@ NETWORKS = [
             ("mask for each head", lambda x, *w: _encoder_layer(x, *w, 2), ((3, 2, 5, 5),)),
         )
     ],
+    case("rounded to numbers of a type", lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, 0, 15), (5, 3)),
+    case("rounded by a tensor", lambda x, s, z: torch.fake_quantize_per_tensor_affine(x, s.detach().abs()[0], z[0].int(), 0, 15), (5, 3), (1,), (1,), integers={2: 7}),
+    case("rounded by a row", lambda x, s, z: torch.fake_quantize_per_tensor_affine(x, s.detach().abs(), z.int(), 0, 15), (5, 3), (1,), (1,), integers={2: 7}, grad=False),
+    *[
+        case(f"rounded by channel {axis}", lambda x, s, z, axis=axis: torch.fake_quantize_per_channel_affine(x, s.detach().abs(), z.int(), axis, 0, 15), (5, 7, 3), (n,), (n,), integers={2: 7})
+        for axis, n in enumerate((5, 7, 3))
+    ],
+    case("rounded by what is learned", lambda x, s, z: torch._fake_quantize_learnable_per_tensor_affine(x, s.abs() + 0.1, z, -8, 7, 0.5), (5, 7), (1,), (1,)),
+    case("rounded by what channels learn", lambda x, s, z: torch._fake_quantize_learnable_per_channel_affine(x, s.abs() + 0.1, z, 1, -8, 7, 0.5), (3, 5, 2), (5,), (5,)),
     case("affine grid", lambda t: F.affine_grid(t, (5, 3, 4, 2), align_corners=False), (5, 2, 3)),
     case("affine grid of points", lambda t: F.affine_grid(t, (3, 2, 2, 3, 4), align_corners=True), (3, 3, 4)),
     case("scaled product", lambda a, b, s, t: _scaled(a, b, s[0, 0], t[0, 0]), (5, 16), (16, 16), (5, 1), (1, 16), grad=False),

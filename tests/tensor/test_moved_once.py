@@ -282,3 +282,24 @@ def _biased(rank, world, shape):
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
 def test_terms_of_a_table_are_its_gradient(shape):
     run_ranks(math.prod(shape), _biased, shape)
+
+
+QUANTIZED = {
+    "number": lambda x, s, z: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, 0, 15),
+    "channels": lambda x, s, z: torch.fake_quantize_per_channel_affine(x, s.detach(), z, 0, 0, 15),
+    "learned": lambda x, s, z: torch._fake_quantize_learnable_per_channel_affine(x, s, z.float(), 0, 0, 15),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_rounding_to_numbers_of_a_type_has_nothing_sent(name):
+    with fake_ranks(4), fallback("error"):
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0), Shard(1)]).requires_grad_()
+        scale = distribute_tensor(torch.ones(6), mesh, [Shard(0), Replicate()]).requires_grad_()
+        zero = distribute_tensor(torch.ones(6, dtype=torch.int32), mesh, [Replicate(), Replicate()])
+        with Sent() as sends:
+            y = QUANTIZED[name](x, scale, zero)
+            y.backward(torch.ones_like(y))
+        assert (sends.calls, y.placements, x.grad.placements) == ([], x.placements, x.placements)
+        assert name != "learned" or scale.grad.placements == (Shard(0), Partial())

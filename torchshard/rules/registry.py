@@ -3,7 +3,19 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from torchshard.rules import attention, convolution, indexing, linalg, losses, nn, pointwise, reducing, slicing, views
+from torchshard.rules import (
+    attention,
+    convolution,
+    indexing,
+    linalg,
+    losses,
+    nn,
+    pointwise,
+    quantizing,
+    reducing,
+    slicing,
+    views,
+)
 from torchshard.rules.rule import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -18,6 +30,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **nn.RULES,
         **attention.RULES,
         **losses.RULES,
+        **quantizing.RULES,
     }
 )
 
