@@ -40,19 +40,8 @@ _OF_WRAPPERS = {
 
 _ROOMS = (
     *("amp", "attention", "batch_norm", "convolution", "ctc", "embedding", "extremes", "forward_ad", "gather"),
-    *(
-        "gpu_kernels",
-        "joining",
-        "layer_norm",
-        "linalg",
-        "norms",
-        "numbers",
-        "packing",
-        "pooling",
-        "random",
-        "recurrent",
-    ),
-    *("slicing", "softmax", "split_classes", "statistics", "views"),
+    *("gpu_kernels", "indexed", "joining", "layer_norm", "linalg", "norms", "numbers", "packing", "pooling"),
+    *("random", "recurrent", "slicing", "softmax", "split_classes", "statistics", "views"),
 )
 
 
