@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks import fake_ranks, run_ranks
+from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torchshard.compiler import explain
 from torchshard.compiler.advice import WAYS_AROUND
+from torchshard.errors import ShardingError
+from torchshard.state_dict import to_sharded_tensor
 
 
 class Scaled(nn.Module):
@@ -70,6 +74,90 @@ def test_hooks_run_as_in_eager_mode():
     torch.testing.assert_close(xs[1].grad, xs[0].grad)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def trained(mesh, layouts, rows):
+    """Which hooks ran, and what they saw and the gradients: of DTensors, compiled; of plain tensors in eager mode."""
+    model, seen = hooked()
+    kept = lambda grad: seen.append(("kept", "y", [grad.detach().clone()]))  # noqa: E731
+    changed = lambda grad: grad.redistribute(placements=[Replicate()]) * 2 if mesh else grad * 2  # noqa: E731
+
+    def program(x):
+        y = model(x, 3)
+        y.register_hook(changed)
+        y.register_hook(kept)
+        return y.square().sum()
+
+    def backward(loss):
+        loss.backward()
+
+    if mesh:
+        weights, inputs = layouts
+        for module in (model.first, model.rest[0]):
+            for name, p in [*module.named_parameters()]:
+                module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, [weights])))
+        program = torch.compile(program, backend="aot_eager", fullgraph=True)
+        backward = torch.compile(backward, backend="aot_eager")
+    grads = []
+    for n in rows:
+        x = torch.arange(n * 4.0).reshape(n, 4) / n
+        x = distribute_tensor(x, mesh, [inputs]).requires_grad_() if mesh else x.requires_grad_()
+        backward(program(x))
+        grads += [whole(p.grad).clone() for p in (x, *model.parameters())]
+    return [(kind, name) for kind, name, _ in seen], [[*map(whole, values)] for _, _, values in seen] + grads
+
+
+def compare(rank, world, rows):
+    mesh, (order, wanted) = init_device_mesh("cpu", (world,)), trained(None, None, rows)
+    for layouts in ((Shard(0), Replicate()), (Replicate(), Shard(0))):
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            ran, found = trained(mesh, layouts, rows)
+        assert ran == order
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_that_are_dtensors():
+    run_ranks(2, compare, (2, 2))
+
+
+@pytest.mark.full
+def test_lengths_that_no_graph_knows():
+    run_ranks(2, compare, (4, 6, 8, 5), timeout=250)
+
+
+@pytest.fixture
+def fake_mesh():
+    with fake_ranks(2):
+        yield init_device_mesh("cpu", (2,))
+
+
+def run_hook(x, hook):
+    def program(x):
+        y = x * 2
+        y.register_hook(hook)
+        return y.sin()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        y = torch.compile(program, backend="aot_eager", fullgraph=True)(x)
+        torch.compile(lambda g: y.backward(g), backend="aot_eager")(y.detach())
+
+
+def test_a_hook_that_gives_no_dtensor(fake_mesh):
+    x = distribute_tensor(torch.ones(4, 3), fake_mesh, [Shard(0)]).requires_grad_()
+    with pytest.raises(ShardingError, match="gave no DTensor in the place of one"):
+        run_hook(x, lambda grad: torch.zeros(tuple(grad.shape)))
+
+
+def test_gradients_that_are_sharded_tensors(fake_mesh):
+    x = to_sharded_tensor(distribute_tensor(torch.ones(4, 3), fake_mesh, [Shard(0)])).detach().requires_grad_()
+    refused = pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="takes no gradient that is a ShardedTensor")
+    with refused, pytest.warns(UserWarning, match="Error detected"):
+        run_hook(x, lambda grad: grad * 2)
 
 
 def test_without_compiled_autograd_the_break_is_named():

@@ -50,7 +50,7 @@ def operate_with(kind: type, name: str, function: Callable[..., Any]) -> bool:
 
     Returns:
         Whether torch can be told
-        (torch.ops.higher_order: flex_attention, cond, while_loop, scan, map_impl, 2.11-2.15).
+        (torch.ops.higher_order: flex_attention, cond, while_loop, scan, map_impl, trace_wrapped, 2.11-2.15).
     """
     operator = find(f"ops.higher_order.{name}")
     if not _has_kernels(operator):

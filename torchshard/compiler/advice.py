@@ -22,6 +22,7 @@ WAYS_AROUND: Mapping[str, str] = {
     "is a plain torch.Tensor among DTensors": _REPLICATED,
     "function _fall_back": "put torchshard.fallback around the calls of the region",
     "There was no rule registered for HOP": _PLAIN,
+    "backward hook in a compiled forward takes no gradient": "register the hook outside of the region",
     "Expected FakeTensor, got <class 'torchshard.": _PLAIN,
     "get_tensor_storages does not support traceable wrapper subclasses": _PLAIN,
     "expected both a and b to be FakeTensor": _PLAIN,

@@ -2,7 +2,7 @@
 
 from torchshard import _torch
 from torchshard.rules.convolution import RESAMPLED
-from torchshard.tensor import control_flow, flex
+from torchshard.tensor import control_flow, flex, hooks
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.modes import plain_are_replicas
 
@@ -17,7 +17,8 @@ def take_operators() -> None:
     """Those that call functions, and those of which torch's traces see what they are made of."""
     _torch.nest_in_place(DTensor)
     _torch.find_memory_of_parts(DTensor)
-    for name, function in {"flex_attention": flex.flex_attention, **control_flow.OPERATORS}.items():
+    functions = {"flex_attention": flex.flex_attention, "trace_wrapped": hooks.call_hooks, **control_flow.OPERATORS}
+    for name, function in functions.items():
         _torch.operate_with(DTensor, name, function)
     for name in _MADE_OF_NUMBERS.split():
         _torch.decompose_within(DTensor, name, plain_are_replicas)

@@ -14,11 +14,12 @@ from torchshard._torch import (
     fill_unused_results,
     group_named,
     nest_in_place,
+    operate_with,
     part_gradients,
     skip_alone,
     skip_methods,
 )
-from torchshard.errors import ShardingError
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.tensor.caching import digest
 from torchshard.tensor.sharded import specs
 
@@ -69,6 +70,17 @@ class Cut:
 
 def _cut(metadata: Any, spec: Any, own: Sequence[Any], group: str | None) -> Cut:
     return Cut(metadata, spec, own, specs.Group(None if group is None else group_named(group)))
+
+
+def _refuse_hooks(operator: Callable[..., Any], *operands: Any, **also: Any) -> Any:
+    """In place of the operator behind hooks: what calls them is traced, which makes no ShardedTensor of its parts."""
+    raise UnsupportedOperatorError(
+        "A backward hook in a compiled forward takes no gradient that is a ShardedTensor.",
+        expected="a gradient that is a DTensor or a plain tensor",
+        got="a ShardedTensor",
+        where="a backward graph for compiled autograd",
+        fix="register the hook outside of the region, or of a DTensor: torchshard.state_dict.to_dtensor(x, mesh, ...)",
+    )
 
 
 class _WherePartsHaveNoGradients:
@@ -129,6 +141,7 @@ class TracedByParts:
         example = next(iter(inner.values()))
         if example.__class__ is not Tensor:  # while tracing
             nest_in_place(ShardedTensor)
+            operate_with(ShardedTensor, "trace_wrapped", _refuse_hooks)
         changed = {"dtype": example.dtype, "requires_grad": False, "pin_memory": False}
         metadata = replace(cut.metadata, tensor_properties=replace(cut.metadata.tensor_properties, **changed))
         shards = [specs.Shard(inner[_part(k)], own) for k, own in enumerate(cut.own)]
