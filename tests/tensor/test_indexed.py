@@ -16,6 +16,7 @@ WRITES = {
     "index_add_": lambda t, i, s: t.index_add_(-2, i, s, alpha=2),
     "index_fill_": lambda t, i, s: t.index_fill_(1, i, 7),
     "[:, i] =": lambda t, i, s: t.__setitem__((slice(None), i), s) or t,
+    "[:, i] = number": lambda t, i, s: t.__setitem__((slice(None), i), 3.0) or t,
     "index_put_": lambda t, i, s: torch.ops.aten.index_put_(t, [None, i], s, True),
     "of a slice": lambda t, i, s: (t[:, 1:].index_copy_(1, i, s), t)[1],
     "[:, -i] =": lambda t, i, s: t.__setitem__((slice(None), -1 - i), s) or t,

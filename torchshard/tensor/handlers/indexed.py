@@ -34,13 +34,16 @@ def _filled(func: Any, x: Any, dim: int, index: Any, value: Any) -> Any:
 
 def _put(func: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     given = [d for d, i in enumerate(indices) if i is not None]
-    if len(given) != 1 or not _fits(x, given[0], indices[given[0]], values):
+    if len(given) != 1 or not _has_rows(x, given[0], indices[given[0]]):
+        return NotImplemented
+    number = part(values) if values.ndim == 0 else None
+    if number is None and not _fits(x, given[0], indices[given[0]], values):
         return NotImplemented
 
-    def put(t: Tensor, i: Tensor, s: Tensor) -> Tensor:
-        return func(t, [*[None] * given[0], i], s, accumulate)  # type: ignore[no-any-return]
+    def put(t: Tensor, i: Tensor, s: Tensor | None) -> Tensor:
+        return func(t, [*[None] * given[0], i], number if s is None else s, accumulate)  # type: ignore[no-any-return]
 
-    return _written(x, given[0], indices[given[0]], values, put, wraps=True)
+    return _written(x, given[0], indices[given[0]], None if number is not None else values, put, wraps=True)
 
 
 def _added(func: Any, x: Any, dim: int, index: Any, source: Any, **alpha: Any) -> Any:
