@@ -432,6 +432,27 @@ def test_dtensors_made_in_a_module_are_exported(function, strict):
         assert described(program.module()(PIECE)) == described(function(PIECE))
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+def test_batch_norm_in_training_that_is_exported_runs_where_gradients_are_asked_for(placement):
+    """Its kernel takes no statistics with a history, as those are that a graph of plain tensors computes."""
+
+    class Normed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before = torch.nn.Linear(4, 4)
+            self.norm = torchshard.distribute_module(
+                torch.nn.BatchNorm1d(4 * MESH.size() if placement == Shard(1) else 4), MESH
+            )
+
+        def forward(self, x):
+            return self.norm(from_local(self.before(x), MESH, [placement])).to_local()
+
+    module = Normed()
+    exported = torch.export.export(module, (PIECE,))
+    for program in (exported, exported.run_decompositions()):
+        assert program.module()(PIECE).shape == module(PIECE).shape
+
+
 @pytest.mark.parametrize("view", [lambda x: x[:1], lambda x: x.t(), lambda x: x[:]], ids=["rows", "turned", "whole"])
 def test_an_example_that_is_a_view_is_exported(view):
     piece = view(PIECE)

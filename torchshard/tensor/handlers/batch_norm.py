@@ -91,9 +91,20 @@ def _forward(
     scale, shift = batch.channels(weight), batch.channels(bias)
     result = values
     if values.numel():  # the kernel does not take a batch without channels
-        result = torch.batch_norm(values, scale, shift, now, spread, False, momentum, eps, False)
+        result = _normed(batch, values, scale, shift, now, spread, eps)
     _renew(batch, mean, var, now, spread, momentum)
     return batch.like(result.to(x.dtype)), batch.vector(now), batch.vector(torch.rsqrt(spread + eps))
+
+
+def _normed(
+    batch: _Batch, values: Tensor, scale: Tensor | None, shift: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:
+    """The batch with these statistics; graphs say it without the kernel, which takes none that have a history."""
+    if not is_traced(values):
+        return torch.batch_norm(values, scale, shift, mean, var, False, 0.0, eps, False)
+    result = (values - batch.by_channel(mean)) * batch.by_channel(torch.rsqrt(var + eps))
+    result = result if scale is None else result * batch.by_channel(scale)
+    return result if shift is None else result + batch.by_channel(shift)
 
 
 def _renew(batch: _Batch, mean: Any, var: Any, now: Tensor, spread: Tensor, momentum: float) -> None:
