@@ -1,5 +1,8 @@
+import gc
 import os
+import sys
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -129,3 +132,19 @@ def test_a_container_with_a_network_of_its_own_is_a_machine_of_its_own(monkeypat
             assert lines.machine() not in (0, here)
     monkeypatch.setattr(lines, "_SHARED", ["/proc/nowhere"])
     assert lines.machine() == 0
+
+
+def _unclosed(rank, world):
+    pids, complaints = [None] * world, []
+    dist.all_gather_object(pids, os.getpid())
+    sys.unraisablehook = lambda told: complaints.append(str(told.exc_value))
+    warnings.simplefilter("error", ResourceWarning)
+    ways = (lines.Near(pids), lines.Far())
+    found = [len(lines.connect(dist.group.WORLD, places, timedelta(seconds=20))) for places in ways]
+    gc.collect()
+    return found, complaints
+
+
+def test_lines_that_nobody_has_any_more_end_without_a_warning():
+    """As those of a group that was destroyed, in a program under python -W error."""
+    assert run_ranks(2, _unclosed) == [([1, 1], [])] * 2

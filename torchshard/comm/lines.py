@@ -39,6 +39,14 @@ _SHARED = "/proc/self/ns/net", "/proc/self/ns/pid"
 
 Lines = Mapping[int, socket.socket]
 
+
+class _Line(socket.socket):
+    """One that is closed when nobody has it any more: a group ends without a word, or with its process."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 Tell = Callable[[bytes], list[bytes]]
 """A collective: what each rank says, in as many bytes as the others, in the order of the group."""
 
@@ -163,10 +171,11 @@ def connect(group: dist.ProcessGroup, places: Near | Far | None, limit: timedelt
             for line in found.values():
                 undo.enter_context(line)
             return {}
-    for line in found.values():
+    lines = {rank: _Line(fileno=line.detach()) for rank, line in sorted(found.items())}
+    for line in lines.values():
         line.settimeout(limit.total_seconds())
         _connected.add(line)
-    return dict(sorted(found.items()))
+    return lines
 
 
 def receive(line: socket.socket, size: int) -> bytearray:
