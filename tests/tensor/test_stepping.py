@@ -71,6 +71,38 @@ def test_what_an_optimizer_keeps_lies_as_the_parameter(kind, split, batch, tmp_p
     run_ranks(3, _trained, kind, OPTIMIZERS[kind] | foreach, split, batch, str(tmp_path))
 
 
+def _by_closure(rank, world, kind, options, by_name):
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    plain = Net().double()
+    nets = plain, _distributed(copy.deepcopy(plain), mesh, split=False)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    states = []
+    for net, batch in zip(nets, (x, distribute_tensor(x, mesh, [Shard(0)])), strict=True):
+        optimizer = getattr(torch.optim, kind)(net.parameters(), **options)
+
+        def closure(net=net, batch=batch, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = net(batch).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        states.append((loss, optimizer.state))
+    torch.testing.assert_close(states[1][0].full_tensor(), states[0][0])
+    for p, q in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p)
+        kept = states[1][1].get(q, {}) if kind != "LBFGS" else {}  # which keeps flat ones of all
+        assert all(x.placements == q.placements for x in kept.values() if isinstance(x, DTensor) and x.ndim)
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["named", "in place"])
+@pytest.mark.parametrize("kind", ["SGD", "Rprop", "Adam", "LBFGS"])
+def test_gradients_that_a_closure_makes_are_brought_as_well(kind, by_name):
+    run_ranks(2, _by_closure, kind, {"SGD": {"lr": 0.1, "momentum": 0.9}}.get(kind, {}), by_name)
+
+
 def test_a_gradient_that_is_to_be_differentiated_stays():
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,))

@@ -4,7 +4,8 @@ So a gradient that is used several times goes once, and what an optimizer keeps 
 the first) lies as the parameter does: it takes up a part on each rank, and is saved as one.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +15,35 @@ from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.redistribute import moved, redistribute_together
 
 
-def bring_gradients_home(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """A hook of all optimizers. A gradient that is to be differentiated stays as it is."""
+def bring_gradients_home(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A hook of all optimizers. A gradient that is to be differentiated stays as it is.
+
+    A closure makes the gradients of the step, or of several, and they are brought when it has.
+    """
     if torch.compiler.is_compiling():  # what a compiled step sees, the operators move
-        return
+        return None
+    closure = kwargs.get("closure")
+    if callable(closure):
+        return args, {**kwargs, "closure": _then_brought(optimizer, closure)}
+    if len(args) > 1 and callable(args[1]):  # the first is the optimizer
+        return (args[0], _then_brought(optimizer, args[1]), *args[2:]), kwargs
+    _bring(optimizer)
+    return None
+
+
+def _then_brought(optimizer: torch.optim.Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(closure)
+    def made_and_brought(*args: Any, **kwargs: Any) -> Any:
+        result = closure(*args, **kwargs)
+        _bring(optimizer)
+        return result
+
+    return made_and_brought
+
+
+def _bring(optimizer: torch.optim.Optimizer) -> None:
     away = [*_elsewhere(optimizer)]
     if any(is_traced(p._local_tensor) for p in away):
         return
