@@ -120,3 +120,22 @@ def test_what_is_added_to_replicated_rows_is_reduced_where_that_is_less():
     for *many, few, fewer in run_ranks(2, _summed):
         assert [len(names) for names in many] == [1, 1]
         assert not any(name.startswith("all_reduce") for name in few + fewer)
+
+
+def _truth(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    which, of_batch = torch.arange(40) % 5, torch.arange(80).view(40, 2) % 3 == 0
+    for run in (
+        lambda t, i, s: t.index_add_(0, i, s),
+        lambda t, i, s: t.scatter_add_(0, i.unsqueeze(1).expand(-1, 2), s),
+    ):
+        made, index, source = (
+            distribute_tensor(t, mesh, [p])
+            for t, p in zip((torch.zeros(6, 2).bool(), which, of_batch), (Replicate(), Shard(0), Shard(0)), strict=True)
+        )
+        run(made, index, source)
+        assert torch.equal(made.full_tensor(), run(torch.zeros(6, 2).bool(), which, of_batch))
+
+
+def test_rows_of_truth_are_added_up():
+    run_ranks(2, _truth)

@@ -56,7 +56,7 @@ def _added(func: Any, x: Any, dim: int, index: Any, source: Any, **alpha: Any) -
     terms = any(s and p is R for s, p in zip(split, x._spec.placements, strict=True))
     if not terms or x._spec.overlaps or 2 * x.nbytes >= source.nbytes + index.nbytes or x.dtype is not source.dtype:
         return NotImplemented
-    if x._spec.sharding.partial or not known(x.shape, index.shape):
+    if x._spec.sharding.partial or x.dtype is torch.bool or not known(x.shape, index.shape):  # truth has no sums
         return NotImplemented
     rows = aten.index_add if func is aten.index_add_.default else aten.scatter_add
     return x.add_(rows(torch.zeros_like(x), dim, index, source, **alpha))
