@@ -153,6 +153,21 @@ def test_a_hook_that_gives_no_dtensor(fake_mesh):
         run_hook(x, lambda grad: torch.zeros(tuple(grad.shape)))
 
 
+@pytest.mark.parametrize(
+    ("hook", "got"),
+    [
+        (lambda grad: grad[:1], r"\[1, 3\] of torch.float32"),
+        (lambda grad: grad.sum(), r"\[\] of torch.float32"),
+        (lambda grad: grad.double(), r"\[4, 3\] of torch.float64"),
+    ],
+)
+def test_a_hook_that_gives_another_shape_or_dtype(fake_mesh, hook, got):
+    x = distribute_tensor(torch.ones(4, 3), fake_mesh, [Shard(0)]).requires_grad_()
+    with pytest.raises(ShardingError, match="another shape or dtype") as caught:
+        run_hook(x, hook)
+    assert caught.match(got)
+
+
 def test_gradients_that_are_sharded_tensors(fake_mesh):
     x = to_sharded_tensor(distribute_tensor(torch.ones(4, 3), fake_mesh, [Shard(0)])).detach().requires_grad_()
     refused = pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="takes no gradient that is a ShardedTensor")

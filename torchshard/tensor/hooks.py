@@ -33,14 +33,17 @@ def call_hooks(operator: Callable[..., Any], *operands: Any, fn: Callable[..., A
         The new gradients, laid out as those that they stand for.
 
     Raises:
-        ShardingError: when the graph is run through: a hook gave no DTensor for one, or one of another mesh.
+        ShardingError: when the graph is run through: a hook gave no DTensor for one, or one of another mesh, shape or
+            dtype.
     """
     layouts, lengths = _each(_layout, operands), _each(_lengths, operands)
     count, changed = len(operands), 1 if operands[0] is None else 0
 
     def of_parts(*given: Any, **also: Any) -> Any:
         made = fn(*_each(_whole, given[:count], layouts, given[count:]), **also)
-        return given[changed] if made is None else _each(_part, made, layouts[changed])
+        if made is None:
+            return given[changed]
+        return _each(_part, made, given[changed], layouts[changed], given[count + changed])
 
     parts = operator(*_each(_local, operands), *lengths, fn=of_parts, **also)
     return _each(_whole, parts, layouts[changed], lengths[changed])
@@ -79,13 +82,18 @@ def _local(x: Any) -> Any:
 def _whole(part: Any, layout: Layout, lengths: Any) -> Any:
     if layout is None or part is None:
         return part
-    mesh, placements, shape, stride = layout
-    if lengths is not None:
-        shape, stride = lengths.shape, lengths.stride()
+    mesh, placements, *_ = layout
+    shape, stride = _sizes(layout, lengths)
     return DTensor.from_local(part, mesh, placements, shape=shape, stride=stride)
 
 
-def _part(x: Any, layout: Layout) -> Any:
+def _sizes(layout: tuple[Any, ...], lengths: Any) -> tuple[Any, Any]:
+    """Shape and stride, which are those of the other tensor where they are symbolic."""
+    return layout[2:] if lengths is None else (lengths.shape, lengths.stride())
+
+
+def _part(x: Any, part: Any, layout: Layout, lengths: Any) -> Any:
+    """What a rank has of a new gradient, laid out as the one that it stands for, of which it had a part."""
     if layout is None or x is None:
         return x
     if not isinstance(x, DTensor):
@@ -94,5 +102,13 @@ def _part(x: Any, layout: Layout) -> Any:
             expected="a DTensor, or None",
             got=f"a {type(x).__name__}",
             fix="make it from the gradient that the hook is given",
+        )
+    shape, _ = _sizes(layout, lengths)
+    if tuple(x.shape) != tuple(shape) or x.dtype != part.dtype:
+        raise ShardingError(
+            "A backward hook of a compiled forward gave a gradient of another shape or dtype.",
+            expected=f"{list(shape)} of {part.dtype}",
+            got=f"{list(x.shape)} of {x.dtype}",
+            fix="give one like the gradient that the hook is given",
         )
     return x.redistribute(placements=layout[1]).to_local()
