@@ -1,4 +1,4 @@
-"""Gradients lie as their parameters when an optimizer steps, and so does what it keeps of them."""
+"""Gradients lie as their parameters while an optimizer steps, and so does what it keeps of them."""
 
 import copy
 
@@ -110,12 +110,64 @@ def test_a_gradient_that_is_to_be_differentiated_stays():
         x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
         (x @ p).square().sum().backward(create_graph=True)
         (x @ q).square().sum().backward()
-        kept = p.grad
-        assert kept.requires_grad
-        assert kept.placements == q.grad.placements == (Partial(),)
-        torch.optim.SGD([p, q], lr=0.1).step()
-        assert p.grad is kept
-        assert q.grad.placements == (Shard(0),)
+        assert p.grad.requires_grad
+        assert p.grad.placements == q.grad.placements == (Partial(),)
+        optimizer = torch.optim.SGD([p, q], lr=0.1, momentum=0.9)
+        seen = []
+        optimizer.register_step_pre_hook(lambda *_: seen.extend([p.grad.placements, q.grad.placements]))
+        optimizer.step()
+        assert seen == [(Partial(),), (Shard(0),)]
+
+
+def _held(rank, world):
+    """What a user holds of gradients, and the memory that he gave them."""
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    plain = Net().double()
+    nets = plain, _distributed(copy.deepcopy(plain), mesh, split=False)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    memory = torch.zeros(sum(p.numel() for p in plain.parameters()), dtype=torch.float64)
+    at = 0
+    for p in nets[1].parameters():  # gradients are views of one flat tensor of terms
+        p.grad = DTensor.from_local(memory[at : at + p.numel()].view(p.shape), mesh, [Partial()])
+        at += p.numel()
+    kept = [p.grad for p in nets[1].parameters()]
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizers[0].zero_grad()
+        memory.zero_()
+        for net, batch in zip(nets, (x, distribute_tensor(x, mesh, [Shard(0)])), strict=True):
+            net(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(p.grad is g for p, g in zip(nets[1].parameters(), kept, strict=True))
+    for p, q in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p)
+
+
+def test_a_gradient_is_afterwards_the_tensor_that_it_was():
+    run_ranks(2, _held)
+
+
+def _written(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    p = nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)]))
+    p.grad = gradient = DTensor.from_local(torch.ones(5, 3), mesh, [Partial()])
+    optimizer = torch.optim.SGD([p], lr=0.1)
+
+    def doubled(*_):  # as a fused one takes a scale off
+        p.grad.mul_(2)
+
+    handle = optimizer.register_step_pre_hook(doubled)
+    optimizer.step()
+    handle.remove()
+    assert p.grad is gradient
+    torch.testing.assert_close(gradient.full_tensor(), torch.full((5, 3), 2.0 * world))
+    torch.testing.assert_close(p.full_tensor(), torch.full((5, 3), 1 - 0.2 * world))
+
+
+def test_what_a_step_writes_to_a_gradient_is_in_it_afterwards():
+    run_ranks(2, _written)
 
 
 def test_plain_parameters_and_those_without_gradients_are_left_alone():

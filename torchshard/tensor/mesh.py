@@ -285,14 +285,12 @@ def _check_groups(device_mesh: DeviceMesh) -> None:
 @cache
 def _first_use() -> None:
     """Make DTensor known to torch's optimizers."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
     from torchshard._torch import introduce
     from torchshard.tensor.dtensor import DTensor
-    from torchshard.tensor.stepping import bring_gradients_home
+    from torchshard.tensor.stepping import attend_steps
 
     introduce(DTensor)
-    register_optimizer_step_pre_hook(bring_gradients_home)
+    attend_steps()
 
 
 def _can_talk(device_mesh: DeviceMesh) -> bool:

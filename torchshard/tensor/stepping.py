@@ -1,27 +1,36 @@
-"""Before an optimizer steps, gradients are brought to where their parameters lie, all of them at once.
+"""While an optimizer steps, gradients lie where their parameters do: brought there before, all of them at once.
 
 So a gradient that is used several times goes once, and what an optimizer keeps of it (the momentum of SGD is a copy of
-the first) lies as the parameter does: it takes up a part on each rank, and is saved as one.
+the first) lies as the parameter does: it takes up a part on each rank, and is saved as one. Afterwards `.grad` is the
+tensor that it was, which others may hold, or the memory of.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchshard._torch import is_traced
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.redistribute import moved, redistribute_together
 
+_brought: "WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[DTensor, Any, Any, int]]]" = WeakKeyDictionary()
+"""Of optimizers that step: parameters, their gradients, what is in their place, and its version; by id of the first."""
 
-def bring_gradients_home(
+
+def attend_steps() -> None:
+    """Put hooks on all optimizers; they have nothing to do where parameters are plain."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook of all optimizers. A gradient that is to be differentiated stays as it is.
-
-    A closure makes the gradients of the step, or of several, and they are brought when it has.
-    """
+    """A closure makes the gradients of the step, or of several, and they are brought when it has."""
     if torch.compiler.is_compiling():  # what a compiled step sees, the operators move
         return None
     closure = kwargs.get("closure")
@@ -45,17 +54,20 @@ def _then_brought(optimizer: torch.optim.Optimizer, closure: Callable[..., Any])
 
 def _bring(optimizer: torch.optim.Optimizer) -> None:
     away = [*_elsewhere(optimizer)]
-    if any(is_traced(p._local_tensor) for p in away):
+    if not away or any(is_traced(p._local_tensor) for p in away):
         return
     gradients: list[Any] = [p.grad for p in away]
     moves = [(g._spec, g._spec.to(p._spec.sharding)) for p, g in zip(away, gradients, strict=True)]
     parts = redistribute_together([g._local_tensor for g in gradients], moves)
-    for p, part, move in zip(away, parts, moves, strict=True):
-        p.grad = wrap(part, moved(*move))
+    held = _brought.setdefault(optimizer, {})
+    for p, gradient, part, move in zip(away, gradients, parts, moves, strict=True):
+        here = wrap(part, moved(*move))
+        held[id(p)] = p, gradient, here, here._version
+        p.grad = here
 
 
 def _elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
-    """Parameters whose gradients lie elsewhere on their mesh."""
+    """Parameters whose gradients lie elsewhere on their mesh; but for those that are to be differentiated."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if type(p) is DTensor and type(gradient := p.grad) is DTensor:
@@ -63,3 +75,16 @@ def _elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
                 moves = there.sharding is not here.sharding and there.mesh is here.mesh
                 if moves and not gradient.requires_grad:
                     yield p
+
+
+def _after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """What a step, or a closure, has written to a gradient is written to the one that it stood for."""
+    if torch.compiler.is_compiling():
+        return
+    for p, gradient, here, version in _brought.pop(optimizer, {}).values():
+        is_written = here._version != version
+        if p.grad is here:  # else a closure has let go of it
+            if is_written:
+                with torch.no_grad():
+                    gradient.copy_(here)
+            p.grad = gradient
