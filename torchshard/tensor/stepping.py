@@ -79,7 +79,7 @@ def _elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
 
 def _after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """What a step, or a closure, has written to a gradient is written to the one that it stood for."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _brought:
         return
     for p, gradient, here, version in _brought.pop(optimizer, {}).values():
         is_written = here._version != version
