@@ -39,14 +39,6 @@ _SHARED = "/proc/self/ns/net", "/proc/self/ns/pid"
 
 Lines = Mapping[int, socket.socket]
 
-
-class _Line(socket.socket):
-    """One that is closed when nobody has it any more: a group ends without a word, or with its process."""
-
-    def __del__(self) -> None:
-        self.close()
-
-
 Tell = Callable[[bytes], list[bytes]]
 """A collective: what each rank says, in as many bytes as the others, in the order of the group."""
 
@@ -73,6 +65,13 @@ def machine() -> int:
     except OSError:
         return 0
     return int.from_bytes(hashlib.sha256(shared.encode()).digest()[:7])
+
+
+class _Line(socket.socket):
+    """One that is closed when nobody has it any more: a group ends without a word, or with its process."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Near:
