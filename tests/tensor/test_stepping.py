@@ -193,5 +193,24 @@ def _compiled(rank, world):
     assert p.placements == (Shard(0),)
 
 
-def test_a_compiled_step():
-    run_ranks(2, _compiled)
+def _compiled_closure(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    p = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    x = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
+    optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (x @ p).square().sum()
+        loss.backward()
+        return loss
+
+    step = torch.compile(lambda: optimizer.step(closure), backend="aot_eager")
+    for _ in range(2):
+        step()
+    torch.testing.assert_close(p.full_tensor(), torch.full((4, 4), -0.5))
+
+
+@pytest.mark.parametrize("body", [_compiled, _compiled_closure], ids=["gradients given", "a closure"])
+def test_a_compiled_step(body):
+    run_ranks(2, body)

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchshard._torch import is_traced
+from torchshard._torch import is_traced, skip_alone
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.redistribute import moved, redistribute_together
 
@@ -27,6 +27,7 @@ def attend_steps() -> None:
     register_optimizer_step_post_hook(_after)
 
 
+@skip_alone
 def _before(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -53,6 +54,8 @@ def _then_brought(optimizer: torch.optim.Optimizer, closure: Callable[..., Any])
 
 
 def _bring(optimizer: torch.optim.Optimizer) -> None:
+    if torch.compiler.is_compiling():  # in a closure that is traced
+        return
     away = [*_elsewhere(optimizer)]
     if not away or any(is_traced(p._local_tensor) for p in away):
         return
@@ -77,6 +80,7 @@ def _elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
                     yield p
 
 
+@skip_alone
 def _after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """What a step, or a closure, has written to a gradient is written to the one that it stood for."""
     if torch.compiler.is_compiling() or not _brought:
