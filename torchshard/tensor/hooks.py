@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import SymInt
 
 from torchshard.errors import ShardingError
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.handlers.splicing import known
 
 Layout = tuple[Any, ...] | None
 """Mesh, placements, shape and stride, or None for the last two where they are symbolic; None: of what is no DTensor."""
@@ -60,19 +60,14 @@ def _layout(x: Any) -> Layout:
     if type(x) is not DTensor:
         return None
     shape, stride = tuple(x.shape), x.stride()
-    known = _are_numbers(*shape, *stride)
-    return (x.device_mesh, x.placements, *((shape, stride) if known else (None, None)))
+    return (x.device_mesh, x.placements, *((shape, stride) if known(shape, stride) else (None, None)))
 
 
 def _lengths(x: Any) -> Any:
     """A tensor that has nothing but the shape and stride of a DTensor, where these are symbolic."""
-    if type(x) is not DTensor or _are_numbers(*x.shape, *x.stride()):
+    if type(x) is not DTensor or known(x.shape, x.stride()):
         return None
     return torch.empty_strided(x.shape, x.stride(), device="meta")
-
-
-def _are_numbers(*lengths: Any) -> bool:
-    return not any(isinstance(n, SymInt) for n in lengths)
 
 
 def _local(x: Any) -> Any:

@@ -17,7 +17,9 @@ from torchshard._torch import is_traced, skip_alone
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.redistribute import moved, redistribute_together
 
-_brought: "WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[DTensor, Any, Any, int]]]" = WeakKeyDictionary()
+_brought: "WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[DTensor, DTensor, DTensor, int]]]" = (
+    WeakKeyDictionary()
+)
 """Of optimizers that step: parameters, their gradients, what is in their place, and its version; by id of the first."""
 
 
@@ -57,27 +59,26 @@ def _bring(optimizer: torch.optim.Optimizer) -> None:
     if torch.compiler.is_compiling():  # in a closure that is traced
         return
     away = [*_elsewhere(optimizer)]
-    if not away or any(is_traced(p._local_tensor) for p in away):
+    if not away or any(is_traced(p._local_tensor) for p, _ in away):
         return
-    gradients: list[Any] = [p.grad for p in away]
-    moves = [(g._spec, g._spec.to(p._spec.sharding)) for p, g in zip(away, gradients, strict=True)]
-    parts = redistribute_together([g._local_tensor for g in gradients], moves)
+    moves = [(gradient._spec, gradient._spec.to(p._spec.sharding)) for p, gradient in away]
+    parts = redistribute_together([gradient._local_tensor for _, gradient in away], moves)
     held = _brought.setdefault(optimizer, {})
-    for p, gradient, part, move in zip(away, gradients, parts, moves, strict=True):
+    for (p, gradient), part, move in zip(away, parts, moves, strict=True):
         here = wrap(part, moved(*move))
         held[id(p)] = p, gradient, here, here._version
         p.grad = here
 
 
-def _elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
-    """Parameters whose gradients lie elsewhere on their mesh; but for those that are to be differentiated."""
+def _elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[tuple[DTensor, DTensor]]:
+    """Parameters and their gradients, where these lie elsewhere on the mesh and are not to be differentiated."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if type(p) is DTensor and type(gradient := p.grad) is DTensor:
                 here, there = p._spec, gradient._spec
                 moves = there.sharding is not here.sharding and there.mesh is here.mesh
                 if moves and not gradient.requires_grad:
-                    yield p
+                    yield p, gradient
 
 
 @skip_alone

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard.layout.layout import Sharding
-from torchshard.layout.placements import Placement, R, Shard
+from torchshard.layout.cuts import without
+from torchshard.layout.placements import R, Shard
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import EagerAlone, held, part
 from torchshard.tensor.handlers.splicing import known
@@ -93,17 +93,12 @@ def _written(
     nobody = (at < 0) | (at >= n)  # which the operator refuses, on every rank
     kept = (((at >= start) & (at < start + count)) | nobody).nonzero().squeeze(1)
     numbers = torch.where(nobody, rows, at - start)[kept]
-    from_source = None if source is None else part(source, _whole_along(layout.sharding, dim)).index_select(dim, kept)
+    from_source = None if source is None else part(source, without(layout.sharding, (dim,))).index_select(dim, kept)
     into = x._local_tensor
     if not count:
         into = into.new_zeros([1 if d == dim else length for d, length in enumerate(into.shape)])
     write(into, numbers, from_source)
     return x
-
-
-def _whole_along(sharding: Sharding, dim: int) -> Sharding:
-    placements: list[Placement] = [R if p == Shard(dim) else p for p in sharding.placements]
-    return sharding.mesh.sharding(placements, {d: axes for d, axes in sharding.splits.items() if d != dim})
 
 
 HANDLERS: Mapping[str, Callable[..., Any]] = {
