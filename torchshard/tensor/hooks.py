@@ -12,7 +12,7 @@ import torch
 
 from torchshard.errors import ShardingError
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.handlers.splicing import known
+from torchshard.tensor.layout import known
 
 Layout = tuple[Any, ...] | None
 """Mesh, placements, shape and stride, or None for the last two where they are symbolic; None: of what is no DTensor."""

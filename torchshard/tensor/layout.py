@@ -331,6 +331,11 @@ def kept_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
+def known(*numbers: Any) -> bool:
+    """Whether none of these is a symbol."""
+    return all(known(*n) if isinstance(n, (list, tuple)) else not isinstance(n, torch.SymInt) for n in numbers)
+
+
 def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether elements may lie on one another: not if each dim steps over all that lies within those inside of it."""
     reach = 1

@@ -12,7 +12,7 @@ from torchshard.layout.cuts import without
 from torchshard.layout.placements import R, Shard
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import EagerAlone, held, part
-from torchshard.tensor.handlers.splicing import known
+from torchshard.tensor.layout import known
 from torchshard.tensor.redistribute import check_assumed
 
 aten = torch.ops.aten

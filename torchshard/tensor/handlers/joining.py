@@ -19,7 +19,6 @@ from torchshard.tensor.handlers.splicing import (
     Told,
     Way,
     bounds,
-    known,
     nothing,
     outside,
     parts_of,
@@ -27,7 +26,7 @@ from torchshard.tensor.handlers.splicing import (
     sending,
     sent,
 )
-from torchshard.tensor.layout import TensorLayout
+from torchshard.tensor.layout import TensorLayout, known
 from torchshard.tensor.redistribute import check_assumed, redistribute_together
 
 aten = torch.ops.aten

@@ -27,7 +27,6 @@ from torchshard.tensor.handlers.splicing import (
     Told,
     Way,
     bounds,
-    known,
     nothing,
     outside,
     parts_of,
@@ -36,7 +35,7 @@ from torchshard.tensor.handlers.splicing import (
     sent,
     spaced,
 )
-from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout
+from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, known
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.redistribute import check_assumed, in_memory_order
 

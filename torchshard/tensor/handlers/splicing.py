@@ -128,11 +128,6 @@ def parts_of(sharding: Sharding, dim: int) -> int:
     return math.prod([sharding.mesh.shape[a] for a in sharding.splits.get(dim, ())])
 
 
-def known(*numbers: Any) -> bool:
-    """Whether none of these is a symbol."""
-    return all(known(*n) if isinstance(n, (list, tuple)) else not isinstance(n, torch.SymInt) for n in numbers)
-
-
 def bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
     """The first row of a slice, and how many there are."""
     taken = range(n)[start:end:step]
