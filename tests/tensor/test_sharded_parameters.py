@@ -134,7 +134,7 @@ def _asking(rank, world):
 
     from torchshard import ShardedTensor, state_dict
     from torchshard.compiler import support_groups
-    from torchshard.errors import ShardingError
+    from torchshard.errors import RankMismatchError, ShardingError
     from torchshard.tensor.sharded import factories, specs
 
     rows, columns = (specs.ChunkShardingSpec(d, [f"rank:{r}/cpu" for r in range(world)]) for d in (0, 1))
@@ -159,6 +159,26 @@ def _asking(rank, world):
         moved = ShardedTensor.from_shards_and_metadata(x.local_shards(), x.metadata())
         assert moved.requires_grad == again.requires_grad
     assert asks(asked.requires_grad_(False).to_torch()) == {False}
+
+    # A gradient goes along, so that the next step finds it where it is needed; ranks that have none say so.
+    leaf = nn.Parameter(factories.ones(rows, 4, 2))
+    optimizer = torch.optim.SGD([leaf], lr=1.0)
+    for spec in (columns, rows):
+        leaf.grad, before = None, leaf.detach().clone()
+        (leaf * leaf).backward(torch.ones_like(leaf))
+        gradient = leaf.grad
+        leaf.reshard(spec)
+        assert leaf.grad is gradient
+        assert gradient.sharding_spec() is spec
+        optimizer.step()
+        assert torch.equal(leaf.detach(), -before.reshard(spec))
+    gradient = leaf.grad
+    if rank == 0:
+        leaf.grad = None
+    with pytest.raises(RankMismatchError, match="reshard of the gradient"):
+        leaf.reshard(columns)
+    assert leaf.sharding_spec() is rows
+    assert gradient.sharding_spec() is rows
 
     x = factories.ones(rows, 4, 2).requires_grad_()
     for wrong, words in (

@@ -70,35 +70,38 @@ def gather(x: ShardedTensor, dst: int, out: Tensor | None, dtype: torch.dtype | 
 
 def reshard(x: ShardedTensor, spec: Any) -> ShardedTensor:
     """See ShardedTensor.reshard."""
-    moved = cut(x, spec)
-    x._local_shards, x._metadata, x._sharding_spec = moved._local_shards, moved._metadata, spec
-    x._token = moved._token
+    _require_values(x, "reshard()")
+    gradient = x.grad if x.is_leaf else None
+    both = {"reshard": x, "reshard of the gradient": gradient}
+    cuts = [(t, *_cut(t, spec, name)) for name, t in both.items() if isinstance(t, ShardedTensor)]
+    carry([job for *_, job in cuts if job is not None])
+    for old, new, _ in cuts:
+        old._local_shards, old._metadata, old._sharding_spec = new._local_shards, new._metadata, spec
+        old._token = new._token
     return x
 
 
-def cut(x: ShardedTensor, spec: Any) -> ShardedTensor:
-    """A ShardedTensor of the same values, cut as `spec` says; memory is shared where nothing moves."""
-    _require_values(x, "reshard()")
+def _cut(x: ShardedTensor, spec: Any, name: str) -> tuple[ShardedTensor, Job | None]:
+    """A ShardedTensor cut as `spec` says, and what fills it; it shares the memory of `x` where nothing moves."""
     group, device = group_of(x), specs.device_here(x._metadata)
     ranks = dist.get_process_group_ranks(group)
+    job = None
     with refusing(ranks, device, group):
         metadata = specs.metadata_of(spec, x.shape, x._metadata.tensor_properties)
         checking.check_whole(metadata, ranks)
         source, target = held(x), specs.holding_of(metadata, ranks)
-    mine = [shard for shard in metadata.shards_metadata if shard.placement.rank() == dist.get_rank()]
-    if not lacking(source, target) and not lacking(target, source):
-        old = dict(parts(x))
+        mine = [shard for shard in metadata.shards_metadata if shard.placement.rank() == dist.get_rank()]
         boxes = [specs.box_of(s, x.shape) for s in mine]
+        moves = lacking(source, target) or lacking(target, source)
+        old = {} if moves else dict(parts(x))
         tensors = [old[box] if box in old else _room(x, s) for box, s in zip(boxes, mine, strict=True)]
-    else:
-        with refusing(ranks, device, group):
-            tensors = [_room(x, s) for s in mine]
-        goals = [(specs.box_of(s, x.shape), tensor) for s, tensor in zip(mine, tensors, strict=True)]
-        plan = f"{x.dtype} of shape {tuple(x.shape)}, {listed(source)}, to {listed(target)}"
-        carry([Job("reshard", plan, x.dtype, source, target, parts(x), goals, device, None, group)])
+        if moves:
+            plan = f"{x.dtype} of shape {tuple(x.shape)}, {listed(source)}, to {listed(target)}"
+            goals = [(box, tensor.detach()) for box, tensor in zip(boxes, tensors, strict=True)]
+            job = Job(name, plan, x.dtype, source, target, parts(x), goals, device, None, group)
     asking = metadata.tensor_properties.requires_grad
     shards = [specs.Shard(tensor.requires_grad_(asking), s) for tensor, s in zip(tensors, mine, strict=True)]
-    return made(shards, metadata, spec, group)
+    return made(shards, metadata, spec, group), job
 
 
 def _room(x: ShardedTensor, shard: Any) -> Tensor:

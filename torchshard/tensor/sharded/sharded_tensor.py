@@ -264,7 +264,7 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
         moving.gather(self, dst, out, dtype)
 
     def reshard(self, resharding_spec: Any) -> "ShardedTensor":
-        """Cut this tensor as another spec says, in place; each rank receives what it lacks. All ranks call this.
+        """Cut this tensor and its gradient as another spec says, in place; ranks receive what they lack. All call this.
 
         Args:
             resharding_spec: of any kind, on the ranks of the process group.
