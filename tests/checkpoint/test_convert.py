@@ -1,5 +1,6 @@
 """What is converted is, bit by bit, what torch itself loads."""
 
+import contextlib
 import json
 import os
 import warnings
@@ -147,6 +148,25 @@ def test_progress_ends_at_the_total(dcp_two, tmp_path):
         to_safetensors(dcp_two, tmp_path / f"{verify}.safetensors", verify=verify, progress=progress)
         assert total == {done[-1]}
         assert done == sorted(done)
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_conversion_ends_where_it_began(tmp_path, monkeypatch, to, fails):
+    for run in ("mine", "other"):
+        (tmp_path / run).mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    torch.save({"w": torch.arange(3)}, "a.pt")
+
+    def away(done, total):
+        os.chdir(tmp_path / "other")
+        if fails:
+            raise KeyError
+
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        checkpoint.convert("a.pt", "b", to=to, verify=True, progress=away)
+    assert sorted(os.listdir(tmp_path / "mine")) == (["a.pt"] if fails else ["a.pt", "b"])
+    assert not os.listdir(tmp_path / "other")
 
 
 def test_what_exists_is_left_alone(dcp_two, tmp_path):

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import gc
 import json
 import os
 import random
@@ -297,6 +298,31 @@ def test_a_full_disk_is_a_sentence(small, tmp_path, monkeypatch, call):
             checkpoint.convert(small, tmp_path / "out", to="torch", verify=True)
     assert os.listdir(tmp_path) == []
     assert small.read_bytes() == before
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_full_disk_has_its_room_again(small, tmp_path, monkeypatch, to, held):
+    """A removed file takes room as long as anything has it open, be it the traceback that a user keeps."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = None
+        try:
+            checkpoint.convert(small, tmp_path / "out", to=to)
+        except CheckpointError as error:
+            kept = error if held else repr(error)
+        assert kept is not None
+        numbers = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        opened = [os.readlink(number) for number in numbers if os.path.lexists(number)]
+        assert not [name for name in opened if ".out.partial" in name or (not held and str(small) in name)]
+    finally:
+        gc.enable()
 
 
 def test_the_file_that_cannot_be_written_is_named(small, tmp_path, monkeypatch):

@@ -235,6 +235,27 @@ def test_the_file_that_is_named_may_be_a_link(tmp_path):
         checkpoint.open(tmp_path / "ranks")
 
 
+def test_a_relative_path_stays_what_it_was(tmp_path, monkeypatch):
+    """Programs change their folder (hydra does); what lies there under the same name is not the checkpoint."""
+    for number, run in enumerate(("mine", "other")):
+        (tmp_path / run).mkdir()
+        monkeypatch.chdir(tmp_path / run)
+        torch.save({"w": torch.full((3,), float(number))}, "a.pt")
+        safetensors.torch.save_file({"w": torch.full((3,), float(number))}, "a.safetensors")
+        dcp.save({"w": torch.full((3,), float(number))}, checkpoint_id="a", no_dist=True)
+    for name in ("a.pt", "a.safetensors", "a", "../mine/a.pt"):
+        monkeypatch.chdir(tmp_path / "mine")
+        with checkpoint.open(name) as ck:
+            monkeypatch.chdir(tmp_path / "other")
+            assert ck["w"].numpy().tolist() == [0.0] * 3
+            assert str(ck.path) == name
+    monkeypatch.chdir(tmp_path / "mine")
+    (tmp_path / "mine" / "a.pt").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.open("a.pt")
+    assert str(caught.value.where) == "a.pt"  # as it was given
+
+
 ODD_NAMES = ["model\u00a0v2", "\u200d", "mod\nel", "m\udcff", "\x1b[31m", "a b*", "-x", "..x", ".x"]
 
 

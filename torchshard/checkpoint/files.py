@@ -45,15 +45,19 @@ def _mode(path: Path) -> int | None:
 class Handle:
     """An open file; closed when the last user lets go of it, so that a thread may finish a read during eviction."""
 
-    __slots__ = ("fd", "path")
+    __slots__ = ("__weakref__", "fd", "path")
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
         self.path = path
         self.fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Close it now, when no thread uses it, whoever holds it: the traceback of an exception may for long."""
         if hasattr(self, "fd"):
             os.close(self.fd)
+            del self.fd
+
+    __del__ = close
 
 
 class Files:
@@ -62,15 +66,16 @@ class Files:
     At most OPEN_FILES stay open, so a checkpoint of ten thousand ranks fits any limit on open files.
 
     Args:
-        root: the folder.
+        root: the folder; a relative one stays what it is now where the process changes its own folder.
         named: a file in it that the user named himself: the one that may be a link to anywhere.
         found: files that were seen in the folder. Their names, and the one that the user gave, may be odd.
     """
 
     def __init__(self, root: Path, named: str | None = None, found: Iterable[str] = ()) -> None:
-        self.root, self.named = root, named
+        self.root, self.named = root, named  # as the user says it, for messages
+        self._place = root.absolute()
         self._known = frozenset((named, *found))
-        real = os.path.realpath(root)
+        real = os.path.realpath(self._place)
         self._inside = (real, *_blobs(real))
         self._handle = functools.lru_cache(maxsize=OPEN_FILES)(self._open)
         self._found: dict[str, os.stat_result] = {}
@@ -89,7 +94,7 @@ class Files:
             raise CheckpointError(
                 "The checkpoint names a file by what is not text.", got=printable(name), where=self.root
             )
-        path = self.root / name
+        path = self._place / name
         if name != self.named:
             real = os.path.realpath(path)
             if not any(os.path.commonpath([real, folder]) == folder for folder in self._inside):
@@ -122,9 +127,9 @@ class Files:
             try:
                 status = os.stat(path)
             except OSError as error:
-                raise unreadable(path, error) from error
+                raise unreadable(self.root / name, error) from error
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError("This is not a regular file.", where=path)
+                raise CheckpointError("This is not a regular file.", where=self.root / name)
             self._found[name] = status
         return self._found[name]
 
@@ -135,10 +140,12 @@ class Files:
             try:
                 now = os.stat(path)
             except OSError as error:
-                raise unreadable(path, error) from error
+                raise unreadable(self.root / name, error) from error
             if _version(now) != _version(before) or not os.path.samestat(now, before):
                 raise CheckpointError(
-                    "The file was written to while it was read.", where=path, fix="Read it when nothing writes to it."
+                    "The file was written to while it was read.",
+                    where=self.root / name,
+                    fix="Read it when nothing writes to it.",
                 )
 
     def read(self, name: str, offset: int, length: int) -> bytes:
@@ -168,7 +175,7 @@ class Files:
             try:
                 got = os.preadv(handle.fd, [buffer[done:]], offset + done)
             except OSError as error:
-                raise unreadable(self.path(name), error) from error
+                raise unreadable(self.root / name, error) from error
             if not got:
                 raise self._shorter(name, f"{len(buffer)} bytes at {offset}", done)
             done += got
@@ -184,7 +191,7 @@ class Files:
             try:
                 got = os.preadv(handle.fd, some, offset)
             except OSError as error:
-                raise unreadable(self.path(name), error) from error
+                raise unreadable(self.root / name, error) from error
             if got < wanted:  # seldom: a signal, or the end of a file that shrank
                 for buffer in some:
                     self.read_into(name, offset, buffer)
@@ -218,7 +225,7 @@ class Files:
         try:
             return Handle(path)
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable(self.root / name, error) from error
 
     def close(self) -> None:
         """Let go of all open files; a later read opens them again."""

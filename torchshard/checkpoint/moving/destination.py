@@ -16,6 +16,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,7 +36,7 @@ class Destination:
     """Use as a context; unless `commit` was reached, leaving it removes what was written (with `resume`, keeps it).
 
     Args:
-        path: the file or folder to be.
+        path: the file or folder to be; a relative one stays what it is now where the process changes its own folder.
         files: name -> bytes, of the files in the folder; the name is "" where `path` is the one file.
         fingerprint: one line that says all that the result follows from.
         overwrite: whether an existing destination is replaced.
@@ -53,15 +54,17 @@ class Destination:
     def __init__(
         self, path: Path, files: Mapping[str, int], fingerprint: str, *, overwrite: bool, fsync: bool, resume: bool
     ) -> None:
-        self.path, self.files, self.overwrite, self.fsync, self.resume = path, files, overwrite, fsync, resume
+        self.named, self.path = path, path.absolute()  # as the user says it, for messages; and where it is
+        self.files, self.overwrite, self.fsync, self.resume = files, overwrite, fsync, resume
         self.is_folder = "" not in files
-        self.partial = hidden(path)
+        self.partial = hidden(self.path)
         self.data = self.partial / "data"
         self.done: Mapping[journal.Block, Sequence[int]] = {}
         self.finished = self.committed = False
         self.notes: list[str] = []
         self.noted = time.monotonic()
         self._opening = threading.Lock()
+        self._open_now: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._opened = functools.lru_cache(maxsize=OPEN_FILES)(self._open)
         try:
             self.journal = _locked(self.partial / "journal", path)
@@ -109,10 +112,11 @@ class Destination:
     def _open(self, name: str) -> Handle:
         try:
             handle = Handle(self.data / name if name else self.data, os.O_RDWR | os.O_CREAT)
+            self._open_now.add(handle)
             _reserve(handle.fd, self.files[name])
             return handle
         except OSError as error:
-            raise refused(self.path, error) from error
+            raise refused(self.named, error) from error
 
     def note(self, block: journal.Block, crcs: Sequence[int]) -> None:
         """Say that a block is written, and its checksums; goes to the journal every few seconds."""
@@ -129,7 +133,7 @@ class Destination:
             if self.fsync:
                 os.fsync(self.journal)
         except OSError as error:
-            raise refused(self.path, error) from error
+            raise refused(self.named, error) from error
         self.notes, self.noted = [], time.monotonic()
 
     def _sync(self) -> None:
@@ -153,12 +157,14 @@ class Destination:
             if self.fsync:
                 _sync_folder(self.path.parent)
         except OSError as error:
-            raise refused(self.path, error) from error
+            raise refused(self.named, error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.cache_clear()
+        for handle in list(self._open_now):  # a removed file takes room as long as it is open
+            handle.close()
         if kind is not None and self.resume and not self.committed:
             with suppress(CheckpointError, OSError):
                 self.write_notes()

@@ -155,7 +155,10 @@ def move(
         while running:
             some = run.results.get()
             if isinstance(some, BaseException):
-                raise some
+                try:
+                    raise some
+                finally:
+                    del some  # else it is in a circle with its traceback, which holds buffers and open files
             if some is None:
                 running -= 1
                 continue
@@ -170,6 +173,8 @@ def move(
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
+        while not run.results.empty():
+            run.results.get()  # what other threads died of
     return [total.crc for total in run.totals]
 
 
@@ -200,7 +205,6 @@ class _Run:
     def work(self) -> None:
         """A thread's life."""
         some: list[_Done] = []
-        end: BaseException | None = None
         try:
             room = self.budget.room()
             told = time.monotonic()
@@ -214,9 +218,11 @@ class _Run:
                     self.results.put(some)
                     some, told = [], now
         except BaseException as error:
-            end = error
-        self.results.put(some)
-        self.results.put(end)
+            self.results.put(some)
+            self.results.put(error)
+        else:
+            self.results.put(some)
+            self.results.put(None)
 
     def _do(self, job: _Job, room: Room) -> Sequence[int]:
         """Move one block; its checksums."""
