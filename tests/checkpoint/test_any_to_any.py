@@ -147,6 +147,32 @@ def save_hugging_face(rank, world, path):
         dcp.save(state, storage_writer=writer)
 
 
+def test_a_rank_writes_the_files_that_it_has_pieces_for(tmp_path):
+    """With several files a rank, torch's writer leaves out those in which that rank has nothing."""
+    from tests.ranks import run_ranks
+
+    run_ranks(2, save_several_files, str(tmp_path / "several"))
+    names = os.listdir(tmp_path / "several")
+    assert len(names) == 3, "one rank has nothing in one of two files"
+    ck = checkpoint.open(tmp_path / "several")
+    assert ck["rows"].numpy().tolist() == torch.arange(15.0).reshape(5, 3).tolist()
+    assert ck["plain"].numpy().tolist() == [1.0] * 4
+    for name in names:
+        if "00002-of-00002" in name:
+            os.remove(tmp_path / "several" / name)
+    with pytest.raises(CheckpointError, match="A part is missing"):
+        checkpoint.open(tmp_path / "several")
+
+
+def save_several_files(rank, world, path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rows = distribute_tensor(torch.arange(15.0).reshape(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True, fqn_to_index_mapping={"rows": 1, "plain": 2})
+    dcp.save({"rows": rows, "plain": torch.ones(4)}, storage_writer=writer)
+
+
 # --- chosen, renamed, cast, merged -------------------------------------------------------------------------------
 
 

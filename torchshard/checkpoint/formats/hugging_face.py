@@ -24,7 +24,7 @@ from torchshard.errors import CheckpointError
 _SUFFIX = ".index.json"
 _ONE_RANK = "shard-"
 _INDEX_LIMIT = 2**28  # bytes of an index
-_PART = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors\Z", re.DOTALL)
+_PART = re.compile(rf"(?:{_ONE_RANK}\d+-)?(.*)-(\d+)-of-(\d+)\.safetensors\Z", re.DOTALL)
 
 
 def find_index(folder: Path) -> Path | None:
@@ -119,7 +119,7 @@ def of_whole_tensors(index: Index, path: Path) -> Index:
 
 
 def _check_all_there(paths: list[Path]) -> None:
-    """Names such as model-00001-of-00003 say how many files there are."""
+    """Names such as model-00001-of-00003 say how many files there are; a rank writes those that it has pieces for."""
     sets: dict[tuple[str, str], set[int]] = {}
     for path in paths:
         if match := _PART.match(path.name):

@@ -376,9 +376,9 @@ def group_of(x: ShardedTensor) -> dist.ProcessGroup:
     if x._process_group is None:
         raise ShardingError(
             "This ShardedTensor was loaded without a process group: its ranks cannot talk.",
-            expected="a process group",
-            got="none",
-            fix="call init_process_group() before torch.load(), or load within torch's load_with_process_group(group)",
+            expected="a process group of the ranks that saved it",
+            got="none, or one of other ranks",
+            fix="call init_process_group() before torch.load(), or load in load_with_process_group() of those ranks",
         )
     return x._process_group
 
