@@ -120,6 +120,25 @@ POINTWISE = [
     case("add alpha", lambda a, b: torch.add(a, b, alpha=2), (5, 4), (5, 4)),
     case("add number", lambda a: a + 1.5, (5, 4)),
     case("prims", lambda a, b: prims.add(a, b) + prims.sub(a, b) + prims.mul(a, b), (5, 4), (5, 4), grad=False),
+    *[
+        case(f"prims {op}", lambda a, op=op: getattr(prims, op)(a.sigmoid()), (5, 4), grad=False)
+        for op in ["bessel_i0e", "bessel_i1", "bessel_j0", "erfcx", "ndtri", "spherical_bessel_j0", "view_of"]
+    ],
+    *[
+        case(f"prims {op}", lambda a, b, op=op: getattr(prims, op)(a.abs() + 1, b.abs()), (5, 4), (5, 4), grad=False)
+        for op in ["div", "ne", "zeta"]
+    ],
+    case(
+        "prims of integers", lambda a, b: prims.gcd(a.int(), b.int()) + prims.div(a.int() * 5, b.int() + 3), (5, 4), (5, 4), grad=False
+    ),
+    *[
+        case(f"prims {op} {dims}", lambda a, op=op, dims=dims: getattr(prims, op)(a, dims), (5, 4), grad=False)
+        for op in ["sum", "prod"]
+        for dims in ([0], [1], [0, 1])
+    ],
+    case("prims frexp", lambda a: torch.add(*prims.frexp(a)), (5, 4), grad=False),
+    case("prims var", lambda a: prims.var(a, [1], 0.0), (5, 4), grad=False),
+    case("prims copy_to", lambda a, b: prims.copy_to(a * 1, b), (5, 4), (5, 4), grad=False),
     case("add scalar tensor", lambda a: a + torch.tensor(1.5), (5, 4)),
     case("sub", lambda a, b: a - b, (7, 3), (7, 1)),
     case("rsub", lambda a: 2 - a, (5, 4)),

@@ -16,13 +16,17 @@ _LINES = table("""
     rad2deg deg2rad zero_                                       | ... -> ...           | lin=0
     _conj_physical conj_physical                                | ... -> ...           | lin=0
     clone alias alias_copy detach detach_copy lift_fresh_copy   | ... -> ...           | moves
-    contiguous positive                                         | ... -> ...           | moves
+    contiguous positive prims::view_of                          | ... -> ...           | moves
     _conj _conj_copy _neg_view _neg_view_copy real imag         | ... -> ...           | lin=0
     complex rsub.Tensor                                         | ..., ... -> ...      | lin=0+1
     view_as_real view_as_real_copy                              | ... -> ... Z         | lin=0
     view_as_complex view_as_complex_copy                        | ... Z -> ...         | lin=0
     rsub.Scalar floor_divide.Scalar                             | ... -> ...           |
     floor_divide floor_divide_.Tensor                           | ..., ... -> ...      |
+    prims::div prims::gcd prims::zeta                           | ..., ... -> ...      | # of integers, div cuts off
+    prims::bessel_i0e prims::bessel_i1 prims::bessel_i1e        | ... -> ...           |
+    prims::bessel_j0 prims::bessel_j1 prims::spherical_bessel_j0 | ... -> ...          |
+    prims::erfcx prims::ndtri                                   | ... -> ...           |
     relu exp sigmoid tanh expm1                                 | ... -> ...           | mono
     erf atan asinh sinh exp2 relu6                              | ... -> ...           | mono
     ceil floor round trunc                                      | ... -> ...           | mono
@@ -33,7 +37,7 @@ _LINES = table("""
     leaky_relu_backward hardtanh_backward hardswish_backward    | ..., ... -> ...      | lin=0
     hardsigmoid_backward softplus_backward logit_backward       | ..., ... -> ...      | lin=0
     softshrink_backward hardshrink_backward                     | ..., ... -> ...      | lin=0
-    log_sigmoid_forward frexp.Tensor                            | ... -> ..., ...      |
+    log_sigmoid_forward frexp.Tensor prims::frexp               | ... -> ..., ...      |
     polar                                                       | ..., ... -> ...      |
     fill.Scalar                                                 | ... -> ...           | like
     fill.Tensor                                                 | ...,  -> ...         |
@@ -47,6 +51,7 @@ _LINES = table("""
     lerp.Scalar                                                 | ..., ... -> ...      | lin=0+1
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor | ..., ... -> ...      | exact
     eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar | ... -> ...           | exact
+    prims::ne                                                   | ..., ... -> ...      | exact
     abs                                                         | ... -> ...           | exact
     zeros_like ones_like full_like                              | ... -> ...           | like
     empty_like                                                  | ... -> ...           | moves # as to_empty() wants it
@@ -83,6 +88,6 @@ def _masked_fill(x: Layout, mask: Layout, value: float) -> Made:
 RULES = {
     **_LINES,
     **named("_to_copy", Rule(_to_copy)),
-    **named("copy_", Rule(_copy)),
+    **named("copy_ prims::copy_to", Rule(_copy)),
     **named("masked_fill.Scalar", Rule(_masked_fill, options("reads=value"))),
 }

@@ -143,18 +143,23 @@ def _histogram(x: Layout, bins: int = 100, min: float = 0, max: float = 0) -> Ma
     return Made(f"{' '.join(names)} -> B", {"B": bins}, {"reduces": reduces(dict.fromkeys(names, "sum"))})
 
 
+def _prims_var(x: Layout, dims: Dims, correction: float = 1, **_: Any) -> str:
+    return statistic()(x, dims)
+
+
 RULES = {
     **named("sum sum.dim_IntList", Rule(_reduction("sum"), options("lin=0"))),
-    **named("nansum count_nonzero.dim_IntList count_nonzero", Rule(_reduction("sum"))),
+    **named("nansum count_nonzero.dim_IntList count_nonzero prims::sum", Rule(_reduction("sum"))),
     **named("mean mean.dim", Rule(_mean, options("lin=0"))),
     **named("amax max", Rule(_reduction("max"), options("exact max=0"))),
     **named("amin min", Rule(_reduction("min"), options("exact min=0"))),
-    **named("prod prod.dim_int", Rule(_reduction("product"))),
+    **named("prod prod.dim_int prims::prod", Rule(_reduction("product"))),
     **named("any any.dim any.dims _is_any_true", Rule(_reduction("bor"))),
     **named("all all.dim all.dims _is_all_true", Rule(_reduction("band"))),
     **named("linalg_vector_norm", Rule(_vector_norm, options("exact reads=ord"))),
     **named("norm.Scalar norm.ScalarOpt_dim", Rule(_norm, options("exact reads=p"))),
     **named("var.correction std.correction logsumexp hash_tensor", Rule(statistic())),
+    **named("prims::var", Rule(_prims_var)),
     **named("median nanmedian", Rule(statistic(), options("exact"))),
     **named("var_mean.correction std_mean.correction", Rule(statistic(2))),
     **named("aminmax", Rule(statistic(2), options("exact"))),
