@@ -210,6 +210,29 @@ def test_clipping_and_scaling():
     check(__name__, "CLIPPING", raises=1)
 
 
+def stepped_on_meshes(rank, world, rate):
+    from torchshard import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    where = (mesh["tp"], "S0"), (mesh, "S0 S1"), (mesh["dp"], "R")
+    leaves = [nn.Parameter(put(t * 3, *there)) for t, there in zip((BIAS, WEIGHT, SCALE), where, strict=True)]
+    for p in leaves:
+        p.grad = p.detach() * 0.5
+    AdamW(leaves, lr=torch.tensor(rate), fused=True).step()
+    return [p.detach().full_tensor().tolist() for p in leaves]
+
+
+@pytest.mark.parametrize("rate", [0.1, [0.1]])
+def test_a_rate_in_a_tensor_goes_with_parameters_of_several_meshes(rate):
+    parameters = [nn.Parameter(t * 3) for t in (BIAS, WEIGHT, SCALE)]
+    for p in parameters:
+        p.grad = p.detach() * 0.5
+    AdamW(parameters, lr=0.1).step()
+    for stepped in run_ranks(4, stepped_on_meshes, rate):
+        for got, p in zip(stepped, parameters, strict=True):
+            torch.testing.assert_close(torch.tensor(got).double(), p.detach(), rtol=1e-5, atol=1e-6)
+
+
 def meshes(rank, world, foreach):
     from torchshard import DTensor, init_device_mesh
 

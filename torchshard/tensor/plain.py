@@ -87,6 +87,7 @@ def replica(x: Tensor, mesh: Mesh) -> DTensor:
     return wrap(local, layout_for(mesh.replicated(), tuple(x.shape), x.stride(), x.dtype))
 
 
+_OF_NUMBERS = "_fused_"  # what goes with all items, as a learning rate, is read as one: a scalar goes with any mesh
 _OF_SHAPES = frozenset({"is_same_size.default"})  # of a plain tensor, too, nothing else is read
 
 
@@ -117,6 +118,7 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
             if x.numel() == 1 and not _views_scalar(x):
                 say_taken_alike(call.name, name)
     mesh = next(dtensors_in(call.values))._spec.mesh
+    as_number = call.name.startswith(_OF_NUMBERS)
 
     def wrapped(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
@@ -125,7 +127,12 @@ def with_plain_wrapped(call: Call) -> list[Any] | None:
             return replica(x, mesh)
         return x
 
-    return [wrapped(x) for x in call.values]
+    def is_number(part: str, x: Any) -> bool:
+        return as_number and part == "tensor" and type(x) is not DTensor and x is not None and x.numel() == 1
+
+    return [
+        x.reshape(()) if is_number(part, x) else wrapped(x) for part, x in zip(call.parts, call.values, strict=True)
+    ]
 
 
 def _views_scalar(x: Tensor) -> bool:
