@@ -153,7 +153,7 @@ def test_what_an_index_does_not_name_is_said(tmp_path):
     assert opened["b"].numpy().tolist() == [0, 0]
 
 
-def test_files_of_tensors_beside_the_checkpoint_of_a_folder_are_named(tmp_path):
+def test_files_of_tensors_beside_the_checkpoint_of_a_folder_are_named(tmp_path, monkeypatch):
     folder = tmp_path / "ck"
     folder.mkdir()
     safetensors.torch.save_file({"a": torch.ones(1)}, folder / "model.safetensors")
@@ -166,6 +166,9 @@ def test_files_of_tensors_beside_the_checkpoint_of_a_folder_are_named(tmp_path):
     with warnings.catch_warnings(action="error"):
         checkpoint.convert(sources, tmp_path / "b.pt", to="torch")
     assert list(torch.load(tmp_path / "b.pt")) == ["a", "b", "c"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match=r"^the folder holds more"):
+        checkpoint.convert("ck", tmp_path / "c.pt", to="torch", progress=lambda *_: monkeypatch.chdir("/"))
 
 
 def test_an_index_of_pieces_is_refused(tmp_path):

@@ -145,6 +145,7 @@ def convert(
     with ExitStack() as stack:
         indices = [stack.enter_context(opening.open(source)).index for source in sources]
         _check_apart(sources, indices, target)
+        beside = _beside(sources, indices)  # now, as the process may change its folder meanwhile
         index = edited(merged(indices), edits)
         out = WRITERS[to](index, options)
         writing = Writing(out, target, fingerprint(out, to), index.opened, budget, progress, verify=verify)
@@ -152,7 +153,7 @@ def convert(
             destination.check(target, out.nbytes, overwrite=overwrite, folder=out.is_folder)
         if not dry_run:
             writing.run(overwrite=overwrite, fsync=fsync, resume=resume)
-    _warn_of_losses(out, to, _beside(sources, indices))
+    _warn_of_losses(out, to, beside)
     return _done(sources, target, to, out, time.perf_counter() - start, written=not dry_run)
 
 
