@@ -352,15 +352,15 @@ def bring_home(mesh: Any) -> None:
 
     They keep their hash with what is pickled, and it is of strings, which hash otherwise in each process
     (DeviceMesh._hash, 2.11-2.15). Their ranks are a tensor, which torch.load(map_location="meta") leaves without
-    values, as it does all tensors; the numbers are kept beside it (_rank_map, _flatten_rank_map, 2.11-2.15). Without
-    these names meshes stay as they are loaded.
+    values, as it does all tensors, and for which Dynamo stores something else with its guards; the numbers are kept
+    beside it (_rank_map, _flatten_rank_map, 2.11-2.15). Without these names meshes stay as they are loaded.
     """
     for kept in (mesh, root_mesh(mesh)):
         if hasattr(kept, "_hash"):
             kept._hash = None
         numbers, ranks = getattr(kept, "_flatten_rank_map", None), getattr(kept, "_rank_map", None)
         if numbers is not None and ranks is not None:
-            kept._rank_map = torch.tensor(numbers, dtype=ranks.dtype, device="cpu")
+            kept._rank_map = torch.tensor(numbers, dtype=getattr(ranks, "dtype", torch.int), device="cpu")
 
 
 def is_on_its_way(x: Tensor) -> bool:
