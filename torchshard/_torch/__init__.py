@@ -191,6 +191,7 @@ from torchshard._torch.sharded import (
     their_sharded_tensor,
 )
 from torchshard._torch.sharing import part_gradients
+from torchshard._torch.storing import store_who_asks
 from torchshard._torch.tensors import (
     aliasing,
     bytes_of,

@@ -18,6 +18,7 @@ from torchshard._torch import (
     part_gradients,
     skip_alone,
     skip_methods,
+    store_who_asks,
 )
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.tensor.caching import digest
@@ -141,6 +142,7 @@ class TracedByParts:
         example = next(iter(inner.values()))
         if example.__class__ is not Tensor:  # while tracing
             nest_in_place(ShardedTensor)
+            store_who_asks(ShardedTensor)
             operate_with(ShardedTensor, "trace_wrapped", _refuse_hooks)
         changed = {"dtype": example.dtype, "requires_grad": False, "pin_memory": False}
         metadata = replace(cut.metadata, tensor_properties=replace(cut.metadata.tensor_properties, **changed))
