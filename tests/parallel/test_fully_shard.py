@@ -181,13 +181,15 @@ def tied_uneven_hybrid(rank, world):
     torch.manual_seed(0)
     plain = Tied()
     want = steps(plain, cases.adamw(plain))
-    for how in ("blocks first", "converted first", "not FSDP"):
+    for how in ("blocks first", "in a list", "converted first", "not FSDP"):
         torch.manual_seed(0)
         model = parallelize_module(Tied(), mesh["tp"], plan)
         if how == "converted first":
             torch_parameters(model)
         if how != "not FSDP":
             fully_shard(model.block, mesh=mesh["rep", "dp"])
+            if how == "in a list":
+                fully_shard([model.tokens, model.head], mesh=mesh["rep", "dp"])
             fully_shard(model, mesh=mesh["rep", "dp"])
         else:
             torch_parameters(model)
@@ -204,6 +206,34 @@ def tied_uneven_hybrid(rank, world):
 
 def test_tied_weights_uneven_lengths_and_hybrid_sharding():
     run_ranks(4, tied_uneven_hybrid)
+
+
+def tied_apart(rank, world):
+    from torchshard import Replicate, init_device_mesh
+    from torchshard.errors import ShardingError
+    from torchshard.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
+    from torchshard.parallel.fsdp import fully_shard, torch_parameters
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    plan = {"tokens": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()}
+    for give in (partial(fully_shard, mesh=mesh["dp"]), torch_parameters, local_parameters):
+        model = parallelize_module(Tied(), mesh["tp"], plan)
+        give(model.tokens)
+        with pytest.raises(ShardingError) as refused:
+            give(model.head)
+    return str(refused.value)
+
+
+def test_tied_weights_that_would_go_apart_are_refused():
+    assert_expected_inline(
+        run_ranks(2, tied_apart)[0],
+        """\
+A parameter is shared with a module where another has taken its place, from which it would go apart.
+  expected: modules that share parameters, in one call
+  got:      one of them, after another
+  where:    weight of Linear
+  fix:      one call for both: for a module that holds them, or fully_shard([module, other])""",
+    )
 
 
 def unsayable(rank, world):

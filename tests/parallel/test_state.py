@@ -352,7 +352,7 @@ def failing(rank, world):
 
     asked, mesh = [], init_device_mesh("cpu", (world,))
     module = distribute_module(Asking(), mesh)
-    replace_parameters(module, Failing)
+    replace_parameters([module], Failing)
     x = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

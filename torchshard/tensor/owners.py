@@ -4,7 +4,7 @@ Each module with such parameters has an `Owner`, which knows how they lie, and e
 hooks have the parameters of all modules below it in place while it runs: it may read them without calling their module.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for, terms_along
 from torchshard.tensor.naming import name_on, named
 from torchshard.tensor.redistribute import redistribute_local
-from torchshard.tensor.replacing import require_replaceable, successor
+from torchshard.tensor.replacing import require_not_replaced, require_replaceable, successor
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +196,17 @@ class _Lender:
         return False
 
 
-def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
-    """Make every module below (and itself) that has DTensor parameters an owner of that kind; all of them, or none.
+def replace_parameters(modules: Sequence[nn.Module], kind: type[Owner]) -> None:
+    """Make these modules, and all below, that have DTensor parameters owners of that kind; all of them, or none.
+
+    Parameters that they share stay one.
 
     Raises:
-        ShardingError: a parameter has hooks, or cannot be said outside of forward.
+        ShardingError: a parameter has hooks, or cannot be said outside of forward; or it is shared with a module where
+            another has taken its place already.
     """
     found: list[tuple[nn.Module, dict[str, Any]]] = []
-    for submodule in module.modules():
+    for submodule in dict.fromkeys(each for module in modules for each in module.modules()):
         named: Any = submodule.named_parameters(recurse=False, remove_duplicate=False)
         held: dict[str, Any] = {name: p for name, p in named if isinstance(p, kind.takes)}
         if held:
@@ -211,6 +214,7 @@ def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
     for submodule, held in found:
         for name, p in held.items():
             require_replaceable(p, submodule, name)
+            require_not_replaced(p, submodule, name)
     owners = {submodule: kind(held) for submodule, held in found}
     outside = {id(p): kind.outside(p) for _, held in found for p in held.values()}
     made: dict[int, nn.Parameter] = {}
@@ -219,7 +223,8 @@ def replace_parameters(module: nn.Module, kind: type[Owner]) -> None:
             if id(p) not in made:
                 made[id(p)] = successor(p, outside[id(p)], submodule, name)
         owners[submodule].move_in(submodule, {name: made[id(p)] for name, p in held.items()})
-    _have_lent(module, owners)
+    for module in modules:
+        _have_lent(module, owners)
 
 
 def _have_lent(module: nn.Module, owners: Mapping[nn.Module, Owner]) -> None:

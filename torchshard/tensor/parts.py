@@ -42,7 +42,7 @@ def local_parameters(module: nn.Module) -> nn.Module:
             )
     if any(isinstance(p, _LocalOwner.takes) for p in module.parameters()):
         with replacing(module, "local_parameters"):
-            replace_parameters(module, _LocalOwner)
+            replace_parameters([module], _LocalOwner)
     return module
 
 

@@ -40,6 +40,21 @@ def require_replaceable(old: nn.Parameter, module: nn.Module, name: str) -> None
         )
 
 
+def require_not_replaced(old: nn.Parameter, module: nn.Module, name: str) -> None:
+    """Raise ShardingError if another has taken a parameter's place in a module that shared it: they would be two.
+
+    Args: as for require_replaceable.
+    """
+    if now(old) is not old:
+        raise ShardingError(
+            "A parameter is shared with a module where another has taken its place, from which it would go apart.",
+            expected="modules that share parameters, in one call",
+            got="one of them, after another",
+            where=f"{name} of {type(module).__name__}",
+            fix="one call for both: for a module that holds them, or fully_shard([module, other])",
+        )
+
+
 def successor(old: nn.Parameter, value: Tensor, module: nn.Module, name: str) -> nn.Parameter:
     """A parameter that takes the place of another, with the attributes and `grad_dtype` that users have given that one.
 

@@ -48,7 +48,8 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
 
     Raises:
         ShardingError: torch could not save a parameter, because FSDP and tensor parallelism cut one dim in pieces that
-            torch's placements do not describe; or some rank holds nothing of a parameter, which FSDP cannot reduce.
+            torch's placements do not describe; or some rank holds nothing of a parameter, which FSDP cannot reduce;
+            or a parameter is shared with a module that was given before.
         NotImplementedError: `dp_mesh_dims` is given, and `torch_parameters` was called before.
 
     Example:
@@ -66,8 +67,8 @@ def fully_shard(module: Modules, **options: Any) -> Modules:
         raise NotImplementedError(
             "fully_shard: with dp_mesh_dims it makes torch's DTensors itself; leave torch_parameters(module) out"
         )
-    for each in modules:
-        torch_parameters(each)
+    with replacing(nn.ModuleList(modules), "fully_shard"):
+        _replace(modules)
     if ignored:
         options["ignored_params"] = {now(each) for each in ignored}
     if place := options.get("shard_placement_fn"):
@@ -181,12 +182,17 @@ def torch_parameters(module: nn.Module) -> nn.Module:
         The module.
 
     Raises:
-        ShardingError: a parameter has hooks.
+        ShardingError: a parameter has hooks, or is shared with a module that was given before.
     """
     with replacing(module, "torch_parameters"):
-        replace_parameters(module, _TorchOwner)
-    torch_buffers(module)
+        _replace([module])
     return module
+
+
+def _replace(modules: Sequence[nn.Module]) -> None:
+    replace_parameters(modules, _TorchOwner)
+    for module in modules:
+        torch_buffers(module)
 
 
 class _TorchOwner(Owner):
