@@ -14,7 +14,7 @@ UNKNOWN = {
         "gradients of nextafter", "subclasses in nested regions", "dtypes of single parameters", "dims of gather",
         "DTensors between stages", "meshes of FSDP among others", "calls with placements",
         "units in graphs", "attention without heads", "sizes as numbers", "products beside collectives",
-        "renamed reads", "one_hot in graphs", "stored functions",
+        "renamed reads", "one_hot in graphs", "stored functions", "graphs for other ranks",
     },
     "2.12": {
         "hash", "group.WORLD", "graph breaks of groups", "kind of a placement", "default group",

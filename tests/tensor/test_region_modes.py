@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 import torchshard
+from tests.older import require
 from tests.plain_graphs import compiled_frames
 from tests.ranks import fake_ranks
 from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, layout_of, zeros
@@ -17,6 +18,7 @@ from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.parallel import loss_parallel
 from torchshard.state_dict import to_dtensor, to_full, to_sharded_tensor
+from torchshard.tensor.sharded import factories, specs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,6 +56,22 @@ def test_a_graph_made_where_plain_tensors_are_replicas_is_for_such_calls_only():
         with torchshard.implicit_replication():
             assert compiled(ROWS, PLAIN).placements == (Shard(0),)
     assert counting.frame_count == 1
+
+
+def test_graphs_that_other_ranks_are_to_run_are_refused():
+    require("graphs for other ranks")
+    config = (
+        torch.compiler.config if hasattr(torch.compiler.config, "compile_on_one_rank") else torch.distributed.config
+    )
+    parts = factories.zeros(specs.ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)]), 8, 4)
+    with config.patch(compile_on_one_rank=True):
+        assert whole(lambda x: x + 1)(PLAIN).shape == (4,)
+        for x in ROWS, parts:
+            with pytest.raises(Exception, match="compile on every rank"):
+                whole(lambda x: x + 1)(x)
+        with pytest.raises(Exception, match="compile on every rank"):
+            whole(lambda x: x + ROWS.to_local().sum())(PLAIN)
+    assert whole(lambda x: x + 1)(ROWS).placements == (Shard(0),)
 
 
 def test_a_loss_of_plain_targets():

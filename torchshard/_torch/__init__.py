@@ -46,6 +46,7 @@ from torchshard._torch.dtensors import (
     current_mesh,
     exchange,
     expected,
+    graphs_are_shared,
     introduce,
     is_compiled,
     is_on_its_way,

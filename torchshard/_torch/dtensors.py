@@ -363,6 +363,16 @@ def bring_home(mesh: Any) -> None:
             kept._rank_map = torch.tensor(numbers, dtype=getattr(ranks, "dtype", torch.int), device="cpu")
 
 
+def graphs_are_shared() -> bool:
+    """Whether graphs that this rank compiles are to run on others, and so to hold none of its numbers.
+
+    (compile_on_one_rank of torch.distributed.config, 2.12-2.13, and of torch.compiler.config, 2.14-2.15, which warn of
+    the former.)
+    """
+    name, rooms = "compile_on_one_rank", [getattr(each, "config", None) for each in (torch.compiler, torch.distributed)]
+    return bool(next((getattr(room, name) for room in rooms if hasattr(room, name)), False))
+
+
 def is_on_its_way(x: Tensor) -> bool:
     """Whether that is what torch's functional collectives return before they end.
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard import _torch
 from torchshard.errors import ShardingError
 from torchshard.tensor.caching import digest, tie
-from torchshard.tensor.layout import SEVERED, TensorLayout, Told, require_lengths, sized, told_of
+from torchshard.tensor.layout import SEVERED, TensorLayout, Told, require_lengths, require_own_graphs, sized, told_of
 from torchshard.tensor.memory import WithoutMemory, no_memory
 from torchshard.tensor.mesh import PICKLED, bind, restored
 from torchshard.tensor.pending import arrived
@@ -316,6 +316,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         if local.__class__ is Tensor:  # not while tracing: lengths are numbers
             return wrap(local, told.layout(outer_size, outer_stride, local.dtype))  # type: ignore[arg-type]
         _take_functions()
+        require_own_graphs()
         require_lengths(local, outer_size)
         layout = told.layout(sized(tuple(outer_size), local.shape, told), tuple(outer_stride), local.dtype)
         return _torch.lie_with_others(wrap(local, layout), local)  # type: ignore[arg-type]

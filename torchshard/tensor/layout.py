@@ -14,13 +14,14 @@ from torchshard._torch import (
     asked,
     expected,
     exports,
+    graphs_are_shared,
     mend_trace,
     number,
     renewed,
     skip_alone,
     unrecorded,
 )
-from torchshard.errors import ShardingError
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Layout, Sharding, contiguous_stride
 from torchshard.layout.pieces import Symbolic
 from torchshard.layout.placements import Partial, R
@@ -246,6 +247,17 @@ def sized(shape: tuple[int, ...], part: Sequence[int], told: Told) -> tuple[int,
         if expected(n) == held * math.prod([sharding.mesh.shape[a] for a in axes]):
             shape = (*shape[:dim], int(n), *shape[dim + 1 :])
     return shape
+
+
+def require_own_graphs() -> None:
+    """Raise UnsupportedOperatorError where a graph is to run on other ranks: it would hold this one's numbers."""
+    if graphs_are_shared():
+        raise UnsupportedOperatorError(
+            "A graph of DTensors or ShardedTensors is of the rank that compiles it.",
+            expected="compile_on_one_rank=False in the configuration of torch",
+            got="True",
+            fix="compile on every rank",
+        )
 
 
 def require_lengths(part: torch.Tensor, shape: Sequence[int]) -> None:

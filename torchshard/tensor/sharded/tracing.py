@@ -22,6 +22,7 @@ from torchshard._torch import (
 )
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.tensor.caching import digest
+from torchshard.tensor.layout import require_own_graphs
 from torchshard.tensor.sharded import specs
 
 
@@ -141,6 +142,7 @@ class TracedByParts:
 
         example = next(iter(inner.values()))
         if example.__class__ is not Tensor:  # while tracing
+            require_own_graphs()
             nest_in_place(ShardedTensor)
             store_who_asks(ShardedTensor)
             operate_with(ShardedTensor, "trace_wrapped", _refuse_hooks)
