@@ -232,7 +232,7 @@ A parameter is shared with a module where another has taken its place, from whic
   expected: modules that share parameters, in one call
   got:      one of them, after another
   where:    weight of Linear
-  fix:      one call for both: for a module that holds them, or fully_shard([module, other])""",
+  fix:      one call for both: for a module that holds them, or fully_shard([module, other]); where they are to be two, give one module nn.Parameter(parameter.detach().clone())""",
     )
 
 

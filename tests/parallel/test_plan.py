@@ -204,6 +204,14 @@ def test_shared_parameters_stay_shared(mesh):
     with pytest.raises(ShardingError, match="placed before, by a style that cuts it otherwise") as raised:
         parallelize_module(Tied(), mesh, {"embedding": ColwiseParallel(), "head": ColwiseParallel()})
     assert (raised.value.where, "parallelize_plan['head']" in "".join(raised.value.__notes__)) == ("weight", True)
+    apart = Tied()
+    parallelize_module(apart.embedding, mesh, RowwiseParallel())
+    for give in (
+        lambda: parallelize_module(apart.head, mesh, ColwiseParallel()),
+        lambda: distribute_module(apart, mesh),
+    ):
+        with pytest.raises(ShardingError, match="another has taken its place, from which it would go apart"):
+            give()
 
 
 def test_what_parameters_carry(mesh):

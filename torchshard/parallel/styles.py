@@ -232,7 +232,7 @@ def place_parameter(
     """Make a DTensor of a parameter, in place; one that is a DTensor of this placement already stays what it is.
 
     Raises:
-        ShardingError: it is a DTensor of another placement, or has hooks.
+        ShardingError: it is a DTensor of another placement, or has hooks, or is shared with a module of another call.
     """
     try:
         placed: Tensor = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)

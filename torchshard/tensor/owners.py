@@ -19,7 +19,7 @@ from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for, terms_along
 from torchshard.tensor.naming import name_on, named
 from torchshard.tensor.redistribute import redistribute_local
-from torchshard.tensor.replacing import require_not_replaced, require_replaceable, successor
+from torchshard.tensor.replacing import require_replaceable, successor
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,6 @@ def replace_parameters(modules: Sequence[nn.Module], kind: type[Owner]) -> None:
     for submodule, held in found:
         for name, p in held.items():
             require_replaceable(p, submodule, name)
-            require_not_replaced(p, submodule, name)
     owners = {submodule: kind(held) for submodule, held in found}
     outside = {id(p): kind.outside(p) for _, held in found for p in held.values()}
     made: dict[int, nn.Parameter] = {}

@@ -22,7 +22,10 @@ _watched: ContextVar[bool] = ContextVar("watched", default=False)
 
 
 def require_replaceable(old: nn.Parameter, module: nn.Module, name: str) -> None:
-    """Raise ShardingError if a parameter has hooks, which would not run on another in its place.
+    """Raise ShardingError if something would be lost with a parameter.
+
+    Hooks would not run on another in its place; and one that has been replaced in a module that shares it would go
+    apart from that.
 
     Args:
         old: the parameter.
@@ -38,20 +41,14 @@ def require_replaceable(old: nn.Parameter, module: nn.Module, name: str) -> None
             fix="register them afterwards, on the new parameter; for DistributedDataParallel(device_mesh=) after "
             "torchshard.parallel.local_parameters(module)",
         )
-
-
-def require_not_replaced(old: nn.Parameter, module: nn.Module, name: str) -> None:
-    """Raise ShardingError if another has taken a parameter's place in a module that shared it: they would be two.
-
-    Args: as for require_replaceable.
-    """
     if now(old) is not old:
         raise ShardingError(
             "A parameter is shared with a module where another has taken its place, from which it would go apart.",
             expected="modules that share parameters, in one call",
             got="one of them, after another",
             where=f"{name} of {type(module).__name__}",
-            fix="one call for both: for a module that holds them, or fully_shard([module, other])",
+            fix="one call for both: for a module that holds them, or fully_shard([module, other]); where they are to be"
+            " two, give one module nn.Parameter(parameter.detach().clone())",
         )
 
 
