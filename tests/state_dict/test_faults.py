@@ -292,3 +292,37 @@ def _apart(rank, world, store):
 def test_a_rank_that_does_not_come_to_a_group_is_named(tmp_path):
     for said in run_ranks(4, _apart, str(tmp_path / "store"), backend="", timeout=60)[:2]:
         assert re.match(r"RankMismatchError: rank [01] waits in vain.*\[0, 1, 3\].*not rank 3\n", said, re.S)
+
+
+def _interrupted(rank, world, by_message):
+    import torch
+
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+    from torchshard.comm import neighbours, transfers
+    from torchshard.state_dict import to_full
+    from torchshard.tensor import carrying
+
+    if by_message:
+        by_messages()
+    mesh = init_device_mesh("cpu", (world,))
+    first, second = torch.arange(40.0).view(10, 4), torch.arange(28.0).view(4, 7)
+    x, y = (distribute_tensor(value, mesh, [Shard(0)]) for value in (first, second))
+    to_full({"z": distribute_tensor(second, mesh, [Shard(1)])})
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for module in (neighbours, carrying):
+        setattr(module, "start" if rank else "finish", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        to_full({"x": x})
+    for module in (neighbours, carrying):
+        module.start, module.finish = transfers.start, transfers.finish
+    found = to_full({"y": y, "x": x})
+    return torch.equal(found["x"], first) and torch.equal(found["y"], second)
+
+
+@pytest.mark.parametrize("by_message", [False, True])
+def test_what_was_under_way_at_an_interrupt_is_no_part_of_the_next_exchange(by_message):
+    """One rank had sent already, the other one had not."""
+    assert run_ranks(2, _interrupted, by_message) == [True] * 2

@@ -186,7 +186,7 @@ class Agreement:
         silent, waits = answers(self._group, "lost", what, self.ranks)  # those that wait for another of its users, too
         self.fail(lost(what, self.rank, self.world, silent, error, waits), error)
 
-    def refuse(self, error: Exception, position: int = 0) -> None:
+    def refuse(self, error: BaseException, position: int = 0) -> None:
         """This rank takes no part in what comes next, or is under way: the others raise, when they wait for it.
 
         Returns when they know, or after some seconds; what it does then is to raise `error`.

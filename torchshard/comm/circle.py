@@ -46,9 +46,12 @@ class Circle:
         except RankMismatchError:
             forget(self)
             raise
+        except BaseException as error:  # an interrupt: the others may have seen this rank come, or not
+            self.refuse(error)
+            raise
         self.exchanges += 1
 
-    def refuse(self, error: Exception, under_way: bool = False) -> None:
+    def refuse(self, error: BaseException, under_way: bool = False) -> None:
         """This rank takes no part in the next exchange, or not any more in the one under way: the others raise.
 
         Args:

@@ -107,7 +107,7 @@ def _said(error: Exception | None) -> str:
     return f"the transport says: {line}" if line else "a connection between them has failed"
 
 
-def first_line(error: Exception | None) -> str:
+def first_line(error: BaseException | None) -> str:
     """What an error says first."""
     return short(next(iter(str(error or "").splitlines()), ""))
 

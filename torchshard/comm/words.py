@@ -22,6 +22,7 @@ from torchshard.comm.group import Group
 from torchshard.comm.lines import MOST_RANKS, Lines, Near, Tell, connect, hang_up, machine, shut
 from torchshard.comm.lost import raise_lost
 from torchshard.comm.transport import Transport, waited
+from torchshard.errors import RankMismatchError
 
 _WORD = struct.Struct("5q")
 """How many times ranks have spoken; a Word."""
@@ -112,8 +113,8 @@ class Words:
         """Whether all ranks say the same number of 63 bits; each of them asks.
 
         Raises:
-            RankMismatchError: a rank is lost; names it.
-            RuntimeError: all are there, and yet one has not answered in time. From then on, always.
+            RankMismatchError: a rank is lost, and named; or all are there, and yet one has not answered in time, or has
+                been interrupted. From then on, always.
         """
         mine = Word((number, 0, 0))
         with self.failing("what the others are about to do"):
@@ -173,5 +174,10 @@ class Words:
             yield
         except OSError as error:
             self.shut()
-            said = RuntimeError(f"word {self._count} of {len(self._lines) + 1} ranks: {error}")
+            said = RankMismatchError(
+                f"word {self._count} of {len(self._lines) + 1} ranks: {error}",
+                expected="ranks that run the same steps, each of them to its end",
+                got="one that is late, does something else, or has been interrupted, now or before",
+                fix="destroy the process group and make another, with its meshes and tensors, or start all ranks again",
+            )
             raise_lost(self._group(), what, said)

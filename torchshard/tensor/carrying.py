@@ -169,7 +169,7 @@ def _carry(ranks: tuple[int, ...], device: str, jobs: Sequence[Job]) -> None:
     except RankMismatchError:
         forget(circle)
         raise
-    except Exception as error:
+    except BaseException as error:  # of an interrupt, too, messages stay under way, for nobody
         circle.refuse(error, under_way=True)
         raise
 
