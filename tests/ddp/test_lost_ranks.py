@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.models import Stops, mlp
 from tests.ranks import meet, run_ranks
+from torchshard import DistributedDataParallel
 from torchshard.errors import RankMismatchError
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -203,6 +204,36 @@ def _destroyed(rank, world):
 
 def test_a_process_group_that_is_no_more():
     assert run_ranks(2, _destroyed) == [1, 1]
+
+
+def _left_behind(rank, world, keeps):
+    group = dist.new_group()
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    old = DistributedDataParallel(net, process_group=group)
+    x = torch.full((4, 8), float(rank))
+    old(x).sum().backward()
+    loss = old(x).sum()  # of a step that fails
+    dist.barrier()
+    dist.destroy_process_group(group)
+    if not keeps:
+        del loss
+    found = []
+    for made in (net, DistributedDataParallel(net)):
+        net.zero_grad()
+        made(x).sum().backward()
+        found.append(net[1].bias.grad.tolist() + net[0].weight.grad[0].tolist())
+    if keeps:
+        with pytest.raises(RuntimeError, match="the process group of this wrapper has been destroyed"):
+            loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_module_goes_on_where_the_group_of_a_wrapper_is_no_more(keeps):
+    """By itself, or wrapped anew, as the error of the old wrapper says."""
+    (alone, wrapped), (alone_1, wrapped_1) = run_ranks(2, _left_behind, keeps)
+    assert wrapped == wrapped_1 == pytest.approx([(a + b) / 2 for a, b in zip(alone, alone_1, strict=True)])
+    assert alone[2:] == [0.0] * 8 != alone_1[2:]
 
 
 _MOMENTS = {

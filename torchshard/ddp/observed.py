@@ -134,6 +134,13 @@ class ObservedReducer(Reducer):
                 "or use ddp.module, the module inside, where nothing is to be reduced"
             )
 
+    def _begins_now(self) -> bool:
+        """As for Reducer; of a group that is no more, only outputs tell, if they can: else it is the module's, or that
+        of a wrapper made anew."""
+        if self.mode is Mode.IDLE and not self._listening and self.exchange.is_over():
+            return False
+        return super()._begins_now()
+
     # ---------------------------------------------------------------------------------------------- recording
 
     def _enter(self, mode: Mode) -> None:
