@@ -14,8 +14,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from torchshard._torch import flatten, unflatten
+from torchshard._torch import flatten, is_traced, unflatten
 from torchshard.comm.group import Group
+from torchshard.comm.living import living
 from torchshard.comm.nearby import nearby
 from torchshard.comm.reducing import only_gloo_reduces, prepare, reduced_bits
 from torchshard.comm.transport import Sender, Transport, waited
@@ -276,7 +277,11 @@ def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> list[
 
 def _by(group: Group, x: Tensor) -> Sender:
     """What sends such a tensor."""
-    return nearby(group, x) or Transport(group)
+    if (near := nearby(group, x)) is not None:
+        return near
+    if group.size > 1 and not is_traced(x):
+        living(group)
+    return Transport(group)
 
 
 def _seat(place: int, group: Group) -> int:

@@ -1,6 +1,7 @@
 """A process group as this package sees it: a name that collectives take, a size, and who sits where."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,9 +13,13 @@ class Group:
         size: number of ranks.
         position: this rank's place along the line of the mesh.
         seats: place along the line -> rank within the process group; None where they are the same.
+        members: global ranks of the process group, in its order; empty where they are not to be looked at.
+        made: the process group, as long as somebody has it, where there are members.
     """
 
     name: str
     size: int
     position: int
     seats: tuple[int, ...] | None = None
+    members: tuple[int, ...] = ()
+    made: Callable[[], object] | None = field(default=None, compare=False, repr=False)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchshard import _torch
 from torchshard.comm.group import Group
+from torchshard.comm.living import living
 from torchshard.comm.lost import raise_lost
 from torchshard.comm.neighbours import process_ids
 from torchshard.comm.reach import Reach
@@ -51,7 +52,7 @@ def nearby(group: Group, x: Tensor) -> Sender | None:
         return None
     if _torch.is_traced(x):
         return None
-    process_group = _torch.group_named(group.name)
+    process_group = living(group)
     try:
         near = _known[process_group]
     except KeyError:

@@ -111,7 +111,9 @@ class BoundMesh(Mesh):
         seat_of = {rank: seat for seat, rank in enumerate(members)}
         seats = tuple([seat_of[rank] for rank in ranks])
         position = ranks.index(self.ranks[self.linear(self.coordinate or ())])
-        return Group(process_group.group_name, len(ranks), position, None if seats == tuple(sorted(seats)) else seats)
+        differ = None if seats == tuple(sorted(seats)) else seats
+        made = weakref.ref(process_group)
+        return Group(process_group.group_name, len(ranks), position, differ, tuple(members), made)
 
     def bridge(self, other: "BoundMesh") -> "Bridge":
         """The way to another mesh and back, for a rank of either; all of them ask for it at the same point.

@@ -1,0 +1,66 @@
+"""DTensors of a process group that was destroyed, where another one has its name by now: right values, or an error."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import by_messages, run_ranks
+
+
+def _later(rank, world, store, ranks, sends):
+    from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import ShardingError
+
+    if sends:
+        by_messages()
+    full = torch.arange(24.0).view(6, 4)
+    mesh = init_device_mesh("cpu", (world,))
+    x, p = (distribute_tensor(full, mesh, [placement]) for placement in (Shard(0), Partial()))
+    acts = {
+        "gathered": (x.full_tensor, full),
+        "exchanged": (lambda: x.redistribute(mesh, [Shard(1)]).redistribute(mesh, [Shard(0)]).sum(0), full.sum(0)),
+        "summed": (lambda: p.redistribute(mesh, [Replicate()]), full),
+        "later": (lambda: x.redistribute(mesh, [Replicate()], async_op=True).to_local() * 1, full),
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+
+    def tried():
+        found = {}
+        for name, (act, wanted) in acts.items():
+            try:
+                got = act()
+                found[name] = torch.equal(got.full_tensor() if hasattr(got, "full_tensor") else got, wanted)
+            except ShardingError as error:
+                found[name] = str(error)
+        return found
+
+    without = tried()
+    place, size = ranks[rank]
+    alone = "" if size > 1 else str(rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}{alone}", rank=place, world_size=size)
+    return [*without.values()], [*tried().values()]
+
+
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "got"),
+    [
+        (((0, 2), (1, 2)), None),
+        (((1, 2), (0, 2)), r"this was rank {0}\n.*of the ranks \[0, 1\], of which this is rank {1}\n"),
+        (((0, 1), (0, 1)), r"this was rank {0}\n.*of the ranks \[0\], of which this is rank 0\n"),
+    ],
+    ids=["alike", "other places", "fewer"],
+)
+def test_a_group_of_the_same_name_serves_if_it_has_the_same_ranks(ranks, got, sends, tmp_path):
+    for rank, (without, later) in enumerate(run_ranks(2, _later, str(tmp_path / "store"), ranks, sends)):
+        for said in without:
+            assert "has been destroyed" in said
+            assert "got:      none" in said
+        if got is None:
+            assert later == [True] * 4
+            continue
+        for said in later:
+            assert re.search(got.format(rank, 1 - rank), said, re.S), said
