@@ -16,6 +16,11 @@ def _sums(x):
     return (x * 2).sum(0)
 
 
+def _further(x):
+    """Of what a gradient is there already."""
+    return (x * 2 - x.grad).sum(0)
+
+
 def _waves(s):
     return (s * 2).sin() + s
 
@@ -28,9 +33,11 @@ def _examples(world):
     """A DTensor on a mesh that is cut out of another, and two tensors that ask for gradients."""
     line = init_device_mesh("cpu", (world,))
     cut = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))["tp"]
-    along, asks = (distribute_tensor(_whole(world), mesh, [Shard(0)]) for mesh in (cut, line))
+    along, asks, had = (distribute_tensor(_whole(world), mesh, [Shard(0)]) for mesh in (cut, line, line))
+    had.requires_grad_().grad = asks.clone()
     sharded = to_sharded_tensor(asks.clone()).requires_grad_()
-    return {"cut": (_sums, along), "asks": (_sums, asks.requires_grad_()), "sharded": (_waves, sharded)}
+    asks.requires_grad_()
+    return {"cut": (_sums, along), "asks": (_sums, asks), "had": (_further, had), "sharded": (_waves, sharded)}
 
 
 class _Wave(torch.nn.Linear):
@@ -74,7 +81,9 @@ def _call(rank, world, directory):
         if name == "sharded":
             torch.testing.assert_close(stored(x).local_tensor(), function(x).local_tensor())
             continue
-        torch.testing.assert_close(stored(x).full_tensor(), function(_whole(world)))
+        whole = _whole(world)
+        whole.grad = None if x.grad is None else x.grad.full_tensor()
+        torch.testing.assert_close(stored(x).full_tensor(), function(whole))
         with pytest.raises(RuntimeError, match="GuardManager check failed"):  # that layout is not the example's
             stored(x.redistribute(placements=[Replicate()]))
 

@@ -11,10 +11,10 @@ from torchshard._torch.finding import find
 
 @functools.cache
 def store_who_asks(kind: type[torch.Tensor]) -> bool:
-    """Have guards that are stored know of tensors of a class whether they require gradients, as parameters do.
+    """Have guards that are stored know of tensors of a class whether they require gradients, and those that are read.
 
     torch makes wrapper subclasses anew of their parts and what their class says of them; parts of ours require none.
-    Each parameter would fail its guard in the process that loads them.
+    Each parameter would fail its guard in the process that loads them, and guards of a gradient would find none.
 
     Returns:
         Whether torch had to be told, and can be
@@ -29,14 +29,19 @@ def store_who_asks(kind: type[torch.Tensor]) -> bool:
     @functools.wraps(reduce)
     def with_who_asks(self: Any, given: Any) -> Any:
         reduced = reduce(self, given)
-        if type(given) is kind and reduced is not NotImplemented and reduced[0] == rebuild and given.requires_grad:
-            return _asking, reduced
-        return reduced
+        if type(given) is not kind or reduced is NotImplemented or reduced[0] != rebuild:
+            return reduced
+        gradient = given.grad if given.is_leaf or given.retains_grad else None
+        if id(gradient) not in self.guard_tree_values:  # no guard reads it
+            gradient = None
+        return _asking, (reduced, given.requires_grad, gradient)
 
     pickler.reducer_override = with_who_asks
     return True
 
 
-def _asking(rebuild: Any, given: tuple[Any, ...]) -> torch.Tensor:
+def _asking(reduced: tuple[Any, tuple[Any, ...]], asks: bool, gradient: torch.Tensor | None) -> torch.Tensor:
+    rebuild, given = reduced
     made: torch.Tensor = rebuild(*given)
-    return made.requires_grad_()
+    made.grad = gradient
+    return made.requires_grad_(asks)
