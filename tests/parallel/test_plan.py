@@ -4,6 +4,7 @@ import copy
 import gc
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -193,6 +194,9 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
+_PLAN = {"head": ColwiseParallel(), "embedding": RowwiseParallel()}
+
+
 def test_shared_parameters_stay_shared(mesh):
     both = parallelize_module(Tied(), mesh, {"embedding": RowwiseParallel(), "head": ColwiseParallel()})
     assert both.embedding.weight is both.head.weight
@@ -212,6 +216,36 @@ def test_shared_parameters_stay_shared(mesh):
     ):
         with pytest.raises(ShardingError, match="another has taken its place, from which it would go apart"):
             give()
+
+
+@pytest.mark.parametrize("give", [partial(parallelize_module, parallelize_plan=_PLAN), distribute_module])
+def test_a_call_that_failed_can_be_made_again(give, mesh):
+    model = Tied()
+    model.head.bias = nn.Parameter(torch.zeros(8))
+    hook = model.head.bias.register_hook(lambda g: g)
+    with pytest.raises(ShardingError, match="with hooks"):
+        give(model, mesh)
+    assert model.embedding.weight is model.head.weight
+    hook.remove()
+    give(model, mesh)
+    assert model.embedding.weight is model.head.weight
+    assert isinstance(model.head.bias, DTensor)
+
+
+def test_a_parameter_may_be_taken_again_where_nothing_has_its_place_any_more(mesh):
+    weight = nn.Parameter(torch.ones(8, 8))
+
+    def given():
+        module = nn.Linear(8, 8, bias=False)
+        module.weight = weight
+        return parallelize_module(module, mesh, ColwiseParallel())
+
+    given()
+    module = given()
+    with pytest.raises(ShardingError, match="another has taken its place"):
+        given()
+    module.weight = weight  # put back
+    given()
 
 
 def test_what_parameters_carry(mesh):

@@ -78,9 +78,11 @@ def _require_plan(plan: object, where: str) -> None:
 def _carry_out(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, tied: Sequence[Tied]) -> None:
     if isinstance(plan, ParallelStyle):
         plan.src_data_rank = source
-        plan._apply(module, mesh)
-        for places in tied:
-            _tie(places)
+        try:
+            plan._apply(module, mesh)
+        finally:  # what it had placed when it failed stays one, too, for the call that comes next
+            for places in tied:
+                _tie(places)
         return
     for path, style in plan.items():
         matched = _matches(module, path)

@@ -2,10 +2,11 @@
 
 import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,22 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from torchshard._torch import has_hooks, has_hooks_at_end
 from torchshard.errors import ShardingError
 
+
+class _Place(NamedTuple):
+    """What has taken a parameter's place, and in which module, by which name."""
+
+    new: nn.Parameter
+    module: "weakref.ref[nn.Module]"
+    name: str
+
+    def is_taken_from(self, old: nn.Parameter) -> bool:
+        """Whether the module is there, and does not hold the old one: a call may have failed, or it was put back."""
+        module = self.module()
+        return module is not None and module._parameters.get(self.name) is not old
+
+
 _new: Any = WeakTensorKeyDictionary()  # no weak references: torch would not convert such tensors
-"""Parameters that somebody still holds, with those that have taken their places."""
+"""Parameters that somebody still holds, each with the place that another has taken."""
 
 _watched: ContextVar[bool] = ContextVar("watched", default=False)
 """Whether a call around this one looks for optimizers."""
@@ -41,7 +56,7 @@ def require_replaceable(old: nn.Parameter, module: nn.Module, name: str) -> None
             fix="register them afterwards, on the new parameter; for DistributedDataParallel(device_mesh=) after "
             "torchshard.parallel.local_parameters(module)",
         )
-    if now(old) is not old:
+    if (place := _new.get(old)) is not None and place.is_taken_from(old):
         raise ShardingError(
             "A parameter is shared with a module where another has taken its place, from which it would go apart.",
             expected="modules that share parameters, in one call",
@@ -64,20 +79,20 @@ def successor(old: nn.Parameter, value: Tensor, module: nn.Module, name: str) ->
     vars(new).update({k: v for k, v in vars(old).items() if k not in vars(new)})
     if old.grad_dtype is not old.dtype:  # by default it follows the dtype
         new.grad_dtype = old.grad_dtype
-    _new[old] = new
+    _new[old] = _Place(new, weakref.ref(module), name)
     return new
 
 
 def now(parameter: Any) -> Any:
     """What has taken a parameter's place, if anything has."""
-    while (new := _new.get(parameter)) is not None:
-        parameter = new
+    while (place := _new.get(parameter)) is not None:
+        parameter = place.new
     return parameter
 
 
 def before(parameter: Tensor) -> Tensor:
     """The parameter in whose place this one is, if it is in any's that somebody holds."""
-    return next((old for old, new in _new.items() if new is parameter), parameter)
+    return next((old for old, place in _new.items() if place.new is parameter), parameter)
 
 
 @contextmanager
