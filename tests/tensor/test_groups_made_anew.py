@@ -12,12 +12,15 @@ from tests.ranks import by_messages, run_ranks
 def _later(rank, world, store, ranks, sends):
     from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
     from torchshard.errors import ShardingError
+    from torchshard.state_dict import to_dtensor, to_full
 
     if sends:
         by_messages()
     full = torch.arange(24.0).view(6, 4)
     mesh = init_device_mesh("cpu", (world,))
     x, p = (distribute_tensor(full, mesh, [placement]) for placement in (Shard(0), Partial()))
+    other, given = init_device_mesh("cpu", (world,), mesh_dim_names=("other",)), full.clone()
+    x.redistribute(other, [Shard(1)])
     acts = {
         "gathered": (x.full_tensor, full),
         "exchanged": (lambda: x.redistribute(mesh, [Shard(1)]).redistribute(mesh, [Shard(0)]).sum(0), full.sum(0)),
@@ -41,6 +44,12 @@ def _later(rank, world, store, ranks, sends):
     place, size = ranks[rank]
     alone = "" if size > 1 else str(rank)
     dist.init_process_group("gloo", init_method=f"file://{store}{alone}", rank=place, world_size=size)
+    if size == world:
+        new = init_device_mesh("cpu", (world,))
+        acts["crossed"] = lambda: x.redistribute(other, [Shard(1)]), full
+        acts["crossed anew"] = lambda: x.redistribute(new, [Shard(0)]), full
+        acts["converted"] = lambda: to_full(x), full
+        acts["converted back"] = lambda: to_dtensor(given, mesh, [Shard(0)]), full
     return [*without.values()], [*tried().values()]
 
 
@@ -60,7 +69,7 @@ def test_a_group_of_the_same_name_serves_if_it_has_the_same_ranks(ranks, got, se
             assert "has been destroyed" in said
             assert "got:      none" in said
         if got is None:
-            assert later == [True] * 4
+            assert later == [True] * 8
             continue
         for said in later:
             assert re.search(got.format(rank, 1 - rank), said, re.S), said

@@ -105,7 +105,7 @@ def to_dtensor(
         RankMismatchError: ranks do not convert the same, or one is lost.
     """
     mesh = bind(device_mesh)
-    refusal = None
+    refusal: Exception | None = mesh.displaced()
     try:
         chosen = _chooser(sd, placements, strict)
     except Exception as error:

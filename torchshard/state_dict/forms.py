@@ -190,7 +190,7 @@ def _on_mesh(x: Any, sharding: Sharding, local: Tensor, memory: Memory) -> Form:
     shape, mesh = tuple(x.shape), sharding.mesh
     key = sharding, shape
     holding = memory.get(key) or memory.setdefault(key, Holding.of_sharding(sharding, shape))
-    problem = None
+    problem = mesh.displaced() if isinstance(mesh, BoundMesh) else None
     parts: list[tuple[Box, Tensor]] = []
     if mesh.coordinate is not None:
         boxes = boxes_at(sharding, shape, mesh.coordinate)
@@ -231,7 +231,7 @@ def _strided(x: Any, mesh: BoundMesh, memory: Memory) -> Form:
         memory[key] = Holding.of(shape, held)
         memory[key].check()
     parts: list[tuple[Box, Tensor]] = []
-    problem = None
+    problem = mesh.displaced()
     if mesh.coordinate is not None:
         joined = _joined_boxes(x.placements, shape, mesh, mesh.coordinate)
         if sum(box.numel for box, _ in joined) != local.numel():

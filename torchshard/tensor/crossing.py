@@ -19,7 +19,8 @@ def actions_between(source: TensorLayout, target: TensorLayout) -> list[Action]:
     A rank of neither mesh does nothing. The ranks of both compare what they are about to do, once for each kind.
 
     Raises:
-        ShardingError: the meshes are of different devices, or slices of one mesh along different axes.
+        ShardingError: the meshes are of different devices, or slices of one mesh along different axes, or of process
+            groups in which this process was another rank.
         RankMismatchError: not all of them redistribute the same.
     """
     here, there = source.mesh, target.mesh
@@ -27,6 +28,9 @@ def actions_between(source: TensorLayout, target: TensorLayout) -> list[Action]:
     assert isinstance(there, BoundMesh), "a layout that belongs to no DeviceMesh"
     _require_one_device(here, there)
     _require_same_slice(here, there)
+    for mesh in (here, there):
+        if (problem := mesh.displaced()) is not None:
+            raise problem
     way = passage(source.sharding, target.sharding, source.shape, source.dtype.itemsize)
     steps: list[Action] = []
     if here.coordinate is not None:

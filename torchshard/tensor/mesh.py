@@ -16,6 +16,7 @@ from torchshard._torch import bring_home, outside_of_traces, real_object
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.circle import group_of_those
 from torchshard.comm.group import Group
+from torchshard.comm.living import displaced
 from torchshard.comm.workers import pause_at_exit
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
@@ -124,12 +125,17 @@ class BoundMesh(Mesh):
         if bridge is None:
             ranks = sorted({*self.ranks, *other.ranks})
             process_group = self._group_of(ranks)
-            group = Group(process_group.group_name, len(ranks), ranks.index(dist.get_rank()))
+            place, made = ranks.index(dist.get_rank()), weakref.ref(process_group)
+            group = Group(process_group.group_name, len(ranks), place, None, tuple(ranks), made)
             agreement = Agreement(process_group, self._device, "redistributions between meshes")
             bridge = self._bridges[other] = other._bridges[self] = Bridge(tuple(ranks), group, agreement)
             for mesh in (self, other):
                 mesh._process_groups.append(process_group)
         return bridge
+
+    def displaced(self) -> ShardingError | None:
+        """What is wrong where this process had another rank when the mesh was made."""
+        return displaced(self.ranks, None if self.coordinate is None else self.ranks[self.linear(self.coordinate)])
 
     def part(self, other: "BoundMesh") -> None:
         """Let go of the way to another mesh whose ranks have come apart, on all of them: the next is agreed to anew."""
