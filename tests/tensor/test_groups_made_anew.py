@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import InternalTorchDynamoError
 
 from tests.ranks import by_messages, run_ranks
 
@@ -21,6 +22,8 @@ def _later(rank, world, store, ranks, sends):
     x, p = (distribute_tensor(full, mesh, [placement]) for placement in (Shard(0), Partial()))
     other, given = init_device_mesh("cpu", (world,), mesh_dim_names=("other",)), full.clone()
     x.redistribute(other, [Shard(1)])
+    compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]).to_local() + 0, backend="aot_eager")
+    assert torch.equal(compiled(x), full)
     acts = {
         "gathered": (x.full_tensor, full),
         "exchanged": (lambda: x.redistribute(mesh, [Shard(1)]).redistribute(mesh, [Shard(0)]).sum(0), full.sum(0)),
@@ -36,7 +39,7 @@ def _later(rank, world, store, ranks, sends):
             try:
                 got = act()
                 found[name] = torch.equal(got.full_tensor() if hasattr(got, "full_tensor") else got, wanted)
-            except ShardingError as error:
+            except (ShardingError, InternalTorchDynamoError) as error:
                 found[name] = str(error)
         return found
 
@@ -50,6 +53,7 @@ def _later(rank, world, store, ranks, sends):
         acts["crossed anew"] = lambda: x.redistribute(new, [Shard(0)]), full
         acts["converted"] = lambda: to_full(x), full
         acts["converted back"] = lambda: to_dtensor(given, mesh, [Shard(0)]), full
+    acts["compiled before"] = lambda: compiled(x), full
     return [*without.values()], [*tried().values()]
 
 
@@ -69,7 +73,7 @@ def test_a_group_of_the_same_name_serves_if_it_has_the_same_ranks(ranks, got, se
             assert "has been destroyed" in said
             assert "got:      none" in said
         if got is None:
-            assert later == [True] * 8
+            assert later == [True] * 9
             continue
         for said in later:
             assert re.search(got.format(rank, 1 - rank), said, re.S), said

@@ -305,6 +305,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
             _torch.fill_unused_results()
             _torch.expect_gradients_of_written()
             _torch.part_gradients()
+        layout.mesh.require_living()  # type: ignore[attr-defined]  # a graph made before has the names of groups alone
         return ["_local_tensor"], told_of(layout) if layout.marks else layout.sharding
 
     @staticmethod

@@ -16,7 +16,7 @@ from torchshard._torch import bring_home, outside_of_traces, real_object
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.circle import group_of_those
 from torchshard.comm.group import Group
-from torchshard.comm.living import displaced
+from torchshard.comm.living import displaced, living
 from torchshard.comm.workers import pause_at_exit
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
@@ -35,6 +35,7 @@ class BoundMesh(Mesh):
         "_by_axes",
         "_groups",
         "_process_groups",
+        "_world",
         "decisions",
         "device_mesh",
         "programs",
@@ -52,6 +53,7 @@ class BoundMesh(Mesh):
         self._groups: dict[tuple[int, ...], Group] = {}
         self._by_axes: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._process_groups = groups  # those of the axes, before any is used, and those made since
+        self._world: Any = dist.group.WORLD and weakref.ref(dist.group.WORLD)
         self._bridges: dict[BoundMesh, Bridge] = {}
         self._ascending: dict[int, bool] = {}
         self.programs: dict[Any, Any] = {}  # see redistribute.py
@@ -136,6 +138,16 @@ class BoundMesh(Mesh):
     def displaced(self) -> ShardingError | None:
         """What is wrong where this process had another rank when the mesh was made."""
         return displaced(self.ranks, None if self.coordinate is None else self.ranks[self.linear(self.coordinate)])
+
+    def require_living(self) -> None:
+        """Raise ShardingError where graphs would send to groups that have the names of this mesh's by now."""
+        world = dist.group.WORLD
+        if world is None or (self._world is not None and self._world() is world):
+            return
+        for group in self._groups.values():
+            if group.size > 1:
+                living(group)
+        self._world = weakref.ref(world)
 
     def part(self, other: "BoundMesh") -> None:
         """Let go of the way to another mesh whose ranks have come apart, on all of them: the next is agreed to anew."""
