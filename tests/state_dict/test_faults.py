@@ -326,3 +326,32 @@ def _interrupted(rank, world, by_message):
 def test_what_was_under_way_at_an_interrupt_is_no_part_of_the_next_exchange(by_message):
     """One rank had sent already, the other one had not."""
     assert run_ranks(2, _interrupted, by_message) == [True] * 2
+
+
+def _of_two_circles(rank, world):
+    import torch
+
+    from torchshard import DeviceMesh, Shard, distribute_tensor
+    from torchshard.state_dict import to_full
+    from torchshard.tensor import carrying
+
+    full = torch.arange(24.0).view(6, 4)
+    given = {name: distribute_tensor(full, DeviceMesh("cpu", ranks), [Shard(0)]) for name, ranks in _CIRCLES.items()}
+    to_full(given)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if rank == 1:
+        carrying._exchange = interrupt
+    return _told(lambda: to_full(given), BaseException)
+
+
+_CIRCLES = {"x": [0, 1], "y": [1, 2]}
+
+
+def test_ranks_that_wait_for_one_that_was_interrupted_elsewhere_are_told():
+    said = [text for text, _ in run_ranks(3, _of_two_circles, timeout=60)]
+    assert said[1] == "KeyboardInterrupt: "
+    assert any("rank 1 takes no part: KeyboardInterrupt" in said[rank] for rank in (0, 2)), said
+    assert all(said[rank].startswith("RankMismatchError") for rank in (0, 2)), said

@@ -106,7 +106,7 @@ def refusing(ranks: Sequence[int], device: torch.device, group: dist.ProcessGrou
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         circle_of(tuple(sorted(ranks)), device, group).refuse(error)
         raise
 

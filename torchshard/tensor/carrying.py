@@ -117,7 +117,7 @@ def carry(
         while left:
             ranks, device = left.pop()
             _carry(ranks, device, circles[ranks, device])
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too
         for ranks, device in reversed(left):  # they wait for this one
             if len(ranks) > 1:
                 _circle(ranks, device, circles[ranks, device]).refuse(error)
