@@ -54,8 +54,9 @@ class Handle:
     def close(self) -> None:
         """Close it now, when no thread uses it, whoever holds it: the traceback of an exception may for long."""
         if hasattr(self, "fd"):
-            os.close(self.fd)
-            del self.fd
+            fd = self.fd
+            del self.fd  # a number that close() refused may be another file's by the next time
+            os.close(fd)
 
     __del__ = close
 

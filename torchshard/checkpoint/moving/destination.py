@@ -164,7 +164,8 @@ class Destination:
     ) -> None:
         self._opened.cache_clear()
         for handle in list(self._open_now):  # a removed file takes room as long as it is open
-            handle.close()
+            with suppress(OSError):
+                handle.close()
         if kind is not None and self.resume and not self.committed:
             with suppress(CheckpointError, OSError):
                 self.write_notes()
