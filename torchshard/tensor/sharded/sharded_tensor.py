@@ -378,7 +378,7 @@ def group_of(x: ShardedTensor) -> dist.ProcessGroup:
             "This ShardedTensor was loaded without a process group: its ranks cannot talk.",
             expected="a process group of the ranks that saved it",
             got="none, or one of other ranks",
-            fix="call init_process_group() before torch.load(), or load in load_with_process_group() of those ranks",
+            fix="call init_process_group() before torch.load(), or load within load_with_process_group(group) of them",
         )
     return x._process_group
 
