@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torchshard.tensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from torchshard.tensor.layout import layout_of
     from torchshard.tensor.modes import fallback, implicit_replication
-    from torchshard.tensor.register import register_rule
+    from torchshard.tensor.proving.register import register_rule
+    from torchshard.tensor.proving.validate import validate_rule
     from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
     from torchshard.tensor.torch_placements import UnitShard
-    from torchshard.tensor.validate import validate_rule
 
 __all__ = [
     "DTensor",
@@ -74,10 +74,10 @@ _HOMES = {
     "torchshard.tensor.explain": "explain",
     "torchshard.tensor.factories": "empty full linspace logspace ones rand randn zeros",
     "torchshard.tensor.modes": "fallback implicit_replication",
-    "torchshard.tensor.register": "register_rule",
+    "torchshard.tensor.proving.register": "register_rule",
     "torchshard.tensor.sharded.sharded_tensor": "ShardedTensor",
     "torchshard.tensor.torch_placements": "UnitShard",
-    "torchshard.tensor.validate": "validate_rule",
+    "torchshard.tensor.proving.validate": "validate_rule",
 }
 __getattr__, __dir__ = lazily(
     __name__, _HOMES, rooms="checkpoint compiler ddp debug errors keys parallel simulation state_dict tensor"

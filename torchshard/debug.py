@@ -17,7 +17,7 @@ from torchshard._torch import beneath_intercepting, end_modules_once, intercepti
 from torchshard.errors import ImplicitRedistributionError, ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.cuts import boxes_of_all, route
-from torchshard.tensor.dispatch import call_of
+from torchshard.tensor.calls.dispatch import call_of
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.observing import observing

@@ -18,7 +18,7 @@ from torchshard.comm import nearby, reach, words
 from torchshard.comm.group import Group
 from torchshard.debug import CommDebugMode
 from torchshard.errors import RankMismatchError
-from torchshard.tensor.pending import Pending
+from torchshard.tensor.moving.pending import Pending
 
 
 def _group(limit=60, **sizes):

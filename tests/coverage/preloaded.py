@@ -3,4 +3,4 @@
 import torch.distributed.tensor  # noqa: F401
 from torch.testing._internal import common_methods_invocations  # noqa: F401
 
-from torchshard.tensor import dispatch, plan  # noqa: F401
+from torchshard.tensor.calls import dispatch, plan  # noqa: F401

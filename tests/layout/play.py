@@ -4,7 +4,7 @@
     parts = play(transition(...), parts)         what the ranks hold afterwards
     assert (assemble(parts, target, full.shape) == full).all()
 
-Arrays are numpy's. Nothing here is fast; what ranks do is in torchshard/tensor/steps.py.
+Arrays are numpy's. Nothing here is fast; what ranks do is in torchshard/tensor/moving/steps.py.
 """
 
 import itertools

@@ -104,7 +104,7 @@ def _one_refuses(rank, mesh, fault):
     from torchshard import DTensor, ShardedTensor, state_dict
     from torchshard.keys import fuse
     from torchshard.state_dict import targets
-    from torchshard.tensor import carrying
+    from torchshard.tensor.moving import carrying
     from torchshard.tensor.sharded.specs import chunks
 
     odd = rank == 1
@@ -238,7 +238,7 @@ def _lost(rank, world, store, when):
     from torch.distributed.tensor import Shard
 
     from torchshard import state_dict
-    from torchshard.tensor import carrying
+    from torchshard.tensor.moving import carrying
 
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=10)
@@ -300,7 +300,7 @@ def _interrupted(rank, world, by_message):
     from torchshard import Shard, distribute_tensor, init_device_mesh
     from torchshard.comm import neighbours, transfers
     from torchshard.state_dict import to_full
-    from torchshard.tensor import carrying
+    from torchshard.tensor.moving import carrying
 
     if by_message:
         by_messages()
@@ -333,7 +333,7 @@ def _of_two_circles(rank, world):
 
     from torchshard import DeviceMesh, Shard, distribute_tensor
     from torchshard.state_dict import to_full
-    from torchshard.tensor import carrying
+    from torchshard.tensor.moving import carrying
 
     full = torch.arange(24.0).view(6, 4)
     given = {name: distribute_tensor(full, DeviceMesh("cpu", ranks), [Shard(0)]) for name, ranks in _CIRCLES.items()}

@@ -222,7 +222,7 @@ def _large(rank, world, mesh):
 
     from torchshard import state_dict
     from torchshard.comm import neighbours
-    from torchshard.tensor import carrying
+    from torchshard.tensor.moving import carrying
 
     found = []
     side_by_side = carrying._side_by_side

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.ranks import fake_ranks, run_ranks
 from torchshard import DTensor, explain, fallback
-from torchshard.tensor import dispatch
-from torchshard.tensor.dispatch import clear_entries
+from torchshard.tensor.calls import dispatch
+from torchshard.tensor.calls.dispatch import clear_entries
 
 KINDS = {
     "all_gather": "all_gather_into_tensor",

@@ -201,7 +201,8 @@ def without_fast_paths(rank, world, group):
     assert "torchshard.tensor" not in sys.modules
     with _torch.without_fast_paths():  # before the import, at which some are looked up
         from torchshard._torch import dtensors
-        from torchshard.tensor import dtensor, first_run
+        from torchshard.tensor import dtensor
+        from torchshard.tensor.calls import first_run
 
         assert dtensor.new is first_run.new is dtensors.portable_constructor
         return prove_group(rank, world, (world,), group, 4)[:2]

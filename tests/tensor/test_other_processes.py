@@ -79,7 +79,7 @@ MADE_INSIDE = """
 from torchshard import DTensor, register_rule, zeros
 from torchshard.compiler import support_caches
 
-assert "torchshard.tensor.autograd.from_local" in support_caches() and not support_caches()
+assert "torchshard.tensor.gradients.autograd.from_local" in support_caches() and not support_caches()
 keys = torch._inductor.config.unsafe_marked_cacheable_functions
 with register_rule("mm", "I k, k J -> I J", override=True):
     assert keys != torch._inductor.config.unsafe_marked_cacheable_functions
@@ -160,7 +160,7 @@ def test_regions_that_make_dtensors_are_kept_for_other_processes(tmp_path):
 def test_graphs_that_may_need_a_group_of_their_own_stay_with_their_process(monkeypatch):
     """Those of meshes of several axes, unless only one group is over several, and that of all ranks."""
     from torchshard import init_device_mesh, zeros
-    from torchshard.tensor import caching
+    from torchshard.tensor.regions import caching
 
     with fake_ranks(8):
         shapes, keys = [(8,), (4,), (2, 4), (2, 2), (2, 2, 2)], []

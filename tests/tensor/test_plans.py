@@ -24,8 +24,8 @@ from torchshard import (
 from torchshard._torch import without_fast_paths
 from torchshard.debug import CommDebugMode
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.tensor import dispatch
-from torchshard.tensor.dispatch import clear_entries, forget_plans
+from torchshard.tensor.calls import dispatch
+from torchshard.tensor.calls.dispatch import clear_entries, forget_plans
 
 CALLS = {
     "one operator": lambda x, y, low: torch.add(x, y),

@@ -31,7 +31,7 @@ def carried_out(rank, world, mesh_shape, cases):
     """Complaints about what this rank holds after each move."""
     from torchshard import init_device_mesh
     from torchshard.errors import ShardingError
-    from torchshard.tensor import autograd
+    from torchshard.tensor.gradients import autograd
     from torchshard.tensor.mesh import bind
 
     mesh, bad = bind(init_device_mesh("cpu", mesh_shape)), []
@@ -59,7 +59,7 @@ def impossible(source, target):
 
 
 def results(x, full, source, target, differentiable):
-    from torchshard.tensor import autograd
+    from torchshard.tensor.gradients import autograd
 
     whole, back = target.without_partial(), source.without_partial()
     x.requires_grad_(differentiable)

@@ -12,7 +12,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from tests.ranks import run_ranks
 from torchshard.errors import RankMismatchError
-from torchshard.tensor.pending import Pending
+from torchshard.tensor.moving.pending import Pending
 
 
 def returned_before_the_other_came(rank, world):

@@ -37,7 +37,7 @@ def measured(rank, world, shape):
     from torchshard.tensor.dtensor import wrap
     from torchshard.tensor.layout import layout_for
     from torchshard.tensor.mesh import bind
-    from torchshard.tensor.redistribute import redistribute_local
+    from torchshard.tensor.moving.redistribute import redistribute_local
 
     mesh, found = bind(init_device_mesh("cpu", MESHES[world])), {}
     for way in WAYS[world]:

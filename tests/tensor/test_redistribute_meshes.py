@@ -53,7 +53,7 @@ def moved_twice(source, target, shape, seed):
 
     Local parts are worked with as the full tensor is: no operator on DTensors is needed, which a rank outside has not.
     """
-    from torchshard.tensor import autograd
+    from torchshard.tensor.gradients import autograd
 
     x, full = made(source, shape, seed)
     x.requires_grad_()

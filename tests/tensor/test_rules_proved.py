@@ -11,9 +11,9 @@ from tests.tensor.cases import GROUPS
 from tests.tensor.gpu_kernels import attention_calls, attention_kernels
 from tests.tensor.proving import operands
 from torchshard.rules.registry import RULES
-from torchshard.tensor.call import operator_name, rule_of
-from torchshard.tensor.proof import described
-from torchshard.tensor.validate import check_call, recorded
+from torchshard.tensor.calls.call import operator_name, rule_of
+from torchshard.tensor.proving.proof import described
+from torchshard.tensor.proving.validate import check_call, recorded
 
 MESHES = ((2,), (3,))
 

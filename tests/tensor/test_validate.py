@@ -10,7 +10,7 @@ from tests.tensor.cases import GROUPS
 from tests.tensor.proving import exact, operands
 from torchshard.errors import ShardingError
 from torchshard.rules.rule import Made, Rule, options
-from torchshard.tensor.validate import check_call, validate_rule
+from torchshard.tensor.proving.validate import check_call, validate_rule
 
 aten = torch.ops.aten
 

@@ -228,7 +228,7 @@ def _parts(key: str, entry: TensorEntry, tensor: Any) -> list[Part]:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from torchshard._torch import waited
-    from torchshard.tensor.pending import arrived
+    from torchshard.tensor.moving.pending import arrived
 
     if hasattr(tensor, "local_shards"):  # a ShardedTensor of either library
         shards = [(shard.tensor, shard.metadata) for shard in tensor.local_shards()]

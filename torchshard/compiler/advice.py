@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from torchshard.tensor.plain import WITHOUT_TANGENTS
+from torchshard.tensor.calls.plain import WITHOUT_TANGENTS
 
 _LOCAL = "take x.local_tensor() in the region: parts that require gradients have them by themselves"
 _PLAIN = "run them on `to_local()`, or outside of the region"

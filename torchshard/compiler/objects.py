@@ -65,7 +65,7 @@ def support_caches() -> tuple[str, ...]:
     Returns:
         The functions that were not known in this process.
     """
-    from torchshard.tensor import caching
+    from torchshard.tensor.regions import caching
 
     return tuple(caching.share())
 

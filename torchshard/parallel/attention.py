@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchshard.parallel.parameterwise import cut, giving, taking_all
 from torchshard.parallel.styles import ParallelStyle
-from torchshard.tensor.naming import name_of_place
+from torchshard.tensor.regions.naming import name_of_place
 from torchshard.tensor.torch_placements import UnitShard
 
 

@@ -13,7 +13,7 @@ from torchshard.parallel.preparing import prepare
 from torchshard.parallel.styles import ParallelStyle, place_parameter, require_one_axis, with_placements
 from torchshard.tensor.distribute import distribute_module
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.naming import name_of_place
+from torchshard.tensor.regions.naming import name_of_place
 
 
 class ParameterwiseParallel(ParallelStyle):

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchshard.parallel.styles import ParallelStyle, annotated, require_one_axis, with_placements
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.naming import name_of_place
+from torchshard.tensor.regions.naming import name_of_place
 
 Some = Placement | tuple[Placement | None, ...]
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor.placement_types import Placement
 from torchshard._torch import placements_are_values
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import contiguous_stride
-from torchshard.tensor.autograd import part_in
-from torchshard.tensor.caching import one_node
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.naming import name_of_place, named
+from torchshard.tensor.gradients.autograd import part_in
+from torchshard.tensor.regions.caching import one_node
+from torchshard.tensor.regions.naming import name_of_place, named
 from torchshard.tensor.replacing import successor
 from torchshard.tensor.torch_placements import UnitShard
 

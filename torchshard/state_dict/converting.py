@@ -15,8 +15,8 @@ from torchshard.layout.holding import Holding
 from torchshard.state_dict.forms import Form, Memory, form_of, terms_of
 from torchshard.state_dict.targets import Target
 from torchshard.state_dict.trees import identity, in_order, reached, require_distinct, with_leaves
-from torchshard.tensor.carrying import Job, carry
-from torchshard.tensor.redistribute import check_assumed
+from torchshard.tensor.moving.carrying import Job, carry
+from torchshard.tensor.moving.redistribute import check_assumed
 
 Decide = Callable[[str, Tensor, Form], "Target | None"]
 """What the tensor at a path shall become; None where it stays as it is."""

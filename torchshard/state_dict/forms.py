@@ -22,8 +22,8 @@ from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import require_ascending
 from torchshard.tensor.layout import TensorLayout, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
-from torchshard.tensor.pending import arrived
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.moving.pending import arrived
+from torchshard.tensor.moving.redistribute import redistribute_local
 from torchshard.tensor.sharded import moving, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of
 from torchshard.tensor.torch_placements import from_torch

@@ -18,9 +18,9 @@ from torchshard.layout.holding import Holding
 from torchshard.layout.layout import contiguous_stride
 from torchshard.state_dict.forms import mesh_of, require_no_parts
 from torchshard.state_dict.trees import reached
-from torchshard.tensor.carrying import Job, by_bytes, carry
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.moving.carrying import Job, by_bytes, carry
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
 

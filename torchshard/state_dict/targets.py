@@ -16,10 +16,10 @@ from torchshard.layout.cuts import boxes_at
 from torchshard.layout.holding import Holding
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.state_dict.forms import Form, Memory
-from torchshard.tensor.carrying import by_bytes
 from torchshard.tensor.dtensor import wrap
 from torchshard.tensor.layout import dense_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
+from torchshard.tensor.moving.carrying import by_bytes
 from torchshard.tensor.sharded import checking, specs
 from torchshard.tensor.sharded.sharded_tensor import made
 

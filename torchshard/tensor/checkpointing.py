@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.boxes import Box
 from torchshard.layout.cuts import boxes_at
-from torchshard.tensor import guards
+from torchshard.tensor.calls import guards
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import SEVERED
-from torchshard.tensor.pending import arrived
+from torchshard.tensor.moving.pending import arrived
 
 
 def write_items(x: DTensor, name: str) -> list[WriteItem]:

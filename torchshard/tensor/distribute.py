@@ -20,13 +20,13 @@ from torchshard.layout.cuts import without
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
-from torchshard.tensor.autograd import as_leaf
-from torchshard.tensor.caching import one_node, tie
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.gradients.autograd import as_leaf
 from torchshard.tensor.layout import global_stride, layout_for, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
-from torchshard.tensor.pending import pending
-from torchshard.tensor.redistribute import in_memory_order, redistribute_local, refuse_others
+from torchshard.tensor.moving.pending import pending
+from torchshard.tensor.moving.redistribute import in_memory_order, redistribute_local, refuse_others
+from torchshard.tensor.regions.caching import one_node, tie
 from torchshard.tensor.replacing import replacing, successor
 from torchshard.tensor.torch_placements import from_torch, or_replicated
 

@@ -1,4 +1,4 @@
-"""The DTensor class. Its operators are in dispatch.py, how it moves in redistribute.py, gradients in autograd.py."""
+"""The DTensor class. Its operators are in calls/, how it moves in moving/, gradients in gradients/autograd.py."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +12,14 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard import _torch
 from torchshard.errors import ShardingError
-from torchshard.tensor.caching import digest, tie
+from torchshard.tensor.calls.turning import TurnsInPlace
+from torchshard.tensor.gradients.tangents import Tangent
 from torchshard.tensor.layout import SEVERED, TensorLayout, Told, require_lengths, require_own_graphs, sized, told_of
 from torchshard.tensor.memory import WithoutMemory, no_memory
 from torchshard.tensor.mesh import PICKLED, bind, restored
-from torchshard.tensor.pending import arrived
-from torchshard.tensor.tangents import Tangent
+from torchshard.tensor.moving.pending import arrived
+from torchshard.tensor.regions.caching import digest, tie
 from torchshard.tensor.torch_placements import from_torch
-from torchshard.tensor.turning import TurnsInPlace
 
 
 @_torch.skip_methods(but_not_below=["backward"])  # what runs eagerly behind a graph break is not compiled
@@ -34,8 +34,8 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
     __torch_function__ = _torch.no_torch_function()
     _local_tensor: Tensor
     _spec: TensorLayout
-    _window: Any  # of severed views only, see guards.py
-    _filled: int | None  # of views that were an `out=`, see guards.py
+    _window: Any  # of severed views only, see calls/guards.py
+    _filled: int | None  # of views that were an `out=`, see calls/guards.py
 
     @staticmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -83,7 +83,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
             RankMismatchError: ranks asked by `run_check` have parts of other kinds.
             RuntimeError: only one of shape and stride is given, or local_tensor is a DTensor already.
         """
-        from torchshard.tensor import autograd
+        from torchshard.tensor.gradients import autograd
 
         mesh = _torch.current_mesh() if device_mesh is None else device_mesh
         return autograd.from_local(local_tensor, mesh, placements, run_check, shape, stride, grad_placements, tie(mesh))
@@ -94,7 +94,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         Args:
             grad_placements: of the gradient for the part; by default those of the tensor, with Replicate for Partial.
         """
-        from torchshard.tensor import autograd
+        from torchshard.tensor.gradients import autograd
 
         return autograd.to_local(self, grad_placements)
 
@@ -125,7 +125,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
             RankMismatchError: the ranks of two meshes do not come to the same redistribution.
             RuntimeError: no placements.
         """
-        from torchshard.tensor import autograd
+        from torchshard.tensor.gradients import autograd
 
         if placements is None:
             raise RuntimeError("redistribute needs placements, for example redistribute(placements=[Replicate()])")
@@ -145,7 +145,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         Args:
             grad_placements: of the gradient that comes back for the full tensor; replicated by default.
         """
-        from torchshard.tensor import autograd
+        from torchshard.tensor.gradients import autograd
 
         return autograd.whole(self, grad_placements).to_local(grad_placements=grad_placements)
 
@@ -187,7 +187,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
     @property
     def data(self) -> "DTensor":
         """The same tensor without history; set it to take over the values and the layout of another DTensor."""
-        from torchshard.tensor import guards
+        from torchshard.tensor.calls import guards
 
         guards.count_apart(self)
         return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
@@ -222,7 +222,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
         Tensor.backward(self, given, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
 
     def _gradient(self, given: Tensor | None) -> Tensor | None:
-        from torchshard.tensor import autograd
+        from torchshard.tensor.gradients import autograd
 
         return None if given is None else autograd.distributed(given, self._spec.mesh)
 
@@ -230,7 +230,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
 
     def tolist(self) -> Any:
         """The values of the whole tensor as nested lists, a number for a scalar. Every rank must call it."""
-        from torchshard.tensor import outside
+        from torchshard.tensor.calls import outside
 
         return outside.whole(self, "tolist()").tolist()
 
@@ -244,7 +244,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
             UnsupportedOperatorError: without `force` the array would have to share memory with the tensor.
         """
         if force:
-            from torchshard.tensor import outside
+            from torchshard.tensor.calls import outside
 
             return outside.whole(self, "numpy()").numpy(force=True)
         raise no_memory("numpy()", "numpy(force=True)")
@@ -371,7 +371,7 @@ torch.serialization.add_safe_globals([DTensor, restored, *PICKLED])
 @cache
 def _take_functions() -> None:
     """Before a trace meets operators that torch has to be told of."""
-    from torchshard.tensor import taking
+    from torchshard.tensor.regions import taking
 
     taking.take_operators()
 
@@ -390,11 +390,11 @@ def _printed(x: DTensor) -> Tensor:
 
 _torch.print_parts(DTensor, _printed)
 
-# Operator (its address) -> number of arguments and keywords -> what runs; filled by dispatch.py.
+# Operator (its address) -> number of arguments and keywords -> what runs; filled by calls/dispatch.py.
 ENTRIES: dict[int, dict[Any, Callable[..., Any]]] = {}
 
 
 def _add_entry(func: Any, count: int, keywords: tuple[str, ...]) -> Callable[..., Any]:
-    from torchshard.tensor import dispatch
+    from torchshard.tensor.calls import dispatch
 
     return dispatch.add_entry(func, count, keywords)

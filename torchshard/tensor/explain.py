@@ -16,11 +16,11 @@ from tabulate import tabulate
 from torchshard._torch import Inherited, beneath_intercepting, intercepting
 from torchshard.layout.cuts import Route, route
 from torchshard.layout.layout import Layout
-from torchshard.tensor.dispatch import call_of
+from torchshard.tensor.calls.dispatch import call_of
+from torchshard.tensor.calls.plan import make_plan
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.observing import observing
-from torchshard.tensor.plan import make_plan
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
 _UNTOUCHED = frozenset({"detach.default", "alias.default"})

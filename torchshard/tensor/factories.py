@@ -11,13 +11,13 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import current_mesh, exported_whole, skip_alone
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
-from torchshard.tensor.autograd import as_leaf
-from torchshard.tensor.caching import one_node, tie
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.gradients.autograd import as_leaf
 from torchshard.tensor.handlers.random import draw
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import bind
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.moving.redistribute import redistribute_local
+from torchshard.tensor.regions.caching import one_node, tie
 from torchshard.tensor.torch_placements import from_torch, or_replicated
 
 Placements = Sequence[TorchPlacement] | None

@@ -10,12 +10,12 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import exported_whole, is_compiled, waited
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
-from torchshard.tensor.autograd import over as ours_over
-from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.gradients.autograd import over as ours_over
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
-from torchshard.tensor.redistribute import check_assumed
+from torchshard.tensor.moving.redistribute import check_assumed
+from torchshard.tensor.regions.caching import one_node
 
 
 def to_torch(x: DTensor) -> Tensor:

@@ -21,8 +21,8 @@ from torchshard.comm.workers import pause_at_exit
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
 from torchshard.layout.layout import Mesh
-from torchshard.tensor.caching import owner
 from torchshard.tensor.layout import TensorLayout
+from torchshard.tensor.regions.caching import owner
 
 
 class BoundMesh(Mesh):
@@ -56,7 +56,7 @@ class BoundMesh(Mesh):
         self._world: Any = dist.group.WORLD and weakref.ref(dist.group.WORLD)
         self._bridges: dict[BoundMesh, Bridge] = {}
         self._ascending: dict[int, bool] = {}
-        self.programs: dict[Any, Any] = {}  # see redistribute.py
+        self.programs: dict[Any, Any] = {}  # see moving/redistribute.py
         self.said: dict[Any, str] = {}  # what ranks say of what from_local has taken for granted; see there
         self.decisions: dict[Any, Any] = {}  # see handlers/parts.py
 
@@ -110,13 +110,7 @@ class BoundMesh(Mesh):
             process_group = self._group_of(sorted(ranks))
             self._process_groups.append(process_group)
         self._by_axes[axes] = process_group
-        members = dist.get_process_group_ranks(process_group)
-        seat_of = {rank: seat for seat, rank in enumerate(members)}
-        seats = tuple([seat_of[rank] for rank in ranks])
-        position = ranks.index(self.ranks[self.linear(self.coordinate or ())])
-        differ = None if seats == tuple(sorted(seats)) else seats
-        made = weakref.ref(process_group)
-        return Group(process_group.group_name, len(ranks), position, differ, tuple(members), made)
+        return _group_in(process_group, ranks, self.ranks[self.linear(self.coordinate or ())])
 
     def bridge(self, other: "BoundMesh") -> "Bridge":
         """The way to another mesh and back, for a rank of either; all of them ask for it at the same point.
@@ -127,8 +121,7 @@ class BoundMesh(Mesh):
         if bridge is None:
             ranks = sorted({*self.ranks, *other.ranks})
             process_group = self._group_of(ranks)
-            place, made = ranks.index(dist.get_rank()), weakref.ref(process_group)
-            group = Group(process_group.group_name, len(ranks), place, None, tuple(ranks), made)
+            group = _group_in(process_group, ranks, dist.get_rank())
             agreement = Agreement(process_group, self._device, "redistributions between meshes")
             bridge = self._bridges[other] = other._bridges[self] = Bridge(tuple(ranks), group, agreement)
             for mesh in (self, other):
@@ -187,6 +180,16 @@ class BoundMesh(Mesh):
 
     def __deepcopy__(self, memo: Any) -> "BoundMesh":
         return self
+
+
+def _group_in(process_group: dist.ProcessGroup, ranks: list[int], mine: int) -> Group:
+    """All of a process group, in the order of these global ranks, of which this process is `mine`."""
+    members = dist.get_process_group_ranks(process_group)
+    seat_of = {rank: seat for seat, rank in enumerate(members)}
+    seats = tuple([seat_of[rank] for rank in ranks])
+    differ = None if seats == tuple(sorted(seats)) else seats
+    made = weakref.ref(process_group)
+    return Group(process_group.group_name, len(ranks), ranks.index(mine), differ, tuple(members), made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +310,7 @@ def _first_use() -> None:
     """Make DTensor known to torch's optimizers."""
     from torchshard._torch import introduce
     from torchshard.tensor.dtensor import DTensor
-    from torchshard.tensor.stepping import attend_steps
+    from torchshard.tensor.gradients.stepping import attend_steps
 
     introduce(DTensor)
     attend_steps()
@@ -323,7 +326,8 @@ def _can_talk(device_mesh: DeviceMesh) -> bool:
 
 def _forget(dead: BoundMesh) -> None:
     """Let go of a mesh whose process groups were destroyed, its names and every plan: they may hold its layouts."""
-    from torchshard.tensor import dispatch, naming
+    from torchshard.tensor.calls import dispatch
+    from torchshard.tensor.regions import naming
 
     _by_value[:] = [(key, mesh) for key, mesh in _by_value if mesh is not dead]
     for place in [place for place, (_, mesh) in _by_id.items() if mesh is dead]:

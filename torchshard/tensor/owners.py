@@ -13,12 +13,12 @@ import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
 from torchshard._torch import after_every_forward, skip_methods
-from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for, terms_along
-from torchshard.tensor.naming import name_on, named
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.moving.redistribute import redistribute_local
+from torchshard.tensor.regions.caching import one_node
+from torchshard.tensor.regions.naming import name_on, named
 from torchshard.tensor.replacing import require_replaceable, successor
 
 
@@ -29,7 +29,7 @@ class Placed:
     Attributes:
         layout: of the DTensor.
         kind: its class, ours or torch's.
-        name: of both, see naming.py.
+        name: of both, see regions/naming.py.
     """
 
     layout: TensorLayout

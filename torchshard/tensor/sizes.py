@@ -12,7 +12,7 @@ from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.layout import TensorLayout, dense_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
-from torchshard.tensor.redistribute import require_same
+from torchshard.tensor.moving.redistribute import require_same
 
 
 def even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: BoundMesh) -> list[int]:

@@ -23,7 +23,7 @@ from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.interop import from_torch, to_torch
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.moving.redistribute import redistribute_local
 from torchshard.tensor.sharded import specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 

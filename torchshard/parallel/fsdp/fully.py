@@ -24,11 +24,11 @@ from torchshard.errors import ShardingError
 from torchshard.layout.placements import WHOLE
 from torchshard.layout.strided import factors_from_order
 from torchshard.parallel.fsdp.buffers import torch_buffers
-from torchshard.tensor.caching import one_node
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import over, to_torch, told
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.owners import Owner, replace_parameters
+from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.replacing import before, now, replacing
 
 Modules = TypeVar("Modules", bound=nn.Module | Sequence[Any])

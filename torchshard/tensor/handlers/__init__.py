@@ -10,7 +10,7 @@ import torch
 from torchshard.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
-    from torchshard.tensor.call import Call
+    from torchshard.tensor.calls.call import Call
     from torchshard.tensor.handlers.parts import ForKind
 
 # Read one value or compare: gathering is what they are for, and nobody need be told.

@@ -18,7 +18,7 @@ from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.parts import made_of, part, told, wide
 from torchshard.tensor.layout import layout_for
 from torchshard.tensor.mesh import BoundMesh
-from torchshard.tensor.redistribute import in_memory_order
+from torchshard.tensor.moving.redistribute import in_memory_order
 
 
 class _Batch:

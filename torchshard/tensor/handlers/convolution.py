@@ -16,7 +16,7 @@ from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import EagerAlone, decided, part
 from torchshard.tensor.handlers.sliding import Slides, described, layouts, ordered, rows_of, slides_of, split_dims
 from torchshard.tensor.layout import layout_for
-from torchshard.tensor.redistribute import in_memory_order
+from torchshard.tensor.moving.redistribute import in_memory_order
 
 
 class _Places(NamedTuple):

@@ -13,7 +13,7 @@ from torchshard.layout.placements import R, Shard
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import EagerAlone, held, part
 from torchshard.tensor.layout import known
-from torchshard.tensor.redistribute import check_assumed
+from torchshard.tensor.moving.redistribute import check_assumed
 
 aten = torch.ops.aten
 _INTEGERS = (torch.int64, torch.int32)

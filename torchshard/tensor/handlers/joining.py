@@ -27,7 +27,7 @@ from torchshard.tensor.handlers.splicing import (
     sent,
 )
 from torchshard.tensor.layout import TensorLayout, known
-from torchshard.tensor.redistribute import check_assumed, redistribute_together
+from torchshard.tensor.moving.redistribute import check_assumed, redistribute_together
 
 aten = torch.ops.aten
 

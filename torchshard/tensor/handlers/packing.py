@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from torchshard.tensor.calls.outside import whole
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import made_of, part
 from torchshard.tensor.modes import say_replicated
-from torchshard.tensor.outside import whole
 
 
 def _pack_padded_sequence(func: Any, x: DTensor, lengths: DTensor, batch_first: bool) -> tuple[DTensor, Tensor]:

@@ -15,10 +15,10 @@ from torchshard.layout.cuts import without
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.pieces import nested_pieces
 from torchshard.layout.placements import Partial, R, Shard
-from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
+from torchshard.tensor.gradients.autograd import redistribute
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.redistribute import check_assumed, moved, redistribute_local, redistribute_together
+from torchshard.tensor.moving.redistribute import check_assumed, moved, redistribute_local, redistribute_together
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DECISIONS = 4096  # kept a mesh; when full, all are dropped

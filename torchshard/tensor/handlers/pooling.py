@@ -17,7 +17,7 @@ from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import EagerAlone, part
 from torchshard.tensor.handlers.sliding import Rows, described, layouts, ordered, rows_of, slides_of, split_dims
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.redistribute import in_memory_order
+from torchshard.tensor.moving.redistribute import in_memory_order
 
 
 def _average(

@@ -15,13 +15,13 @@ from torchshard._torch import is_traced
 from torchshard.comm import collectives
 from torchshard.comm.comparing import known_alike
 from torchshard.layout import contiguous_stride
-from torchshard.tensor.autograd import redistribute
+from torchshard.tensor.calls.guards import refuse_overlapping
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.guards import refuse_overlapping
+from torchshard.tensor.gradients.autograd import redistribute
 from torchshard.tensor.handlers.parts import EagerAlone
 from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
-from torchshard.tensor.redistribute import in_memory_order, redistribute_local
+from torchshard.tensor.moving.redistribute import in_memory_order, redistribute_local
 
 aten = torch.ops.aten
 

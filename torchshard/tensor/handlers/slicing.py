@@ -1,7 +1,7 @@
 """Slices along a split dim: rows go where the result has them. Fewer than there are ranks are split along another dim.
 
-Where nothing is sent, as for `x[:, :-1]` of even pieces, a slice is a view. Elsewhere it is severed (guards.py), and
-what is written to it goes the way back.
+Where nothing is sent, as for `x[:, :-1]` of even pieces, a slice is a view. Elsewhere it is severed (calls/guards.py),
+and what is written to it goes the way back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from torchshard.layout.pieces import Interval, nested_pieces
 from torchshard.layout.placements import Shard
 from torchshard.layout.splicing import Run
 from torchshard.rules.slicing import is_all
-from torchshard.tensor import guards
+from torchshard.tensor.calls import guards
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import EagerAlone, ForKind, eliminated
 from torchshard.tensor.handlers.splicing import (
@@ -37,7 +37,7 @@ from torchshard.tensor.handlers.splicing import (
 )
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, known
 from torchshard.tensor.mesh import BoundMesh
-from torchshard.tensor.redistribute import check_assumed, in_memory_order
+from torchshard.tensor.moving.redistribute import check_assumed, in_memory_order
 
 aten = torch.ops.aten
 MOST_RESULTS = 16  # of one split; more are moved as they are, and seen there

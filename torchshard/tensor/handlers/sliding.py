@@ -22,8 +22,8 @@ from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.parts import decided
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.mesh import BoundMesh
-from torchshard.tensor.redistribute import in_memory_order
-from torchshard.tensor.steps import start_copies
+from torchshard.tensor.moving.redistribute import in_memory_order
+from torchshard.tensor.moving.steps import start_copies
 
 Slides = tuple[tuple[tuple[int, Slide], ...], list[int]]
 

@@ -18,13 +18,13 @@ from torchshard.comm.group import Group
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import nested_pieces
 from torchshard.layout.splicing import Run, Splice, counted, splice
-from torchshard.tensor import guards
+from torchshard.tensor.calls import guards
 from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.handlers.parts import EagerAlone
 from torchshard.tensor.handlers.sliding import described, layouts
 from torchshard.tensor.layout import TensorLayout, dense_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
-from torchshard.tensor.redistribute import check_assumed
+from torchshard.tensor.moving.redistribute import check_assumed
 
 aten = torch.ops.aten
 Handler = Callable[..., Any]

@@ -14,8 +14,8 @@ from torchshard._torch import is_traced
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.rules.losses import MEAN, NONE, SUM
-from torchshard.tensor.autograd import redistribute
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.gradients.autograd import redistribute
 from torchshard.tensor.handlers import losses
 from torchshard.tensor.handlers.parts import eliminated, in_boxes, made_of, part
 from torchshard.tensor.handlers.softmax import note_sums

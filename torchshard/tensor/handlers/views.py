@@ -8,11 +8,11 @@ from torch import Tensor
 
 from torchshard._torch import below_dispatch, is_view, operator_names
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.tensor import guards
+from torchshard.tensor.calls import guards
+from torchshard.tensor.calls.first_run import local_mover
+from torchshard.tensor.calls.turning import cannot_turn
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.first_run import local_mover
 from torchshard.tensor.layout import SEVERED, TensorLayout, dense_stride, layout_for
-from torchshard.tensor.turning import cannot_turn
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torchshard.comm.circle import refusing
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding, lacking, listed
-from torchshard.tensor.carrying import Job, carry
+from torchshard.tensor.moving.carrying import Job, carry
 from torchshard.tensor.sharded import checking, specs
 from torchshard.tensor.sharded.operators import cut_as
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of, made

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torchshard._torch import is_traced, operator_names, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.rules import pointwise
-from torchshard.tensor.foreach import handles as on_lists
+from torchshard.tensor.calls.foreach import handles as on_lists
 from torchshard.tensor.sharded import comparing, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, made
 

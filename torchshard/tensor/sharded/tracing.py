@@ -21,8 +21,8 @@ from torchshard._torch import (
     store_who_asks,
 )
 from torchshard.errors import ShardingError, UnsupportedOperatorError
-from torchshard.tensor.caching import digest
 from torchshard.tensor.layout import require_own_graphs
+from torchshard.tensor.regions.caching import digest
 from torchshard.tensor.sharded import specs
 
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchshard._torch import is_traced, skip_alone
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.redistribute import moved, redistribute_together
+from torchshard.tensor.moving.redistribute import moved, redistribute_together
 
 _brought: "WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[DTensor, DTensor, DTensor, int]]]" = (
     WeakKeyDictionary()

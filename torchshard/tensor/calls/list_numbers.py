@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import local_callable, overload_of
-from torchshard.tensor.call import Call
+from torchshard.tensor.calls.call import Call
 
 _DTYPES = frozenset({torch.float32, torch.float64})  # others are worked on in a wider one, and the number not rounded
 _EXACT = {float: torch.float64, int: torch.int64}  # type of a number -> dtype that holds it

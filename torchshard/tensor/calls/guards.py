@@ -30,10 +30,10 @@ from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import masking
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TensorLayout
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.moving.redistribute import redistribute_local
 
 if TYPE_CHECKING:
-    from torchshard.tensor.call import Call
+    from torchshard.tensor.calls.call import Call
 
 Move = Callable[[Tensor], Tensor]
 Give = Callable[[Tensor, Tensor], Any]

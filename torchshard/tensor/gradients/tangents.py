@@ -22,7 +22,7 @@ class Tangent:
 
     def __coerce_tangent_metadata__(self: "DTensor") -> "DTensor":  # type: ignore[misc]
         """The layout that AOTAutograd expects of the gradient of a traced result: neither Partial nor TURNED."""
-        from torchshard.tensor import autograd
+        from torchshard.tensor.gradients import autograd
 
         dense = self.clone() if self._spec.marks & TURNED else self
         return autograd.redistribute(dense, self._spec.sharding.without_partial())  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ class Tangent:
             UnsupportedOperatorError: the graph takes it for zeros in a plain tensor, as AOTAutograd does for an input
                 that a region writes to.
         """
-        from torchshard.tensor import autograd
+        from torchshard.tensor.gradients import autograd
 
         if expected_type is not None:
             raise UnsupportedOperatorError(
@@ -50,7 +50,9 @@ class Tangent:
     @staticmethod
     def __zeros_as_tangent__(whole: Tensor, sharding: Sharding) -> "DTensor":
         """Zeros for a traced result that got no gradient, of zeros in the shape of the whole tensor."""
-        from torchshard.tensor import autograd, dtensor, plain
+        from torchshard.tensor import dtensor
+        from torchshard.tensor.calls import plain
+        from torchshard.tensor.gradients import autograd
 
         if is_traced(whole):  # compiled autograd, where it is not known that it is zero
             return autograd.redistribute(plain.replica(whole, sharding.mesh), sharding)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchshard._torch import schema
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
-from torchshard.tensor import guards
-from torchshard.tensor.call import Call, Operand, lasting, run_on_meta
+from torchshard.tensor.calls import guards
+from torchshard.tensor.calls.call import Call, Operand, lasting, run_on_meta
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout, layout_for
 

@@ -15,7 +15,7 @@ from torchshard._torch import is_traced
 from torchshard.layout.placements import Partial
 from torchshard.rules.rule import Options
 from torchshard.rules.terms import is_whole_number, narrowed
-from torchshard.tensor.call import Call, Operand, run_on_meta
+from torchshard.tensor.calls.call import Call, Operand, run_on_meta
 from torchshard.tensor.dtensor import DTensor
 
 Numbers = Callable[[Sequence[Any]], bool]

@@ -15,7 +15,7 @@ from torch import SymInt, Tensor
 from torchshard._torch import in_backward, in_forward_ad, is_missing_tangent, is_traced, tensors_of_call
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Mesh
-from torchshard.tensor.call import Call
+from torchshard.tensor.calls.call import Call
 from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.layout import layout_for
 from torchshard.tensor.modes import replicates_plain_tensors, say_taken_alike

@@ -10,7 +10,7 @@ from torchshard.layout.layout import Mesh
 from torchshard.layout.passages import Passage, passage
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.mesh import BoundMesh, Bridge
-from torchshard.tensor.steps import Action, actions, boxes_of, communicating, part_within, start_copies, taking
+from torchshard.tensor.moving.steps import Action, actions, boxes_of, communicating, part_within, start_copies, taking
 
 
 def actions_between(source: TensorLayout, target: TensorLayout) -> list[Action]:

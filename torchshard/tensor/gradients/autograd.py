@@ -20,10 +20,10 @@ from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
-from torchshard.tensor.caching import one_node
+from torchshard.tensor.calls.guards import refresh
+from torchshard.tensor.calls.plain import refuse_plain
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.gradients import bring_back
-from torchshard.tensor.guards import refresh
+from torchshard.tensor.gradients.other_kind import bring_back
 from torchshard.tensor.layout import (
     TURNED,
     TensorLayout,
@@ -34,15 +34,15 @@ from torchshard.tensor.layout import (
 )
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.modes import replicates_plain_tensors
-from torchshard.tensor.once import brought
-from torchshard.tensor.pending import pending
-from torchshard.tensor.plain import refuse_plain
-from torchshard.tensor.redistribute import (
+from torchshard.tensor.moving.once import brought
+from torchshard.tensor.moving.pending import pending
+from torchshard.tensor.moving.redistribute import (
     in_memory_order,
     moved,
     redistribute_later,
     redistribute_local,
 )
+from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.sizes import asked_layout, check_part, even_layout, even_shape
 from torchshard.tensor.torch_placements import from_torch, or_replicated
 

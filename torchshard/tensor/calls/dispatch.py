@@ -12,11 +12,11 @@ from torch import Tensor
 
 from torchshard._torch import called_directly, schema
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.tensor.call import Call, operator_name, rule_of
-from torchshard.tensor.codegen import KeyPart, make_entry
+from torchshard.tensor.calls.call import Call, operator_name, rule_of
+from torchshard.tensor.calls.codegen import KeyPart, make_entry
+from torchshard.tensor.calls.plan import make_plan
 from torchshard.tensor.dtensor import ENTRIES, DTensor
-from torchshard.tensor.gradients import expect_plain
-from torchshard.tensor.plan import make_plan
+from torchshard.tensor.gradients.other_kind import expect_plain
 
 MAX_PLANS = 4096  # kept an entry; when full, all are dropped (plans are cheap to make again)
 

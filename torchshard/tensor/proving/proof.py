@@ -19,10 +19,10 @@ from torchshard.rules.lift import Lifted, take
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made, Options, Rule
 from torchshard.rules.ways import Way, factors_of, ways
-from torchshard.tensor.call import Call
+from torchshard.tensor.calls.call import Call
+from torchshard.tensor.calls.linearity import for_values
 from torchshard.tensor.layout import global_stride
-from torchshard.tensor.linearity import for_values
-from torchshard.tensor.playing import complaint, has_terms, noise, spread, tolerance
+from torchshard.tensor.proving.playing import complaint, has_terms, noise, spread, tolerance
 
 Verdict = Literal["right", "wrong", "not possible"]
 

@@ -12,15 +12,16 @@ from torchshard._torch import memory_of
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import narrowed
-from torchshard.tensor import handlers, linearity, outside
-from torchshard.tensor.call import Call, Operand, lasting, refuse_as_eager, require_one_mesh, run_on_meta
-from torchshard.tensor.codegen import Argument, How, noting_alike, plan_maker
+from torchshard.tensor import handlers
+from torchshard.tensor.calls import linearity, outside
+from torchshard.tensor.calls.call import Call, Operand, lasting, refuse_as_eager, require_one_mesh, run_on_meta
+from torchshard.tensor.calls.codegen import Argument, How, noting_alike, plan_maker
+from torchshard.tensor.calls.first_run import Plan, list_mover, mover, way_of_list
+from torchshard.tensor.calls.guards import refuse_unwritable, write_back
+from torchshard.tensor.calls.list_numbers import local_function
 from torchshard.tensor.dtensor import DTensor, new, wrap
-from torchshard.tensor.first_run import Plan, list_mover, mover, way_of_list
-from torchshard.tensor.guards import refuse_unwritable, write_back
 from torchshard.tensor.layout import TensorLayout, kept_stride, layout_for
-from torchshard.tensor.list_numbers import local_function
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.moving.redistribute import redistribute_local
 
 # Number of a tensor in a list -> the layout that it has, and the one that it is to have.
 _Pairs = dict[int, tuple[TensorLayout, TensorLayout]]

@@ -19,7 +19,7 @@ from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout
 
 if TYPE_CHECKING:
-    from torchshard.tensor.call import Call
+    from torchshard.tensor.calls.call import Call
 
 
 def _operands(names: str, *arguments: str) -> dict[str, tuple[str, ...]]:
@@ -76,7 +76,7 @@ def _distributed(layout: TensorLayout, gradient: Tensor) -> Tensor:
     """The gradient of a tensor of this layout; differentiable."""
     if type(gradient) is DTensor:
         return gradient
-    from torchshard.tensor import autograd
+    from torchshard.tensor.gradients import autograd
 
     return autograd.redistribute(autograd.of_replicas(gradient, layout.mesh), layout.sharding.without_partial())
 
@@ -89,7 +89,7 @@ def bring_back(x: DTensor) -> None:
 
 @skip_alone
 def _brought(layout: TensorLayout, gradient: Tensor) -> Tensor:
-    from torchshard.tensor import autograd
+    from torchshard.tensor.gradients import autograd
 
     if tuple(gradient.shape) != tuple(layout.shape):  # x.data is another tensor by now
         return gradient

@@ -27,7 +27,7 @@ from torchshard.rules.pointwise import BY_ELEMENT
 from torchshard.rules.registry import find
 from torchshard.rules.rule import Rule
 from torchshard.rules.terms import is_whole_number
-from torchshard.tensor.codegen import KeyPart
+from torchshard.tensor.calls.codegen import KeyPart
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout, layout_for
 
@@ -187,7 +187,7 @@ def lasting(
     def run(*values: Any) -> Any:
         if torch.get_default_dtype() is default:
             return plan(*values)
-        from torchshard.tensor.plan import make_plan
+        from torchshard.tensor.calls.plan import make_plan
 
         return make_plan(call.given(values))[0]
 

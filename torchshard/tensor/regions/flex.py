@@ -16,13 +16,13 @@ from torchshard._torch import is_traced
 from torchshard.layout.layout import Mesh, Sharding
 from torchshard.layout.pieces import nested_pieces
 from torchshard.layout.placements import Partial, Placement, R, Shard
-from torchshard.tensor.autograd import over, redistribute, to_local
-from torchshard.tensor.call import one_mesh
+from torchshard.tensor.calls.call import one_mesh
+from torchshard.tensor.calls.plain import refuse_plain
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.gradients.autograd import over, redistribute, to_local
 from torchshard.tensor.handlers.parts import held
 from torchshard.tensor.layout import dense_stride, layout_for
 from torchshard.tensor.modes import replicates_plain_tensors
-from torchshard.tensor.plain import refuse_plain
 
 _BATCH, _HEADS = 0, 1
 

@@ -13,10 +13,12 @@ from torchshard.rules import registry
 from torchshard.rules.notation import Signature, factors, parse
 from torchshard.rules.rule import Made, Options, Rule
 from torchshard.rules.rule import options as read_options
-from torchshard.tensor import caching, dispatch, foreach, handlers
-from torchshard.tensor.call import operator_name
-from torchshard.tensor.proof import Report
-from torchshard.tensor.validate import check_call, recorded
+from torchshard.tensor import handlers
+from torchshard.tensor.calls import dispatch, foreach
+from torchshard.tensor.calls.call import operator_name
+from torchshard.tensor.proving.proof import Report
+from torchshard.tensor.proving.validate import check_call, recorded
+from torchshard.tensor.regions import caching
 
 
 class RegisteredRule:

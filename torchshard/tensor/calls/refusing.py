@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchshard._torch import is_traced, refuses_kind, refuses_overlap
 from torchshard.rules.rule import Made
-from torchshard.tensor.call import Call, Operand, run_on_meta
+from torchshard.tensor.calls.call import Call, Operand, run_on_meta
 from torchshard.tensor.dtensor import dtensors_in
 from torchshard.tensor.layout import TensorLayout, dense_stride
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torchshard._torch import intercepting, operator_in
 from torchshard.errors import ShardingError
 from torchshard.rules.rule import Rule
-from torchshard.tensor.call import Call, rule_of
-from torchshard.tensor.dispatch import call_of
-from torchshard.tensor.proof import Report, described, mapped, proved, tensors_in
+from torchshard.tensor.calls.call import Call, rule_of
+from torchshard.tensor.calls.dispatch import call_of
+from torchshard.tensor.proving.proof import Report, described, mapped, proved, tensors_in
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
 

@@ -23,14 +23,14 @@ from torchshard.layout.reductions import masking
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
-from torchshard.tensor import guards, outside
-from torchshard.tensor.call import Call, Operand, lasting, run_on_meta
-from torchshard.tensor.codegen import Argument, How, noting_alike, plan_maker
+from torchshard.tensor.calls import guards, outside
+from torchshard.tensor.calls.call import Call, Operand, lasting, run_on_meta
+from torchshard.tensor.calls.codegen import Argument, How, noting_alike, plan_maker
+from torchshard.tensor.calls.refusing import reading_first, refusing, telling_whole
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
-from torchshard.tensor.once import brought
-from torchshard.tensor.redistribute import in_memory_order, redistribute_local, redistribute_together
-from torchshard.tensor.refusing import reading_first, refusing, telling_whole
+from torchshard.tensor.moving.once import brought
+from torchshard.tensor.moving.redistribute import in_memory_order, redistribute_local, redistribute_together
 
 Plan = Callable[..., Any]
 

@@ -17,14 +17,14 @@ from torchshard.comm.transport import read
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R, Shard
-from torchshard.tensor.autograd import over, redistribute
-from torchshard.tensor.call import one_mesh
+from torchshard.tensor.calls.call import one_mesh
+from torchshard.tensor.calls.plain import refuse_plain
 from torchshard.tensor.dtensor import DTensor, wrap
+from torchshard.tensor.gradients.autograd import over, redistribute
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import replicates_plain_tensors, say_replicated
-from torchshard.tensor.plain import refuse_plain
-from torchshard.tensor.redistribute import check_assumed, in_memory_order
+from torchshard.tensor.moving.redistribute import check_assumed, in_memory_order
 
 Function = Callable[..., Any]
 Layouts = list[TensorLayout | None]  # None: of what is no DTensor

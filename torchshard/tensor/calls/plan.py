@@ -19,8 +19,9 @@ from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
 from torchshard.rules.notation import parse
 from torchshard.rules.rule import Made
-from torchshard.tensor import foreach, gradients, guards, handlers, linearity, list_numbers
-from torchshard.tensor.call import (
+from torchshard.tensor import handlers
+from torchshard.tensor.calls import foreach, guards, linearity, list_numbers
+from torchshard.tensor.calls.call import (
     Call,
     Operand,
     operands_of,
@@ -29,22 +30,23 @@ from torchshard.tensor.call import (
     rule_of,
     run_on_meta,
 )
+from torchshard.tensor.calls.first_run import FirstRun, Plan
+from torchshard.tensor.calls.plain import replica, with_plain_wrapped
 from torchshard.tensor.dtensor import dtensors_in
-from torchshard.tensor.first_run import FirstRun, Plan
+from torchshard.tensor.gradients import other_kind
 from torchshard.tensor.handlers import one_hot, random
 from torchshard.tensor.handlers.parts import EagerAlone, ForKind
 from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
+from torchshard.tensor.moving.redistribute import redistribute_local
 from torchshard.tensor.observing import tell
-from torchshard.tensor.plain import replica, with_plain_wrapped
-from torchshard.tensor.redistribute import redistribute_local
 
 
 def make_plan(call: Call) -> tuple[Any, Plan | None]:
     """Run a call for the first time: the result, and what to do with further calls of its kind (None: ask again)."""
     result, plan = _made(call)
-    return result, gradients.expecting(plan, call)
+    return result, other_kind.expecting(plan, call)
 
 
 def _made(call: Call) -> tuple[Any, Plan | None]:

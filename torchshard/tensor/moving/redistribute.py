@@ -18,12 +18,12 @@ from torchshard.comm.nearby import by_transport
 from torchshard.errors import RankMismatchError, UnsupportedOperatorError
 from torchshard.layout.cuts import Hop, rolled_dims, route, unrolled_shape
 from torchshard.layout.layout import Layout, contiguous_stride
-from torchshard.tensor import crossing
 from torchshard.tensor.layout import TensorLayout, dense_stride, told_stride
 from torchshard.tensor.mesh import BoundMesh
+from torchshard.tensor.moving import crossing
+from torchshard.tensor.moving.pending import Pending
+from torchshard.tensor.moving.steps import Action, Run, Start, actions
 from torchshard.tensor.observing import observers
-from torchshard.tensor.pending import Pending
-from torchshard.tensor.steps import Action, Run, Start, actions
 
 MAX_PROGRAMS = 4096  # kept a mesh; when full, all are dropped
 

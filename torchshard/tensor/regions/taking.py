@@ -2,9 +2,9 @@
 
 from torchshard import _torch
 from torchshard.rules.convolution import RESAMPLED
-from torchshard.tensor import control_flow, flex, hooks
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.modes import plain_are_replicas
+from torchshard.tensor.regions import control_flow, flex, hooks
 
 _MADE_OF_NUMBERS = f"{RESAMPLED} one_hot multi_margin_loss"
 """What torch makes of indices, weights and masks in traces, and these of numbers alone.

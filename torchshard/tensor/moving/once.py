@@ -13,7 +13,7 @@ from torch import Tensor
 from torchshard._torch import in_backward, notes_of_trace, recomputed_region, standing_for, traced_value
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import TensorLayout, dense_stride
-from torchshard.tensor.redistribute import redistribute_local
+from torchshard.tensor.moving.redistribute import redistribute_local
 
 
 def brought(x: DTensor, source: TensorLayout, target: TensorLayout, reading: bool = False) -> Tensor:

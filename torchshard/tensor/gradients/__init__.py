@@ -1,0 +1,1 @@
+"""Where gradients cross between tensors of different kinds and layouts, and where they are to lie."""

@@ -1,0 +1,1 @@
+"""Rules proved, and rules that users add."""
