@@ -213,6 +213,33 @@ def test_one_that_comes_too_late_is_an_error_on_all_then_and_later():
         assert all("destroy the process group" in message for message in messages)
 
 
+def _interrupted(rank, world, said):
+    """The first rank has said a word when it is interrupted, and the second none: each goes on with the next tensor."""
+    group = _group(SAID=said, WHOLE=said)
+    C.all_reduce(torch.zeros(100), "sum", group)
+    if rank == 0:
+        hear = words.Words._hear
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        words.Words._hear = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            C.all_gather(torch.full((100,), 7.0), 0, [100] * world, group)
+        words.Words._hear = hear
+    dist.barrier()
+    for _ in range(2):
+        with pytest.raises(RankMismatchError) as caught:
+            C.all_gather(torch.full((100,), 8.0), 0, [100] * world, group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("said", [0, 10_000])
+def test_what_was_said_before_an_interrupt_is_no_answer_to_what_comes_later(said):
+    for message in run_ranks(2, _interrupted, said):
+        assert "or has been interrupted" in message or "waited in vain" in message
+
+
 def _independent(rank, world):
     """Results have memory of their own, and what was given stays as it was, whatever its history."""
     group, found = _group(SAID=0, WHOLE=0), []

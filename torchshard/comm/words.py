@@ -169,7 +169,10 @@ class Words:
 
     @contextmanager
     def failing(self, what: str) -> Iterator[None]:
-        """Within, an OSError ends the lines, and is raised as same() says; `what` is waited for."""
+        """Within, an OSError ends the lines, and is raised as same() says; `what` is waited for.
+
+        An interrupt ends them, too: what was said before it would be the answer to what comes next.
+        """
         try:
             yield
         except OSError as error:
@@ -181,3 +184,7 @@ class Words:
                 fix="destroy the process group and make another, with its meshes and tensors, or start all ranks again",
             )
             raise_lost(self._group(), what, said)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.shut()
+            raise
