@@ -217,3 +217,20 @@ def test_what_has_failed_fails_again_with_the_same_error():
     for _ in range(2):
         with pytest.raises(RankMismatchError, match="rank 1 is lost"):
             x + 1
+
+
+def test_an_interrupt_is_no_failure():
+    calls = []
+
+    def finish():
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return torch.ones(2)
+
+    x = Pending.of(finish, (2,), (1,), torch.float32, torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        x + 1
+    assert (x + 1).tolist() == [2.0, 2.0]
+    assert (x + 1).tolist() == [2.0, 2.0]
+    assert len(calls) == 2

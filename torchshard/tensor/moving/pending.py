@@ -25,7 +25,7 @@ class Pending(Tensor):
     __torch_function__ = no_torch_function()
     _finish: Callable[[], Tensor] | None
     _value: Tensor | None
-    _failure: BaseException | None
+    _failure: Exception | None
     _lock: threading.Lock
 
     @staticmethod
@@ -36,7 +36,7 @@ class Pending(Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> "Pending":
-        """The tensor of these properties that `finish` returns; `finish` is called once, or never."""
+        """The tensor of these properties that `finish` returns; called once, or never, or again after an interrupt."""
         made = stand_in(Pending, shape, stride, dtype, device)
         assert isinstance(made, Pending), "another class was made"
         made._finish, made._value, made._failure, made._lock = finish, None, None, threading.Lock()
@@ -48,11 +48,11 @@ class Pending(Tensor):
             return self._value
         with self._lock:
             if self._finish is not None:
-                finish, self._finish = self._finish, None
                 try:
-                    self._value = finish()
-                except BaseException as error:
+                    self._value = self._finish()
+                except Exception as error:
                     self._failure = error
+                self._finish = None  # but of an interrupt, which is no failure of the tensor's
             if self._failure is not None:
                 raise self._failure
         assert self._value is not None, "neither a tensor nor a failure"
