@@ -1,5 +1,6 @@
 """DTensors of a process group that was destroyed, where another one has its name by now: right values, or an error."""
 
+import pickle
 import re
 
 import pytest
@@ -13,7 +14,7 @@ from tests.ranks import by_messages, run_ranks
 def _later(rank, world, store, ranks, sends):
     from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
     from torchshard.errors import ShardingError
-    from torchshard.state_dict import to_dtensor, to_full
+    from torchshard.state_dict import to_dtensor, to_full, to_torch
 
     if sends:
         by_messages()
@@ -52,6 +53,7 @@ def _later(rank, world, store, ranks, sends):
         acts["crossed"] = lambda: x.redistribute(other, [Shard(1)]), full
         acts["crossed anew"] = lambda: x.redistribute(new, [Shard(0)]), full
         acts["converted"] = lambda: to_full(x), full
+        acts["given to torch"] = lambda: to_torch(x).full_tensor(), full
         acts["converted back"] = lambda: to_dtensor(given, mesh, [Shard(0)]), full
     acts["compiled before"] = lambda: compiled(x), full
     return [*without.values()], [*tried().values()]
@@ -73,7 +75,35 @@ def test_a_group_of_the_same_name_serves_if_it_has_the_same_ranks(ranks, got, se
             assert "has been destroyed" in said
             assert "got:      none" in said
         if got is None:
-            assert later == [True] * 9
+            assert later == [True] * 10
             continue
         for said in later:
             assert re.search(got.format(rank, 1 - rank), said, re.S), said
+
+
+def _in_parts(rank, world, store):
+    from torchshard import ShardedTensor
+    from torchshard.errors import ShardingError
+    from torchshard.state_dict import to_full
+
+    x = ShardedTensor.from_local(torch.full((2, 3), float(rank)))
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    acts = (
+        lambda: x.gather(0, torch.empty(4, 3)),
+        lambda: x.reshard(x.sharding_spec()),
+        lambda: to_full(x),
+        lambda: torch.equal(x, x),
+        lambda: pickle.dumps(x),
+        x.to_torch,
+    )
+    for act in acts:
+        with pytest.raises(ShardingError, match="The process group of a ShardedTensor has been destroyed"):
+            act()
+    anew = ShardedTensor.from_local_shards(x.local_shards(), x.size())
+    return to_full(anew + x).tolist()
+
+
+def test_a_shardedtensor_of_a_group_that_is_no_more_says_so(tmp_path):
+    assert run_ranks(2, _in_parts, str(tmp_path / "store")) == [[[0.0] * 3] * 2 + [[2.0] * 3] * 2] * 2

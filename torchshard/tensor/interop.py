@@ -23,7 +23,7 @@ def to_torch(x: DTensor) -> Tensor:
 
     Raises:
         ShardingError: axes nest in an order, or split a dim in runs or units, that torch cannot be told; or ranks do
-            not ascend along an axis that splits.
+            not ascend along an axis that splits; or this process was another rank when the mesh was made.
         UnsupportedOperatorError: in a compiled region, which takes the mesh of a result from its inputs: ours have none
             in their graph, so it would be that of a gradient, a stand-in, or, from a cache, None.
     """
@@ -36,6 +36,9 @@ def to_torch(x: DTensor) -> Tensor:
             fix="return the DTensor; in the region, torch's from_local of to_local() on a mesh that comes in",
         )
     require_ascending(layout.sharding, layout.mesh)
+    mesh: Any = layout.mesh
+    if (problem := mesh.displaced()) is not None:  # torch would take what has the group's name by now
+        raise problem
     if layout.assumed:
         check_assumed(x._local_tensor, layout)
     return upstream.DTensor.from_local(

@@ -21,7 +21,8 @@ def reduced(x: ShardedTensor) -> Any:
     tensors = [(s.metadata.shard_offsets, s.metadata.shard_sizes, s.tensor.detach()) for s in x._local_shards]
     place: Place = None
     if x._process_group is not None:
-        place = dist.get_rank(), dist.get_process_group_ranks(x._process_group), dist.get_world_size()
+        ranks = dist.get_process_group_ranks(sharded_tensor.group_of(x))
+        place = dist.get_rank(), ranks, dist.get_world_size()
     return sharded_tensor.restored, (
         list(x.shape),
         x.dtype,

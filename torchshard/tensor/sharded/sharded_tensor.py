@@ -218,7 +218,7 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
     def to_torch(self) -> Any:
         """torch's own ShardedTensor around the same memory, without history; it asks for gradients where this does."""
         shards, metadata = specs.asking(self._local_shards, self._metadata, self.requires_grad)
-        theirs = their_sharded_tensor(shards, metadata, self._sharding_spec, self._process_group)
+        theirs = their_sharded_tensor(shards, metadata, self._sharding_spec, self._process_group and group_of(self))
         theirs._token = self._token
         return theirs
 
@@ -371,7 +371,7 @@ def group_of(x: ShardedTensor) -> dist.ProcessGroup:
     """The process group of a ShardedTensor.
 
     Raises:
-        ShardingError: it was loaded without one.
+        ShardingError: it was loaded without one, or that has been destroyed.
     """
     if x._process_group is None:
         raise ShardingError(
@@ -380,7 +380,7 @@ def group_of(x: ShardedTensor) -> dist.ProcessGroup:
             got="none, or one of other ranks",
             fix="call init_process_group() before torch.load(), or load within load_with_process_group(group) of them",
         )
-    return x._process_group
+    return specs.living(x._process_group)
 
 
 def _refuse_rrefs(init_rrefs: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchshard._torch import default_group, sharded_tensors
+from torchshard._torch import default_group, is_registered, sharded_tensors
 from torchshard.comm.circle import this_rank
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
@@ -184,6 +184,22 @@ def asking(shards: Sequence[Any], metadata: Any, requires_grad: bool) -> tuple[S
         return shards, metadata
     changed = replace(metadata, tensor_properties=replace(properties, requires_grad=requires_grad))
     return [Shard(s.tensor.detach().requires_grad_(requires_grad), s.metadata) for s in shards], changed
+
+
+def living(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The process group of a ShardedTensor, unless it has been destroyed.
+
+    Raises:
+        ShardingError: it has.
+    """
+    if isinstance(group, dist.ProcessGroup) and not is_registered(group):
+        raise ShardingError(
+            "The process group of a ShardedTensor has been destroyed.",
+            expected="that group",
+            got="its parts alone",
+            fix="in a group of the same ranks, ShardedTensor.from_local_shards(x.local_shards(), x.size())",
+        )
+    return group
 
 
 def on_device(metadata: Any, device: torch.device) -> Any:
