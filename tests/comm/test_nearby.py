@@ -240,6 +240,26 @@ def test_what_was_said_before_an_interrupt_is_no_answer_to_what_comes_later(said
         assert "or has been interrupted" in message or "waited in vain" in message
 
 
+def _forked(rank, world):
+    group, (hears, says) = _group(), os.pipe()
+    C.all_reduce(torch.ones(3), "sum", group)
+    if not (child := os.fork()):
+        try:
+            C.all_reduce(torch.ones(3), "sum", group)
+        except RankMismatchError as error:
+            os.write(says, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(hears, 4096).decode(), C.all_reduce(torch.ones(3), "sum", group).tolist()
+
+
+def test_a_process_that_was_forked_off_a_rank_says_so():
+    for message, later in run_ranks(2, _forked, timeout=60):
+        assert "A collective of DTensors needs all ranks, and this process is none: it was forked off one" in message
+        assert later == [2.0] * 3
+
+
 def _independent(rank, world):
     """Results have memory of their own, and what was given stays as it was, whatever its history."""
     group, found = _group(SAID=0, WHOLE=0), []

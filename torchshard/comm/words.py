@@ -104,7 +104,7 @@ class Words:
     """
 
     def __init__(self, group: dist.ProcessGroup, lines: Lines) -> None:
-        self._lines, self._count, self.turn = lines, 0, threading.RLock()
+        self._lines, self._count, self.turn, self._process = lines, 0, threading.RLock(), os.getpid()
         self.longest = min(line.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for line in lines.values()) // 2
         weakref.finalize(self, hang_up, lines).atexit = False
         self._group: Callable[[], dist.ProcessGroup] = weakref.ref(group)  # type: ignore[assignment]  # who asks has it
@@ -176,6 +176,13 @@ class Words:
         try:
             yield
         except OSError as error:
+            if os.getpid() != self._process:  # nor may it use the connection to the store, which is the rank's
+                raise RankMismatchError(
+                    f"{what[0].upper()}{what[1:]} needs all ranks, and this process is none: it was forked off one.",
+                    expected=f"process {self._process}, which made the process group",
+                    got=f"process {os.getpid()}",
+                    fix="give a process that is forked off, as a DataLoader's worker, x.full_tensor() or x.to_local()",
+                ) from error
             self.shut()
             said = RankMismatchError(
                 f"word {self._count} of {len(self._lines) + 1} ranks: {error}",
