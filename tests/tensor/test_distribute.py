@@ -263,3 +263,34 @@ def crossing(rank, world):
 
 def test_meshes_whose_ranks_do_not_ascend():
     assert run_ranks(2, crossing) == [[0, 1, 2, 3]] * 2
+
+
+def another_order(rank, world):
+    """One of torch's DTensors of which the second axis splits a dim before the first."""
+    import torch.distributed.tensor as upstream
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+
+    from torchshard import DTensor, Shard, init_device_mesh
+    from torchshard.checkpoint.loading import _of_torch
+    from torchshard.state_dict import to_full
+
+    mesh, full = init_device_mesh("cpu", (2, 2)), torch.arange(8.0)
+    first, second = mesh.get_coordinate()
+    local = full.chunk(2)[second].chunk(2)[first].clone()
+    meta, order = TensorMeta(full.shape, full.stride(), full.dtype), (ShardOrderEntry(0, (1, 0)),)
+    theirs = upstream.DTensor(
+        local, DTensorSpec(mesh, (Shard(0), Shard(0)), meta, shard_order=order), requires_grad=False
+    )
+    assert torch.equal(theirs.full_tensor(), full)
+    ours = DTensor.from_torch(theirs)
+    assert torch.equal(ours.full_tensor(), full)
+    assert ours.to_local().data_ptr() == local.data_ptr()
+    assert torch.equal(to_full({"x": theirs})["x"], full)
+    assert torch.equal(ours.to_torch().full_tensor(), full)
+    return [(box.offset, box.size) for box, _ in _of_torch(theirs)]
+
+
+def test_torchs_orders_of_axes_are_read():
+    assert run_ranks(4, another_order) == [
+        [((2 * (2 * second + first),), (2,))] for first in (0, 1) for second in (0, 1)
+    ]

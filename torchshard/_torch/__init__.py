@@ -58,6 +58,7 @@ from torchshard._torch.dtensors import (
     norm_partial,
     notes_of_trace,
     number,
+    orders_of_axes,
     portable_constructor,
     real_object,
     renewed,

@@ -34,6 +34,11 @@ def norm_partial() -> Any:
     return _NormPartial
 
 
+def orders_of_axes(x: Tensor) -> dict[int, tuple[int, ...]]:
+    """By dim, the order in which axes split one of torch's DTensors (DTensorSpec.shard_order, 2.11-2.15)."""
+    return {dim: tuple(axes) for dim, axes in getattr(x._spec, "shard_order", None) or ()}  # type: ignore[attr-defined]
+
+
 def lie_with_others(wrapper: _Wrapper, local: Tensor) -> _Wrapper:
     """Where a wrapper stands for one in a trace, let those have the same memory whose local tensors have; returns it.
 

@@ -291,10 +291,10 @@ def _of_torch(tensor: Any) -> "list[tuple[Box, Tensor]]":
     from torchshard.layout.cuts import boxes_at
     from torchshard.tensor.interop import require_ascending
     from torchshard.tensor.mesh import bind
-    from torchshard.tensor.torch_placements import from_torch
+    from torchshard.tensor.torch_placements import from_torch, placements_of
 
     mesh = bind(tensor.device_mesh)
-    sharding = from_torch(tensor.placements, mesh, tensor.shape)
+    sharding = from_torch(placements_of(tensor), mesh, tensor.shape)
     require_ascending(sharding, mesh)
     if sharding.partial:
         raise CheckpointError("A Partial tensor cannot be loaded into: no rank holds its values.", got=sharding)

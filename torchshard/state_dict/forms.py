@@ -26,7 +26,7 @@ from torchshard.tensor.moving.pending import arrived
 from torchshard.tensor.moving.redistribute import redistribute_local
 from torchshard.tensor.sharded import moving, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of
-from torchshard.tensor.torch_placements import from_torch
+from torchshard.tensor.torch_placements import from_torch, placements_of
 
 
 @dataclass(slots=True)
@@ -213,8 +213,9 @@ def _of_upstream(x: Any, reduce_partial: bool, memory: Memory) -> Form:
         kept = [upstream.Replicate() if p.is_partial() else p for p in x.placements]
         _require_reduction(x, x.placements, reduce_partial)
         x = x.detach().redistribute(placements=kept).requires_grad_(x.requires_grad)
+    placements = placements_of(x)
     try:
-        sharding = from_torch(x.placements, mesh, shape)
+        sharding = from_torch(placements, mesh, shape)
     except ShardingError:
         return _strided(x, mesh, memory)
     require_ascending(sharding, mesh)

@@ -15,7 +15,7 @@ from torchshard.tensor.gradients.autograd import over as ours_over
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.moving.redistribute import check_assumed
-from torchshard.tensor.regions.caching import one_node
+from torchshard.tensor.torch_placements import placements_of
 
 
 def to_torch(x: DTensor) -> Tensor:
@@ -74,7 +74,7 @@ def from_torch(x: Tensor) -> DTensor:
             tensor parallelism) whose pieces are no nesting of axes; or ranks do not ascend along an axis that splits.
     """
     assert isinstance(x, upstream.DTensor), "one of torch's DTensors"
-    made = DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+    made = DTensor.from_local(x.to_local(), x.device_mesh, placements_of(x), shape=x.shape, stride=x.stride())
     require_ascending(made._spec.sharding, made._spec.mesh)
     return made
 

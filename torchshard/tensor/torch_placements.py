@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed.tensor as upstream
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import norm_partial, register_placement, strided_shard
+from torchshard._torch import norm_partial, orders_of_axes, register_placement, strided_shard
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Mesh, Sharding
 from torchshard.layout.placements import Cut, Partial, Placement, R, Shard
@@ -108,6 +108,21 @@ def from_front(placement: TorchPlacement, ndim: int) -> TorchPlacement:
     if isinstance(placement, UnitShard):
         return UnitShard(dim + ndim, placement.unit, placement.runs)
     return upstream.Shard(dim + ndim) if isinstance(placement, upstream.Shard) else placement
+
+
+def placements_of(x: upstream.DTensor) -> tuple[TorchPlacement, ...]:
+    """Those of one of torch's DTensors; an order of axes that it says apart from them is in them as strided splits.
+
+    Raises:
+        ShardingError: a length of which a strided split would hold other pieces.
+    """
+    made = list(x.placements)
+    for dim, order in orders_of_axes(x).items():
+        if order != tuple(sorted(order)):
+            factors = factors_from_order(x.shape[dim], order, tuple(x.device_mesh.shape))
+            for axis, factor in factors.items():
+                made[axis] = _to_torch(Shard(dim), factor)
+    return tuple(made)
 
 
 def from_torch(
