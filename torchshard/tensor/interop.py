@@ -15,6 +15,7 @@ from torchshard.tensor.gradients.autograd import over as ours_over
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.moving.redistribute import check_assumed
+from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.torch_placements import placements_of
 
 
