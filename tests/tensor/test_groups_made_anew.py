@@ -1,18 +1,29 @@
-"""DTensors of a process group that was destroyed, where another one has its name by now: right values, or an error."""
+"""Tensors of a process group that was destroyed, where another one has its name by now: right values, or an error."""
 
+import functools
 import pickle
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.exc import InternalTorchDynamoError
+from torch._dynamo.exc import TorchDynamoException
 
 from tests.ranks import by_messages, run_ranks
 
+RANKS = pytest.mark.parametrize(
+    ("ranks", "got"),
+    [
+        (((0, 2), (1, 2)), None),
+        (((1, 2), (0, 2)), r"this was rank {0}\n.*of the ranks \[0, 1\], of which this is rank {1}\n"),
+        (((0, 1), (0, 1)), r"this was rank {0}\n.*of the ranks \[0\], of which this is rank 0\n"),
+    ],
+    ids=["alike", "other places", "fewer"],
+)
+
 
 def _later(rank, world, store, ranks, sends):
-    from torchshard import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
     from torchshard.errors import ShardingError
     from torchshard.state_dict import to_dtensor, to_full, to_torch
 
@@ -25,6 +36,11 @@ def _later(rank, world, store, ranks, sends):
     x.redistribute(other, [Shard(1)])
     compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]).to_local() + 0, backend="aot_eager")
     assert torch.equal(compiled(x), full)
+    part, made = x.to_local().clone(), {}
+    made["distributed within"] = lambda t: distribute_tensor(t, mesh, [Shard(0)]).full_tensor() + 0, full
+    made["put together within"] = lambda _: DTensor.from_local(part, mesh, [Shard(0)]).full_tensor() + 0, full
+    made = {name: (torch.compile(region, backend="aot_eager"), wanted) for name, (region, wanted) in made.items()}
+    assert all(torch.equal(region(full), wanted) for region, wanted in made.values())
     acts = {
         "gathered": (x.full_tensor, full),
         "exchanged": (lambda: x.redistribute(mesh, [Shard(1)]).redistribute(mesh, [Shard(0)]).sum(0), full.sum(0)),
@@ -40,8 +56,8 @@ def _later(rank, world, store, ranks, sends):
             try:
                 got = act()
                 found[name] = torch.equal(got.full_tensor() if hasattr(got, "full_tensor") else got, wanted)
-            except (ShardingError, InternalTorchDynamoError) as error:
-                found[name] = str(error)
+            except (ShardingError, TorchDynamoException) as error:
+                found[name] = str(error).replace("\\n", "\n")  # Dynamo may show it as it is written
         return found
 
     without = tried()
@@ -56,54 +72,70 @@ def _later(rank, world, store, ranks, sends):
         acts["given to torch"] = lambda: to_torch(x).full_tensor(), full
         acts["converted back"] = lambda: to_dtensor(given, mesh, [Shard(0)]), full
     acts["compiled before"] = lambda: compiled(x), full
+    for name, (region, wanted) in made.items():
+        acts[name] = functools.partial(region, full), wanted
     return [*without.values()], [*tried().values()]
 
 
+def _sharded(rank, world, store, ranks):
+    from torchshard.errors import ShardingError
+    from torchshard.state_dict import to_full, to_sharded_tensor
+
+    full = torch.arange(24.0).view(6, 4)
+    x, leaf = to_sharded_tensor(full), to_sharded_tensor(full).requires_grad_()
+    doubled = torch.compile(lambda x: x * 2, backend="aot_eager")
+    assert torch.equal(to_full(doubled(x)), full * 2)
+    doubled(leaf).backward(x)
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(ShardingError, match="of a ShardedTensor has been destroyed"):
+        x.gather(0)
+    pickle.dumps(x)
+    place, size = ranks[rank]
+    alone = "" if size > 1 else str(rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}{alone}", rank=place, world_size=size)
+    acts = {
+        "gathered": (lambda: x, full),
+        "by element": (lambda: x + 1, full + 1),
+        "compiled": (lambda: doubled(x), full * 2),
+        "a gradient": (lambda: leaf.grad, full * 2),
+        "compared": (lambda: x if torch.equal(x, x.clone()) else x * 0, full),
+        "cut anew": (lambda: x.reshard(x.sharding_spec()), full),
+        "to torch": (lambda: x.from_torch(x.to_torch()), full),
+    }
+    if size == world:
+        new, sums = to_sharded_tensor(full), torch.compile(torch.add, backend="aot_eager")
+        assert torch.equal(to_full(doubled(new)), full * 2)
+        acts["beside a new one"] = lambda: x + new, full * 2
+        acts["beside one in a graph"] = lambda: sums(x, new), full * 2
+    found = []
+    for act, wanted in acts.values():
+        try:
+            found.append(torch.equal(to_full(act().detach()), wanted))
+        except (ShardingError, TorchDynamoException) as error:
+            found.append(str(error).replace("\\n", "\n"))
+    return found
+
+
 @pytest.mark.parametrize("sends", [False, True])
-@pytest.mark.parametrize(
-    ("ranks", "got"),
-    [
-        (((0, 2), (1, 2)), None),
-        (((1, 2), (0, 2)), r"this was rank {0}\n.*of the ranks \[0, 1\], of which this is rank {1}\n"),
-        (((0, 1), (0, 1)), r"this was rank {0}\n.*of the ranks \[0\], of which this is rank 0\n"),
-    ],
-    ids=["alike", "other places", "fewer"],
-)
+@RANKS
 def test_a_group_of_the_same_name_serves_if_it_has_the_same_ranks(ranks, got, sends, tmp_path):
     for rank, (without, later) in enumerate(run_ranks(2, _later, str(tmp_path / "store"), ranks, sends)):
         for said in without:
             assert "has been destroyed" in said
             assert "got:      none" in said
         if got is None:
-            assert later == [True] * 10
+            assert later == [True] * 12
             continue
         for said in later:
             assert re.search(got.format(rank, 1 - rank), said, re.S), said
 
 
-def _in_parts(rank, world, store):
-    from torchshard import ShardedTensor
-    from torchshard.errors import ShardingError
-    from torchshard.state_dict import to_full
-
-    x = ShardedTensor.from_local(torch.full((2, 3), float(rank)))
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    acts = (
-        lambda: x.gather(0, torch.empty(4, 3)),
-        lambda: x.reshard(x.sharding_spec()),
-        lambda: to_full(x),
-        lambda: torch.equal(x, x),
-        lambda: pickle.dumps(x),
-        x.to_torch,
-    )
-    for act in acts:
-        with pytest.raises(ShardingError, match="The process group of a ShardedTensor has been destroyed"):
-            act()
-    anew = ShardedTensor.from_local_shards(x.local_shards(), x.size())
-    return to_full(anew + x).tolist()
-
-
-def test_a_shardedtensor_of_a_group_that_is_no_more_says_so(tmp_path):
-    assert run_ranks(2, _in_parts, str(tmp_path / "store")) == [[[0.0] * 3] * 2 + [[2.0] * 3] * 2] * 2
+@RANKS
+def test_sharded_tensors_speak_to_a_group_of_the_same_ranks_alone(ranks, got, tmp_path):
+    for rank, later in enumerate(run_ranks(2, _sharded, str(tmp_path / "store"), ranks)):
+        if got is None:
+            assert later == [True] * 9
+            continue
+        for said in later:
+            assert re.search(got.format(rank, 1 - rank), said, re.S), said

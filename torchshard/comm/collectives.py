@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchshard._torch import flatten, is_traced, unflatten
 from torchshard.comm.group import Group
-from torchshard.comm.living import living
+from torchshard.comm.living import living, living_in_graphs
 from torchshard.comm.nearby import nearby
 from torchshard.comm.reducing import only_gloo_reduces, prepare, reduced_bits
 from torchshard.comm.transport import Sender, Transport, waited
@@ -279,8 +279,8 @@ def _by(group: Group, x: Tensor) -> Sender:
     """What sends such a tensor."""
     if (near := nearby(group, x)) is not None:
         return near
-    if group.size > 1 and not is_traced(x):
-        living(group)
+    if group.size > 1:
+        (living_in_graphs if is_traced(x) else living)(group)
     return Transport(group)
 
 

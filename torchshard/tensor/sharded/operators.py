@@ -82,7 +82,7 @@ def cut_as(
         spec = specs.inferred_spec(metadata)
         own = specs.on_device(replace(metadata, shards_metadata=own), example.device).shards_metadata
     shards = [specs.Shard(tensor, shard) for tensor, shard in zip(tensors, own, strict=True)]
-    return made(shards, metadata, spec, group or x._process_group, example)
+    return made(shards, metadata, spec, group or x._group, example)
 
 
 def _whole_new(x: ShardedTensor, make: Callable[..., Tensor], **options: Any) -> ShardedTensor:
@@ -165,6 +165,9 @@ def require_alike(name: str, found: Sequence[ShardedTensor], values: Sequence[An
     """
     first = found[0]
     for other in found[1:]:
+        if other._group is not first._group and other._process_group is not first._process_group:
+            # This rank's parts of both, unless it was another rank when one of them was made.
+            first._group.living(), other._group.living()
         if other._metadata is not first._metadata and not _cut_alike(first, other):
             raise ShardingError(
                 f"{name}: ShardedTensors that are cut in different ways.",

@@ -20,9 +20,9 @@ def reduced(x: ShardedTensor) -> Any:
     shards = [(s.shard_offsets, s.shard_sizes, str(s.placement)) for s in x._metadata.shards_metadata]
     tensors = [(s.metadata.shard_offsets, s.metadata.shard_sizes, s.tensor.detach()) for s in x._local_shards]
     place: Place = None
-    if x._process_group is not None:
-        ranks = dist.get_process_group_ranks(sharded_tensor.group_of(x))
-        place = dist.get_rank(), ranks, dist.get_world_size()
+    if (members := x._group.members) is not None:
+        rank, world = x._group.place
+        place = rank, [*members.members], world
     return sharded_tensor.restored, (
         list(x.shape),
         x.dtype,

@@ -20,7 +20,7 @@ from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.sharded import checking, specs
 from torchshard.tensor.sharded.held import HeldInParts, joined
-from torchshard.tensor.sharded.specs import Group, Shard, TensorProperties
+from torchshard.tensor.sharded.specs import AnyGroup, Group, Shard, TensorProperties
 from torchshard.tensor.sharded.tracing import TracedByParts
 
 
@@ -218,7 +218,7 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
     def to_torch(self) -> Any:
         """torch's own ShardedTensor around the same memory, without history; it asks for gradients where this does."""
         shards, metadata = specs.asking(self._local_shards, self._metadata, self.requires_grad)
-        theirs = their_sharded_tensor(shards, metadata, self._sharding_spec, self._process_group and group_of(self))
+        theirs = their_sharded_tensor(shards, metadata, self._sharding_spec, self._group.living())
         theirs._token = self._token
         return theirs
 
@@ -354,13 +354,13 @@ class ShardedTensor(HeldInParts, TracedByParts, Tensor):
 
 
 def made(
-    shards: Sequence[Any], metadata: Any, spec: Any, group: dist.ProcessGroup | None, nothing: Tensor | None = None
+    shards: Sequence[Any], metadata: Any, spec: Any, group: AnyGroup, nothing: Tensor | None = None
 ) -> ShardedTensor:
     """A ShardedTensor around these parts, which are not checked; `nothing` stands for none in graphs."""
     size, properties = tuple(metadata.size), metadata.tensor_properties
     device = shards[0].tensor.device if shards else specs.device_here(metadata)
     x: Any = stand_in(ShardedTensor, size, contiguous_stride(size), properties.dtype, device)
-    x._local_shards, x._metadata, x._sharding_spec, x._group = list(shards), metadata, spec, Group(group)
+    x._local_shards, x._metadata, x._sharding_spec, x._group = list(shards), metadata, spec, Group.of(group)
     x._token = object()
     if not shards and nothing is not None:
         x._nothing = nothing
@@ -371,16 +371,16 @@ def group_of(x: ShardedTensor) -> dist.ProcessGroup:
     """The process group of a ShardedTensor.
 
     Raises:
-        ShardingError: it was loaded without one, or that has been destroyed.
+        ShardingError: it was loaded without one, or it was destroyed and none like it has been made.
     """
-    if x._process_group is None:
+    if (group := x._group.living()) is None:
         raise ShardingError(
             "This ShardedTensor was loaded without a process group: its ranks cannot talk.",
             expected="a process group of the ranks that saved it",
             got="none, or one of other ranks",
             fix="call init_process_group() before torch.load(), or load within load_with_process_group(group) of them",
         )
-    return specs.living(x._process_group)
+    return group
 
 
 def _refuse_rrefs(init_rrefs: bool) -> None:

@@ -1,6 +1,7 @@
 """Sharding specs and metadata, which are torch's own classes, as boxes and their owners; and a spec for grids."""
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchshard._torch import default_group, is_registered, sharded_tensors
-from torchshard.comm.circle import this_rank
+from torchshard._torch import default_group, group_ranks, is_registered, sharded_tensors
+from torchshard.comm.circle import this_rank, world_size
+from torchshard.comm.group import Group as Members
+from torchshard.comm.living import living
 from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
@@ -65,12 +68,56 @@ class GridShardingSpec(ShardingSpec):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group, which copies of a tensor share: torch's staging of asynchronous checkpoints copies the rest."""
+    """A process group, which copies of a tensor share: torch's staging of asynchronous checkpoints copies the rest.
+
+    Attributes:
+        process_group: as it was given; it may have been destroyed since.
+        members: who was in it then; None where there is none.
+        place: this rank and the number of all, then.
+    """
 
     process_group: dist.ProcessGroup | None
+    members: Members | None = None
+    place: tuple[int, int] = (0, 1)
+
+    @classmethod
+    def of(cls, process_group: "dist.ProcessGroup | Group | None") -> "Group":
+        """The group, with its members; as it is where they are known."""
+        if isinstance(process_group, Group):
+            return process_group
+        if process_group is None:
+            return cls(None, None, (this_rank(), world_size()))
+        known = _members.get(process_group)
+        if known is None:
+            ranks, seat = tuple(group_ranks(process_group)), process_group.rank()
+            made = weakref.ref(process_group)
+            members = Members(process_group.group_name, len(ranks), seat, None, ranks, made)
+            known = _members[process_group] = members, (this_rank(), world_size())
+        return cls(process_group, *known)
+
+    def living(self) -> dist.ProcessGroup | None:
+        """The process group, or where it was destroyed the one of its name, which has the same ranks in their places.
+
+        Raises:
+            ShardingError: there is none like it.
+        """
+        group, members = self.process_group, self.members
+        if group is None or members is None or is_registered(group):
+            return group
+        return living(members, "a ShardedTensor", _REMAKE)
+
+    @property
+    def decides(self) -> tuple[Any, ...]:
+        """What of it decides about a graph: its name, who is in it, and who this rank is."""
+        return None if self.members is None else (self.members.name, self.members.members), self.place[0]
 
     def __deepcopy__(self, memo: Any) -> "Group":
         return self
+
+
+AnyGroup = dist.ProcessGroup | Group | None
+_members: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Members, tuple[int, int]]]" = weakref.WeakKeyDictionary()
+_REMAKE = "take torchshard.state_dict.to_full(x) before destroy_process_group(), and to_sharded_tensor() of that later"
 
 
 def group_given(group: Any) -> dist.ProcessGroup:
@@ -184,22 +231,6 @@ def asking(shards: Sequence[Any], metadata: Any, requires_grad: bool) -> tuple[S
         return shards, metadata
     changed = replace(metadata, tensor_properties=replace(properties, requires_grad=requires_grad))
     return [Shard(s.tensor.detach().requires_grad_(requires_grad), s.metadata) for s in shards], changed
-
-
-def living(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The process group of a ShardedTensor, unless it has been destroyed.
-
-    Raises:
-        ShardingError: it has.
-    """
-    if isinstance(group, dist.ProcessGroup) and not is_registered(group):
-        raise ShardingError(
-            "The process group of a ShardedTensor has been destroyed.",
-            expected="that group",
-            got="its parts alone",
-            fix="in a group of the same ranks, ShardedTensor.from_local_shards(x.local_shards(), x.size())",
-        )
-    return group
 
 
 def on_device(metadata: Any, device: torch.device) -> Any:

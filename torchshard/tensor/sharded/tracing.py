@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchshard._torch import (
@@ -41,9 +40,9 @@ class Cut:
 
     @cached_property
     def _decides(self) -> tuple[Any, ...]:
-        group, places = self.group.process_group, [str(s.placement) for s in self.metadata.shards_metadata]
+        places = [str(s.placement) for s in self.metadata.shards_metadata]
         boxes = tuple(zip(specs.boxes_of(self.metadata), places, strict=True))
-        return boxes, tuple(self.metadata.size), None if group is None else group.group_name, dist.get_rank()
+        return boxes, tuple(self.metadata.size), *self.group.decides
 
     def fits(self, other: "Cut") -> bool:
         """Whether the parts are the same, whatever spec says so."""
@@ -63,15 +62,15 @@ class Cut:
         return f"Cut{self._decides, self._spec_text}"
 
     def __reduce__(self) -> Any:
-        group = self.group.process_group
-        return _cut, (self.metadata, self.spec, self.own, None if group is None else group.group_name)
+        members = self.group.members
+        return _cut, (self.metadata, self.spec, self.own, None if members is None else members.name)
 
     def __deepcopy__(self, memo: Any) -> "Cut":
         return self
 
 
 def _cut(metadata: Any, spec: Any, own: Sequence[Any], group: str | None) -> Cut:
-    return Cut(metadata, spec, own, specs.Group(None if group is None else group_named(group)))
+    return Cut(metadata, spec, own, specs.Group.of(None if group is None else group_named(group)))
 
 
 def _refuse_hooks(operator: Callable[..., Any], *operands: Any, **also: Any) -> Any:
@@ -149,7 +148,7 @@ class TracedByParts:
         changed = {"dtype": example.dtype, "requires_grad": False, "pin_memory": False}
         metadata = replace(cut.metadata, tensor_properties=replace(cut.metadata.tensor_properties, **changed))
         shards = [specs.Shard(inner[_part(k)], own) for k, own in enumerate(cut.own)]
-        return made(shards, metadata, cut.spec, cut.group.process_group, example)
+        return made(shards, metadata, cut.spec, cut.group, example)
 
     def __coerce_tangent_metadata__(self) -> "TracedByParts":
         return self
