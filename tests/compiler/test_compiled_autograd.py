@@ -312,7 +312,8 @@ def test_collectives_of_others_are_left_alone():
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchshard.compiler.options import parse
-from torchshard.ddp import DistributedDataParallel, traced
+from torchshard.ddp import DistributedDataParallel
+from torchshard.ddp.reducing import traced
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 said = []
 def wrapped(make):

@@ -15,7 +15,7 @@ from tests.compiler.trial import Trial, check_on_each_rank
 from tests.models import mlp
 from torchshard import _torch
 from torchshard.ddp import DistributedDataParallel, active
-from torchshard.ddp.layouts import Events
+from torchshard.ddp.buckets.layouts import Events
 from torchshard.simulation import LinkSpeed, StepTimes
 
 

@@ -16,4 +16,4 @@ def test_with_hooks_after_the_graph():
 def test_with_gradients_reduced_in_the_graph():
     [(calls, more, common)] = run_ranks(1, count, "torchshard")
     assert calls <= 205, common
-    assert more.keys() <= {"ddp/arrivals.py: _arriving.<locals>.gradient_arrived"}
+    assert more.keys() <= {"ddp/reducing/arrivals.py: _arriving.<locals>.gradient_arrived"}

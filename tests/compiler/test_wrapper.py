@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from tests.compiler.models import BatchNormed, Parts, batch, loss_of
 from tests.compiler.trial import Trial, check_on_each_rank
 from tests.models import mlp
-from torchshard.ddp.layouts import Events
+from torchshard.ddp.buckets.layouts import Events
 from torchshard.simulation import LinkSpeed, StepTimes
 
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.ranks import run_ranks
 from torchshard import _torch
 from torchshard.ddp import copying
-from torchshard.ddp.mixed import MixedPrecision
+from torchshard.ddp.buckets.mixed import MixedPrecision
 
 BFLOAT = _MixedPrecision(param_dtype=torch.bfloat16)
 

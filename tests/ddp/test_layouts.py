@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket
-from torchshard.ddp.layouts import LaidBucket, decode, encode, is_milestone, lay_out
-from torchshard.ddp.messages import plan_text
+from torchshard.ddp.buckets.layouts import LaidBucket, decode, encode, is_milestone, lay_out
+from torchshard.ddp.telling.messages import plan_text
 
 COUNT = 8
 GRADIENTS = [Gradient(i, f"p{i}", 4 * (i + 1), "f32") for i in range(COUNT)]

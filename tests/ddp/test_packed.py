@@ -16,7 +16,7 @@ from torchshard.simulation import LinkSpeed
 def pack_always():
     """From now on the link is slow, and packing is found to be better."""
     from torchshard.comm import probing
-    from torchshard.ddp import observed
+    from torchshard.ddp.reducing import observed
 
     by_messages()
     probing._SLOW = float("inf")
@@ -24,7 +24,7 @@ def pack_always():
 
 
 def never_pack():
-    from torchshard.ddp import observed
+    from torchshard.ddp.reducing import observed
 
     observed.best_link = lambda ready, times, links, each: 0
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from torchshard import _torch
-from torchshard.ddp.graphs import GraphBucket
-from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.buckets.graphs import GraphBucket
+from torchshard.ddp.reducing.reducer import Reducer
 
 _KEY = "torchshard"
 

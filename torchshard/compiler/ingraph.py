@@ -14,7 +14,7 @@ from torchshard.compiler.call import Call, is_attached
 from torchshard.compiler.options import Options
 from torchshard.compiler.rewrite import BucketPass, graph_parameters
 from torchshard.ddp import active
-from torchshard.ddp.reducer import Reducer
+from torchshard.ddp.reducing.reducer import Reducer
 
 
 def compile_graph(

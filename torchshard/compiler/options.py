@@ -9,7 +9,7 @@ from typing import Any
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy, MiB
 from torchshard.compiler.joined import JoinReductions
-from torchshard.ddp import traced
+from torchshard.ddp.reducing import traced
 
 Compiler = Callable[..., Callable[..., Any]]
 

@@ -14,7 +14,7 @@ from torchshard import _torch
 from torchshard.buckets import BucketPolicy, Gradient, PlannedBucket, names_text, plan_buckets, size_text, slices
 from torchshard.compiler import ops, writing
 from torchshard.compiler.writing import Written, written
-from torchshard.ddp.flat import gradient_strides
+from torchshard.ddp.buckets.flat import gradient_strides
 
 _aten = torch.ops.aten
 

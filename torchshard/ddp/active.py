@@ -11,7 +11,7 @@ from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchshard.ddp.reducer import Reducer
+    from torchshard.ddp.reducing.reducer import Reducer
 
 wrapped = False  # whether there is one
 segments = pieces = ""  # its sizes of what graphs fill at once, and of what graphs are cut into; as text

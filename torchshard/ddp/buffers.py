@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchshard import _torch
 from torchshard.ddp.composite import is_composite
 from torchshard.ddp.members import Places
-from torchshard.ddp.observed import ObservedReducer
+from torchshard.ddp.reducing.observed import ObservedReducer
 from torchshard.ddp.sync import Coalesced, describe
 
 _nbytes = attrgetter("nbytes")

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from torchshard import _torch
-from torchshard.ddp import messages
-from torchshard.ddp.delayed import Delayed
 from torchshard.ddp.exchange import Exchange
-from torchshard.ddp.observed import ObservedReducer
+from torchshard.ddp.reducing.delayed import Delayed
+from torchshard.ddp.reducing.observed import ObservedReducer
+from torchshard.ddp.telling import messages
 
 
 class Compatibility:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torchshard import _torch
-from torchshard.ddp import active, traced
+from torchshard.ddp import active
+from torchshard.ddp.reducing import traced
 
 Backend = Callable[..., Callable[..., Any]]
 _Backend = TypeVar("_Backend", bound=Backend)

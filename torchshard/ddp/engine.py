@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from torchshard import _torch
-from torchshard.ddp import messages
-from torchshard.ddp.delayed import Delayed
-from torchshard.ddp.gradbucket import GradBucket
-from torchshard.ddp.mixed import MixedPrecision
-from torchshard.ddp.observed import ObservedReducer
-from torchshard.ddp.optimizers import SteppingHook, has_own_optimizer
+from torchshard.ddp.buckets.gradbucket import GradBucket
+from torchshard.ddp.buckets.mixed import MixedPrecision
+from torchshard.ddp.reducing.delayed import Delayed
+from torchshard.ddp.reducing.observed import ObservedReducer
+from torchshard.ddp.reducing.optimizers import SteppingHook, has_own_optimizer
+from torchshard.ddp.reducing.usage import ChangingUsage, StaticUsage, Usage
 from torchshard.ddp.sync import broadcast_coalesced
-from torchshard.ddp.usage import ChangingUsage, StaticUsage, Usage
+from torchshard.ddp.telling import messages
 
 
 class Engine:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from torchshard import _torch
-from torchshard.ddp import messages, options
+from torchshard.ddp import options
 from torchshard.ddp.composite import require_plain
+from torchshard.ddp.telling import messages
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 

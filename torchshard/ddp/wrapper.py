@@ -21,12 +21,12 @@ from torchshard.ddp.compat import Compatibility
 from torchshard.ddp.composite import require_plain
 from torchshard.ddp.engine import Engine
 from torchshard.ddp.exchange import Exchange
-from torchshard.ddp.explaining import Explaining
 from torchshard.ddp.joining import Joining
 from torchshard.ddp.members import Members, Named, names_of
-from torchshard.ddp.observed import ObservedReducer
+from torchshard.ddp.reducing.observed import ObservedReducer
 from torchshard.ddp.states import States
 from torchshard.ddp.sync import broadcast_coalesced, describe, verify_equal
+from torchshard.ddp.telling.explaining import Explaining
 from torchshard.tensor.replacing import now
 
 

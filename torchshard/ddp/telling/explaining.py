@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from torchshard.buckets import BucketPolicy, PlannedBucket, names_text, plan_table, size_text
-from torchshard.ddp.logging import Logger, facts_of
-from torchshard.ddp.observed import ObservedReducer
-from torchshard.ddp.recording import Recorder, Step
+from torchshard.ddp.reducing.observed import ObservedReducer
+from torchshard.ddp.telling.logging import Logger, facts_of
+from torchshard.ddp.telling.recording import Recorder, Step
 from torchshard.simulation import LinkSpeed
 from torchshard.timeline import Timeline
 

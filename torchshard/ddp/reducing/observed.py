@@ -8,18 +8,18 @@ import torch
 
 from torchshard import _torch
 from torchshard.buckets import BucketPolicy
-from torchshard.ddp import messages
-from torchshard.ddp.flat import FlatBucket
-from torchshard.ddp.graphs import GraphBucket
-from torchshard.ddp.layouts import Events
+from torchshard.ddp.buckets.flat import FlatBucket
+from torchshard.ddp.buckets.graphs import GraphBucket
+from torchshard.ddp.buckets.layouts import Events
+from torchshard.ddp.buckets.reduction import Averaging, CommHook, Hooked, Sum, hooked
 from torchshard.ddp.members import Members
-from torchshard.ddp.optimizers import SteppingHook
-from torchshard.ddp.passes import ForwardPass, Mode
-from torchshard.ddp.recording import Step
-from torchshard.ddp.reducer import Reducer
-from torchshard.ddp.reduction import Averaging, CommHook, Hooked, Sum, hooked
-from torchshard.ddp.traced import Traced
-from torchshard.ddp.usage import StaticUsage
+from torchshard.ddp.reducing.optimizers import SteppingHook
+from torchshard.ddp.reducing.passes import ForwardPass, Mode
+from torchshard.ddp.reducing.reducer import Reducer
+from torchshard.ddp.reducing.traced import Traced
+from torchshard.ddp.reducing.usage import StaticUsage
+from torchshard.ddp.telling import messages
+from torchshard.ddp.telling.recording import Step
 from torchshard.simulation import LinkSpeed, best_link, best_policy
 
 _EACH_SUM = 2.5e-4

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from torchshard import _torch
-from torchshard.ddp import messages
+from torchshard.ddp.buckets.flat import FlatBucket, gradient_dtype
+from torchshard.ddp.buckets.graphs import GraphBucket
 from torchshard.ddp.composite import is_composite
 from torchshard.ddp.copying import Filling
-from torchshard.ddp.flat import FlatBucket, gradient_dtype
-from torchshard.ddp.graphs import GraphBucket
 from torchshard.ddp.options import reduced
-from torchshard.ddp.passes import ForwardPass
+from torchshard.ddp.reducing.passes import ForwardPass
+from torchshard.ddp.telling import messages
 
 
 class MixedPrecision:

@@ -15,7 +15,7 @@ import torch
 
 from torchshard import _torch
 from torchshard.buckets import slices
-from torchshard.ddp.flat import FlatBucket, gradient_dtype
+from torchshard.ddp.buckets.flat import FlatBucket, gradient_dtype
 
 _grad = attrgetter("grad")
 

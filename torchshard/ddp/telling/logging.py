@@ -11,8 +11,8 @@ import torch
 
 from torchshard import _torch
 from torchshard.buckets import PlannedBucket
-from torchshard.ddp.observed import ObservedReducer
-from torchshard.ddp.recording import Recorder, Step
+from torchshard.ddp.reducing.observed import ObservedReducer
+from torchshard.ddp.telling.recording import Recorder, Step
 
 _ENVIRONMENT = {
     "MASTER_ADDR": "master_addr",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchshard import _torch
-from torchshard.ddp.traced import Traced
+from torchshard.ddp.reducing.traced import Traced
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
 

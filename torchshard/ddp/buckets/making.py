@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 
 from torchshard.buckets import Gradient
-from torchshard.ddp.flat import SMALL, FlatBucket, gradient_dtype
-from torchshard.ddp.graphs import GraphBucket
-from torchshard.ddp.layouts import LaidBucket
-from torchshard.ddp.mixed import MixedBucket, MixedGraphBucket
-from torchshard.ddp.reduction import Hooked, Sum
-from torchshard.ddp.sparse import SparseBucket
+from torchshard.ddp.buckets.flat import SMALL, FlatBucket, gradient_dtype
+from torchshard.ddp.buckets.graphs import GraphBucket
+from torchshard.ddp.buckets.layouts import LaidBucket
+from torchshard.ddp.buckets.mixed import MixedBucket, MixedGraphBucket
+from torchshard.ddp.buckets.reduction import Hooked, Sum
+from torchshard.ddp.buckets.sparse import SparseBucket
 
 
 @dataclass(frozen=True)

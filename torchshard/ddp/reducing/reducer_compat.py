@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from torchshard.ddp import messages
-from torchshard.ddp.arrivals import Hooks
+from torchshard.ddp.buckets.flat import FlatBucket
+from torchshard.ddp.buckets.gradbucket import GradBucket
+from torchshard.ddp.buckets.reduction import Hooked, Sum
 from torchshard.ddp.exchange import Exchange
-from torchshard.ddp.flat import FlatBucket
-from torchshard.ddp.gradbucket import GradBucket
-from torchshard.ddp.passes import ForwardPass, Mode
-from torchshard.ddp.reduction import Hooked, Sum
-from torchshard.ddp.usage import Usage
+from torchshard.ddp.reducing.arrivals import Hooks
+from torchshard.ddp.reducing.passes import ForwardPass, Mode
+from torchshard.ddp.reducing.usage import Usage
+from torchshard.ddp.telling import messages
 
 Future = torch.futures.Future
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from torchshard import _torch
-from torchshard.ddp import messages
+from torchshard.ddp.telling import messages
 
 _grad, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
 

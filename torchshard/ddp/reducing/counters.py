@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 
-from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.buckets.flat import FlatBucket
 
 
 @dataclass(slots=True)

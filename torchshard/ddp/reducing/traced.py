@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchshard import _torch
-from torchshard.ddp import messages
+from torchshard.ddp.telling import messages
 
 if TYPE_CHECKING:
-    from torchshard.ddp.reducer import Reducer
+    from torchshard.ddp.reducing.reducer import Reducer
 
 _collectives = _torch.functional_collectives()
 _all: "weakref.WeakSet[Traced]" = weakref.WeakSet()

@@ -10,9 +10,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from torchshard import _torch
 from torchshard.comm.waiting import Promise
+from torchshard.ddp.buckets.flat import FlatBucket
+from torchshard.ddp.buckets.gradbucket import GradBucket
 from torchshard.ddp.exchange import Exchange
-from torchshard.ddp.flat import FlatBucket
-from torchshard.ddp.gradbucket import GradBucket
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 

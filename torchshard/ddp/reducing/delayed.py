@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchshard import _torch
-from torchshard.ddp import messages
-from torchshard.ddp.backwards import Leaves
-from torchshard.ddp.flat import gradient_dtype, gradient_strides
-from torchshard.ddp.passes import Mode
+from torchshard.ddp.buckets.flat import gradient_dtype, gradient_strides
+from torchshard.ddp.reducing.backwards import Leaves
+from torchshard.ddp.reducing.passes import Mode
+from torchshard.ddp.telling import messages
 
 if TYPE_CHECKING:
-    from torchshard.ddp.reducer import Reducer
+    from torchshard.ddp.reducing.reducer import Reducer
 
 
 class Delayed:

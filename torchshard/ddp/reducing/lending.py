@@ -9,12 +9,12 @@ import torch
 
 from torchshard import _torch
 from torchshard.buckets import ONE_BUCKET, BucketPolicy, MiB
-from torchshard.ddp import messages
-from torchshard.ddp.flat import FlatBucket, gradient_dtype
-from torchshard.ddp.graphs import GraphBucket
+from torchshard.ddp.buckets.flat import FlatBucket, gradient_dtype
+from torchshard.ddp.buckets.graphs import GraphBucket
+from torchshard.ddp.telling import messages
 
 if TYPE_CHECKING:
-    from torchshard.ddp.reducer import Reducer
+    from torchshard.ddp.reducing.reducer import Reducer
 
 _SEGMENTS = BucketPolicy(cap=MiB // 4, first=MiB // 4)
 

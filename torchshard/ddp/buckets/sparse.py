@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from torchshard.ddp.flat import FlatBucket
+from torchshard.ddp.buckets.flat import FlatBucket
 
 
 class SparseBucket(FlatBucket):

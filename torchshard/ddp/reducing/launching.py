@@ -3,11 +3,11 @@
 from collections.abc import Collection
 
 from torchshard import _torch
-from torchshard.ddp.arrivals import Hooks, in_turn
+from torchshard.ddp.buckets.flat import FlatBucket
+from torchshard.ddp.buckets.layouts import Events
+from torchshard.ddp.buckets.reduction import Hooked, Sum
 from torchshard.ddp.exchange import Exchange
-from torchshard.ddp.flat import FlatBucket
-from torchshard.ddp.layouts import Events
-from torchshard.ddp.reduction import Hooked, Sum
+from torchshard.ddp.reducing.arrivals import Hooks, in_turn
 
 
 class Launching:

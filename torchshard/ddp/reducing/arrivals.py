@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from torchshard import _torch
-from torchshard.ddp.flat import FlatBucket
-from torchshard.ddp.passes import Mode
+from torchshard.ddp.buckets.flat import FlatBucket
+from torchshard.ddp.reducing.passes import Mode
 
 if TYPE_CHECKING:
-    from torchshard.ddp.reducer import Reducer
+    from torchshard.ddp.reducing.reducer import Reducer
 
 Hook = Callable[[torch.Tensor], object]
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 from torchshard import _torch
+from torchshard.ddp.buckets.flat import FlatBucket
 from torchshard.ddp.exchange import Exchange
-from torchshard.ddp.flat import FlatBucket
 
 
 class Usage:

@@ -4,10 +4,9 @@ Each parameter has a hook that autograd calls when its gradient is complete. Gra
 bucket is reduced at once, in the buckets' order, so that all ranks issue the same collectives whatever the order
 in which their gradients come. When the backward is over, what is under way is waited for.
 
-The first backward uses one bucket for each dtype and device, launched at its end: a collective that the user calls
-inside of backward can then not fall between ours in an order of its own. After it, the buckets are laid out in the
-order in which gradients arrived on rank 0. A compiled graph may fill whole buckets, laid out as it was compiled; a rank
-whose graph is another, or that has none, fills the same buckets through its hooks.
+The first backward uses one bucket for each dtype and device, launched at its end: no collective that the user calls in
+backward can fall between ours. After it, buckets are laid out in the order in which gradients came on rank 0. A
+compiled graph may fill whole buckets; a rank whose graph is another, or that has none, fills them through its hooks.
 """
 
 import time
@@ -20,22 +19,23 @@ import torch
 
 from torchshard import _torch
 from torchshard.buckets import ONE_BUCKET, BucketPolicy, names_text, plan_table
-from torchshard.ddp import active, messages
-from torchshard.ddp.arrivals import Hooks, in_turn
-from torchshard.ddp.backwards import Ending, Leaves
-from torchshard.ddp.counters import Counters
+from torchshard.ddp import active
+from torchshard.ddp.buckets.flat import FlatBucket
+from torchshard.ddp.buckets.graphs import GraphBucket
+from torchshard.ddp.buckets.layouts import Events, LaidBucket, decode, encode, is_milestone, lay_out, planned
+from torchshard.ddp.buckets.making import Recipe
+from torchshard.ddp.buckets.reduction import Hooked, Sum
 from torchshard.ddp.exchange import Exchange
-from torchshard.ddp.flat import FlatBucket
-from torchshard.ddp.graphs import GraphBucket
-from torchshard.ddp.launching import Launching
-from torchshard.ddp.layouts import Events, LaidBucket, decode, encode, is_milestone, lay_out, planned
-from torchshard.ddp.lending import Lending
-from torchshard.ddp.making import Recipe
-from torchshard.ddp.passes import ForwardPass, Mode, watch
-from torchshard.ddp.reducer_compat import ReducerCompatibility
-from torchshard.ddp.reduction import Hooked, Sum
-from torchshard.ddp.traced import Traced
-from torchshard.ddp.usage import Usage
+from torchshard.ddp.reducing.arrivals import Hooks, in_turn
+from torchshard.ddp.reducing.backwards import Ending, Leaves
+from torchshard.ddp.reducing.counters import Counters
+from torchshard.ddp.reducing.launching import Launching
+from torchshard.ddp.reducing.lending import Lending
+from torchshard.ddp.reducing.passes import ForwardPass, Mode, watch
+from torchshard.ddp.reducing.reducer_compat import ReducerCompatibility
+from torchshard.ddp.reducing.traced import Traced
+from torchshard.ddp.reducing.usage import Usage
+from torchshard.ddp.telling import messages
 
 _dtype = attrgetter("grad_dtype")
 

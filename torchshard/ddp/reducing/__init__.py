@@ -1,0 +1,1 @@
+"""A step from forward to the end of backward: which gradients come, when, and what leaves then."""
