@@ -241,6 +241,32 @@ def test_strided_splits(tmp_path):
     assert entry.numpy().tolist() == torch.arange(32.0).reshape(8, 4).tolist()
 
 
+def write_ordered(rank, world, folder):
+    """One of torch's DTensors of which the second axis splits a dim before the first."""
+    import torch.distributed.tensor as upstream
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+
+    mesh, state = init_device_mesh("cpu", (2, 2)), {}
+    first, second = mesh.get_coordinate()
+    for n in (8, 7):
+        whole = torch.arange(float(n))
+        local = whole.chunk(2)[second].chunk(2)[first].clone()
+        meta, order = TensorMeta(whole.shape, whole.stride(), whole.dtype), (ShardOrderEntry(0, (1, 0)),)
+        spec = DTensorSpec(mesh, (upstream.Shard(0), upstream.Shard(0)), meta, shard_order=order)
+        state[str(n)] = upstream.DTensor(local, spec, requires_grad=False)
+        assert torch.equal(state[str(n)].full_tensor(), whole)
+    torch.save(state, f"{folder}/ordered_rank{rank}.pt")
+
+
+def test_orders_of_axes(tmp_path):
+    run_ranks(4, write_ordered, str(tmp_path))
+    ck = checkpoint.open(tmp_path)
+    for n in (8, 7):
+        assert ck[str(n)].numpy().tolist() == list(range(n))
+    assert ck.layout("8").sharding.order == ((0, (1, 0)),)
+
+
 def write_cut(rank, world, folder):
     """Our own splits in runs and in units, even and uneven."""
     import torchshard
