@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import meet, run_ranks
+from tests.ranks import fake_ranks, meet, run_ranks
 from torchshard.errors import RankMismatchError, ShardingError
 
 
@@ -294,3 +294,21 @@ def test_torchs_orders_of_axes_are_read():
     assert run_ranks(4, another_order) == [
         [((2 * (2 * second + first),), (2,))] for first in (0, 1) for second in (0, 1)
     ]
+
+
+def test_leaves_are_made_of_tensors_that_are_only_fake():
+    """As torch's estimators of memory and time have models made."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    from torchshard import Shard, distribute_tensor, init_device_mesh, randn, zeros
+
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        options = {"requires_grad": True, "device_mesh": mesh, "placements": [Shard(0)]}
+        with FakeTensorMode():
+            given = distribute_tensor(torch.ones(3, 4, requires_grad=True), mesh, [Shard(0)])
+            for x in (zeros(3, 4, **options), randn(3, 4, **options), given):
+                assert x.is_leaf
+                (x * x).sum().backward()
+                assert isinstance(x.grad.to_local(), FakeTensor)
+                assert x.grad.to_local().shape == (2, 4)

@@ -96,7 +96,7 @@ from torchshard._torch.dynamo import (
     tree_of,
     uncompiled,
 )
-from torchshard._torch.exporting import exported_whole, exports
+from torchshard._torch.exporting import exported_whole, exports, is_recorded
 from torchshard._torch.finding import without_fast_paths
 from torchshard._torch.frames import ends_graphs, skip_alone, skip_frame, skip_methods, tensors_of_call, untraced
 from torchshard._torch.fsdp import FSDPGradients, FSDPUser, fsdp_extension_base, fsdp_names, mark_flattened

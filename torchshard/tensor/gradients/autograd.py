@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import exported_whole, in_forward_ad, in_transform, is_traced, skip_methods
+from torchshard._torch import exported_whole, in_forward_ad, in_transform, is_recorded, is_traced, skip_methods
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
@@ -378,7 +378,7 @@ def as_leaf(x: DTensor, requires_grad: bool) -> DTensor:
     if not requires_grad:
         return x
     local = x._local_tensor
-    if is_traced(local) and not local.is_meta:
+    if is_recorded(local) and not local.is_meta:
         raise UnsupportedOperatorError(
             "A compiled region cannot make a leaf: its gradient would be lost.",
             expected="requires_grad=False in the region",
