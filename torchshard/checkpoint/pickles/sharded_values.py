@@ -85,9 +85,8 @@ def _dtensor(state: Any) -> TensorEntry:
     mesh = _device_mesh(spec.field("mesh"))
     placements = tuple([_placement(p) for p in _tuple(spec.field("placements"))])
     plain = _check_placements(mesh, placements, shape)
-    order = _order(spec.field("shard_order"), plain)
-    if order:
-        made = mesh.mesh.sharding(plain, order)
+    if nesting := _order(spec.field("shard_order"), plain):
+        made = mesh.mesh.sharding(plain, nesting)
         nested = [] if mesh.coordinate is None else _boxes_of(intervals(made, shape, mesh.coordinate), placements)
         return _of_boxes(local, shape, list(nested), made)
     strided = any(isinstance(p, _Split) for p in placements)
@@ -96,7 +95,7 @@ def _dtensor(state: Any) -> TensorEntry:
 
 
 def _order(entries: Any, plain: Sequence[Placement]) -> dict[int, tuple[int, ...]]:
-    """By dim, the order in which axes split it where that is not from left to right, as torch 2.10 and later tell it."""
+    """By dim, the order in which axes split it where that is not from left to right, as torch 2.11 tells it."""
     found = {}
     for entry in () if entries is None else _tuple(entries):
         if not isinstance(entry, Record):
@@ -108,6 +107,7 @@ def _order(entries: Any, plain: Sequence[Placement]) -> dict[int, tuple[int, ...
         if sorted(axes) != [axis for axis, p in enumerate(plain) if isinstance(p, Shard) and p.dim == dim]:
             raise CheckpointError("An order of axes does not fit the placements of a DTensor.", got=f"{axes}: {plain}")
     return found
+
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (tuple, list)) or len(value) > 64:
