@@ -1,6 +1,7 @@
 """Tensors of a process group that was destroyed, where another one has its name by now: right values, or an error."""
 
 import functools
+import os
 import pickle
 import re
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.exc import TorchDynamoException
 
+from tests.inductor_cache import own_cache
+from tests.older import require
 from tests.ranks import by_messages, run_ranks
 
 RANKS = pytest.mark.parametrize(
@@ -46,6 +49,9 @@ def _later(rank, world, store, ranks, sends):
         "exchanged": (lambda: x.redistribute(mesh, [Shard(1)]).redistribute(mesh, [Shard(0)]).sum(0), full.sum(0)),
         "summed": (lambda: p.redistribute(mesh, [Replicate()]), full),
         "later": (lambda: x.redistribute(mesh, [Replicate()], async_op=True).to_local() * 1, full),
+        "distributed": (lambda: distribute_tensor(full, mesh, [Shard(0)]), full),
+        "compared": (lambda: DTensor.from_local(part, mesh, [Shard(0)], run_check=True), full),
+        "taken for granted": (lambda: DTensor.from_local(part, mesh, [Shard(0)]), full),
     }
     dist.barrier()
     dist.destroy_process_group()
@@ -125,10 +131,81 @@ def test_a_group_of_the_same_name_serves_if_it_has_the_same_ranks(ranks, got, se
             assert "has been destroyed" in said
             assert "got:      none" in said
         if got is None:
-            assert later == [True] * 12
+            assert later == [True] * 15
             continue
         for said in later:
             assert re.search(got.format(rank, 1 - rank), said, re.S), said
+
+
+def _only_then(rank, world, store, places):
+    """Groups of several axes, and of two meshes, that nothing has asked for before; their order is that of places."""
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torchshard.errors import ShardingError
+
+    full = torch.arange(24.0).view(8, 3)
+    mesh, other = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (world,))
+    rows = [Shard(0), Shard(0)]
+    x = distribute_tensor(full, mesh, rows, src_data_rank=None)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=places[rank], world_size=world)
+    found = []
+    for act in (
+        x.full_tensor,
+        lambda: x.redistribute(other, [Replicate()]).to_local(),
+        lambda: x.redistribute(placements=[Shard(0), Replicate()]).full_tensor(),  # by a group that torch has made
+    ):
+        try:
+            found.append(torch.equal(act(), full))
+        except ShardingError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2, 3), (3, 2, 1, 0)], ids=["alike", "other places"])
+def test_groups_that_are_made_later_are_of_the_same_ranks(places, tmp_path):
+    for rank, (whole, crossed, along) in enumerate(run_ranks(4, _only_then, str(tmp_path / "store"), places)):
+        if places[rank] == rank:
+            assert whole is crossed is True
+            assert "has been destroyed" in along
+            continue
+        for said in (whole, crossed, along):
+            assert f"of which this was rank {rank}\n" in said
+            assert f"of which this is rank {places[rank]}\n" in said
+
+
+def _kept(rank, world, store, cache):
+    """A region that communicates in its backward alone, whose graphs come from a cache."""
+    from torchshard import DTensor, Replicate, Shard, init_device_mesh
+    from torchshard.compiler import support_caches
+
+    for name, value in own_cache(f"{cache}{rank}").items():
+        os.environ[name] = value
+    support_caches()
+    mesh = init_device_mesh("cpu", (world,))
+
+    def region(x, w):
+        return (DTensor.from_local(x, mesh, [Shard(0)]) @ DTensor.from_local(w, mesh, [Replicate()])).to_local()
+
+    x, w = torch.full((2, 3), rank + 1.0), torch.ones(3, 4, requires_grad=True)
+    for _ in range(2):
+        torch.compiler.reset()
+        compiled, w.grad = torch.compile(region), None
+        compiled(x, w).sum().backward()
+        assert torch.equal(w.grad, torch.full_like(w, 6.0))
+    assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] == 1
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}{rank}", rank=0, world_size=1)
+    with pytest.raises(TorchDynamoException) as caught:
+        compiled(x, w)
+    return str(caught.value).replace("\\n", "\n")
+
+
+def test_graphs_from_a_cache_are_for_their_groups_too(tmp_path):
+    require("meshes in graphs")
+    for rank, said in enumerate(run_ranks(2, _kept, str(tmp_path / "store"), str(tmp_path / "cache"))):
+        assert re.search(rf"this was rank {rank}\n.*of the ranks \[0\], of which this is rank 0\n", said, re.S), said
 
 
 @RANKS

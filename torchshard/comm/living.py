@@ -28,13 +28,13 @@ def living(group: Group, whose: str = _MESH, fix: str = _REMAKE) -> dist.Process
     try:
         found = group_named(group.name)
     except RuntimeError as error:
-        raise _destroyed("none", whose=whose, fix=fix) from error
+        raise destroyed("none", whose=whose, fix=fix) from error
     if group.made is not None and found is not group.made():
         seat = group.position if group.seats is None else group.seats[group.position]
         ranks = dist.get_process_group_ranks(found)
         if (*ranks,) != group.members or found.rank() != seat:
             got, was = _said(ranks, ranks[found.rank()], "is"), _said(group.members, group.members[seat], "was")
-            raise _destroyed(got, was, whose, fix)
+            raise destroyed(got, was, whose, fix)
     return found
 
 
@@ -87,14 +87,15 @@ def displaced(ranks: Sequence[int], was: int | None) -> ShardingError | None:
     now = dist.get_rank() if dist.is_initialized() else was
     if now == was or (was is None and now not in ranks):
         return None
-    return _destroyed(_said(range(dist.get_world_size()), now, "is"), _said(ranks, was, "was"))
+    return destroyed(_said(range(dist.get_world_size()), now, "is"), _said(ranks, was, "was"))
 
 
 def _said(ranks: Sequence[int], mine: int | None, verb: str) -> str:
     return f"of the ranks {[*ranks]}, of which this {verb} {'none' if mine is None else f'rank {mine}'}"
 
 
-def _destroyed(got: str, was: str = "", whose: str = _MESH, fix: str = _REMAKE) -> ShardingError:
+def destroyed(got: str, was: str = "", whose: str = _MESH, fix: str = _REMAKE) -> ShardingError:
+    """What is wrong where a process group is no more: what has its name by now, what it was, whose, what to do."""
     return ShardingError(
         f"The process group of {whose} has been destroyed.",
         expected=f"that group, or one like it{was and f': {was}'}",

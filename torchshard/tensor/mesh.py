@@ -16,7 +16,7 @@ from torchshard._torch import bring_home, outside_of_traces, real_object
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.circle import group_of_those
 from torchshard.comm.group import Group
-from torchshard.comm.living import displaced, living
+from torchshard.comm.living import destroyed, displaced, living, living_in_graphs
 from torchshard.comm.workers import pause_at_exit
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
@@ -92,9 +92,9 @@ class BoundMesh(Mesh):
         return self._ascending[axis]
 
     def process_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
-        """torch's process group of the ranks of `group(axes)`."""
-        self.group(axes)
-        return self._by_axes[axes]
+        """torch's process group of the ranks of `group(axes)`; ShardingError where it is destroyed."""
+        group = self.group(axes)
+        return self._by_axes[axes] if group.size == 1 else living(group)
 
     @property
     def everyone(self) -> Group:
@@ -103,9 +103,10 @@ class BoundMesh(Mesh):
 
     def _make_group(self, axes: tuple[int, ...]) -> Group:
         pause_at_exit()
+        self._require_place()
         ranks = self.line(axes)
         if len(axes) == 1:
-            process_group = self.device_mesh.get_group(axes[0])
+            process_group = self._group_along(axes[0], ranks)
         else:
             process_group = self._group_of(sorted(ranks))
             self._process_groups.append(process_group)
@@ -119,6 +120,8 @@ class BoundMesh(Mesh):
         """
         bridge = self._bridges.get(other)
         if bridge is None:
+            self._require_place()
+            other._require_place()
             ranks = sorted({*self.ranks, *other.ranks})
             process_group = self._group_of(ranks)
             group = _group_in(process_group, ranks, dist.get_rank())
@@ -137,15 +140,48 @@ class BoundMesh(Mesh):
         world = dist.group.WORLD
         if world is None or (self._world is not None and self._world() is world):
             return
-        for group in self._groups.values():
-            if group.size > 1:
-                living(group)
+        for group in self._in_graphs():
+            living(group)
         self._world = weakref.ref(world)
+
+    def bind_graph(self) -> None:
+        """Have a graph that is being made be for the groups that this mesh has now, by whatever ways it comes to be.
+
+        One that comes from a cache is not traced, and what it sends may be in its backward alone.
+        """
+        for group in self._in_graphs():
+            living_in_graphs(group)
+
+    def _in_graphs(self) -> list[Group]:
+        """Groups that graphs may name: those of the axes, that of all ranks, and those that have been made."""
+        if self._process_groups:
+            everyone = self.ndim > 1 and dist.is_initialized() and dist.get_world_size() == self.size
+            for axes in [*((axis,) for axis in range(self.ndim)), *((tuple(range(self.ndim)),) if everyone else ())]:
+                self.group(axes)
+        return [group for group in self._groups.values() if group.size > 1]
 
     def part(self, other: "BoundMesh") -> None:
         """Let go of the way to another mesh whose ranks have come apart, on all of them: the next is agreed to anew."""
         self._bridges.pop(other, None)
         other._bridges.pop(self, None)
+
+    def _require_place(self) -> None:
+        """Raise ShardingError where a group made now would not be of the ranks that this mesh was made for."""
+        if not dist.is_initialized():
+            raise destroyed("none")
+        if (problem := self.displaced()) is not None:
+            raise problem
+
+    def _group_along(self, axis: int, ranks: list[int]) -> dist.ProcessGroup:
+        """The mesh's own process group of these global ranks."""
+        try:
+            process_group = self.device_mesh.get_group(axis)
+            held = dist.get_process_group_ranks(process_group)
+        except (LookupError, RuntimeError, ValueError) as error:
+            raise destroyed("none") from error
+        if sorted(held) != sorted(ranks):
+            raise destroyed(f"of the ranks {held}", f"of the ranks {ranks}")
+        return process_group
 
     def _group_of(self, ranks: list[int]) -> dist.ProcessGroup:
         """A process group of these global ranks, ascending, made by themselves; the world's where these are all."""
@@ -232,7 +268,9 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
             fix="init_device_mesh('cpu', (world_size,))",
         )
     if (real := real_object(device_mesh)) is not device_mesh:  # a region may be the first to see the mesh
-        return bind(real)
+        bound = bind(real)
+        bound.bind_graph()
+        return bound
     if any(not isinstance(n, int) for n in device_mesh.get_coordinate() or ()):
         raise ShardingError(
             "All ranks are played in one process, which DTensors of torchshard cannot be.",
