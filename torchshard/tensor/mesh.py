@@ -155,9 +155,10 @@ class BoundMesh(Mesh):
     def _in_graphs(self) -> list[Group]:
         """Groups that graphs may name: those of the axes, that of all ranks, and those that have been made."""
         if self._process_groups:
-            everyone = self.ndim > 1 and dist.is_initialized() and dist.get_world_size() == self.size
-            for axes in [*((axis,) for axis in range(self.ndim)), *((tuple(range(self.ndim)),) if everyone else ())]:
-                self.group(axes)
+            for axis in range(self.ndim):
+                self.group((axis,))
+            if dist.is_initialized() and dist.get_world_size() == self.size:  # all ranks have a group already
+                self.group(tuple(range(self.ndim)))
         return [group for group in self._groups.values() if group.size > 1]
 
     def part(self, other: "BoundMesh") -> None:
