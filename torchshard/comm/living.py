@@ -10,6 +10,7 @@ from torchshard._torch import group_named, guard_attribute
 from torchshard.comm.group import Group
 from torchshard.errors import ShardingError
 
+_OF_NAME = "of_"
 _MESH = "a DTensor's mesh"
 _REMAKE = "take x.full_tensor() before destroy_process_group(), and distribute_tensor() that on a new mesh"
 
@@ -60,7 +61,6 @@ class _Seats:
         return "seats"
 
 
-_OF_NAME = "of_"
 seats = _Seats()
 
 

@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torchshard._torch import is_traced, placements_are_values
+from torchshard._torch import placements_are_values
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.gradients.autograd import part_in
-from torchshard.tensor.mesh import bind
 from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.regions.naming import name_of_place, named
 from torchshard.tensor.replacing import successor
@@ -321,9 +320,7 @@ def annotated(x: Tensor, where: str, length: int | None = None) -> DTensor:
         where: name of its mesh and placement.
         length: of its last dim in the whole, where that is known.
     """
-    mesh, placement = named(where)
-    if is_traced(x):
-        bind(mesh).bind_graph()
+    mesh, placement = named(where, x)
     dim = getattr(placement, "dim", None)
     if length is None or dim is None or dim % x.ndim != x.ndim - 1:
         return DTensor.from_local(x, mesh, (placement,))

@@ -103,7 +103,7 @@ class BoundMesh(Mesh):
 
     def _make_group(self, axes: tuple[int, ...]) -> Group:
         pause_at_exit()
-        self._require_place()
+        self.require_place()
         ranks = self.line(axes)
         if len(axes) == 1:
             process_group = self._group_along(axes[0], ranks)
@@ -116,12 +116,10 @@ class BoundMesh(Mesh):
     def bridge(self, other: "BoundMesh") -> "Bridge":
         """The way to another mesh and back, for a rank of either; all of them ask for it at the same point.
 
-        Its group is made when first asked for, by the ranks of both meshes.
+        Its group is made when first asked for, by the ranks of both meshes, of which `require_place` was true.
         """
         bridge = self._bridges.get(other)
         if bridge is None:
-            self._require_place()
-            other._require_place()
             ranks = sorted({*self.ranks, *other.ranks})
             process_group = self._group_of(ranks)
             group = _group_in(process_group, ranks, dist.get_rank())
@@ -166,7 +164,7 @@ class BoundMesh(Mesh):
         self._bridges.pop(other, None)
         other._bridges.pop(self, None)
 
-    def _require_place(self) -> None:
+    def require_place(self) -> None:
         """Raise ShardingError where a group made now would not be of the ranks that this mesh was made for."""
         if not dist.is_initialized():
             raise destroyed("none")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
-from torchshard._torch import after_every_forward, is_traced, skip_methods
+from torchshard._torch import after_every_forward, skip_methods
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.interop import from_torch, over
 from torchshard.tensor.layout import TensorLayout, layout_for, terms_along
@@ -80,10 +80,7 @@ class Placed:
 @one_node
 def _lent(part: Tensor, name: str) -> Tensor:
     """See Placed.lent."""
-    layout, kind = named(name)
-    if is_traced(part):
-        layout.mesh.bind_graph()
-    return over(part, layout, kind)
+    return over(part, *named(name, part))
 
 
 def ours(x: Tensor) -> DTensor:

@@ -76,8 +76,7 @@ def _dtensor(state: Any) -> TensorEntry:
         made = mesh.mesh.sharding(plain, dict(order))
         if any(shape[d] % cut.apart for d, cut in made.cuts.items()):
             raise CheckpointError("The placements of a DTensor do not fit its shape.", got=f"{made} for {shape}")
-        held = [] if mesh.coordinate is None else _boxes_of(intervals(made, shape, mesh.coordinate), placements)
-        return _of_boxes(local, shape, list(held), made if made.boxed else None)
+        return _of_boxes(local, shape, _held(made, shape, mesh.coordinate, placements), made if made.boxed else None)
     meta = spec.field("tensor_meta")
     if not isinstance(meta, Record) or not meta.args:
         raise TypeError("a DTensor without its shape")
@@ -87,8 +86,7 @@ def _dtensor(state: Any) -> TensorEntry:
     plain = _check_placements(mesh, placements, shape)
     if nesting := _order(spec.field("shard_order"), plain):
         made = mesh.mesh.sharding(plain, nesting)
-        nested = [] if mesh.coordinate is None else _boxes_of(intervals(made, shape, mesh.coordinate), placements)
-        return _of_boxes(local, shape, list(nested), made)
+        return _of_boxes(local, shape, _held(made, shape, mesh.coordinate, placements), made)
     strided = any(isinstance(p, _Split) for p in placements)
     boxes = [] if mesh.coordinate is None else list(_boxes(shape, placements, mesh.mesh.shape, mesh.coordinate))
     return _of_boxes(local, shape, boxes, None if strided else mesh.mesh.sharding(plain))
@@ -166,6 +164,13 @@ def _boxes(
         for d, n in enumerate(shape)
     ]
     yield from _boxes_of(held, placements)
+
+
+def _held(
+    sharding: Sharding, shape: tuple[int, ...], coordinate: Sequence[int] | None, placements: Sequence[Any]
+) -> list[Box]:
+    """What a coordinate holds of a sharding, which these placements say; nothing outside of the mesh."""
+    return [] if coordinate is None else list(_boxes_of(intervals(sharding, shape, coordinate), placements))
 
 
 def _boxes_of(held: Sequence[Sequence[Interval]], placements: Sequence[Any]) -> Iterator[Box]:

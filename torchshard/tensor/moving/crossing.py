@@ -28,9 +28,8 @@ def actions_between(source: TensorLayout, target: TensorLayout) -> list[Action]:
     assert isinstance(there, BoundMesh), "a layout that belongs to no DeviceMesh"
     _require_one_device(here, there)
     _require_same_slice(here, there)
-    for mesh in (here, there):
-        if (problem := mesh.displaced()) is not None:
-            raise problem
+    here.require_place()
+    there.require_place()
     way = passage(source.sharding, target.sharding, source.shape, source.dtype.itemsize)
     steps: list[Action] = []
     if here.coordinate is not None:

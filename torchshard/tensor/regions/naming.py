@@ -8,14 +8,16 @@ of graphs, too.
 import itertools
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from torchshard._torch import is_traced
 from torchshard.errors import ShardingError
 from torchshard.tensor.mesh import BoundMesh, bind
 
 _names: dict[tuple[BoundMesh, Any], str] = {}
-_named: dict[str, Any] = {}
+_named: dict[str, tuple[BoundMesh, Any]] = {}
 
 
 def name_of_place(device_mesh: DeviceMesh, placement: Placement) -> str:
@@ -31,18 +33,18 @@ def name_on(mesh: BoundMesh, thing: Any, *says: object) -> str:
         stem = " ".join(map(str, (mesh, mesh.device_mesh.device_type, mesh.cache_key, *says)))
         # More than one, say of meshes that differ in what torch compares and graphs do not ask.
         name = next(free for k in itertools.count() if (free := f"{stem} {k}") not in _named)
-        _names[mesh, thing], _named[name] = name, thing
+        _names[mesh, thing], _named[name] = name, (mesh, thing)
     return name
 
 
-def named(name: str) -> Any:
-    """What has this name.
+def named(name: str, x: Tensor) -> Any:
+    """What has this name; a graph that is being made with `x` is for the groups that its mesh has now.
 
     Raises:
         ShardingError: it is gone with the process groups of its mesh.
     """
     try:
-        return _named[name]
+        mesh, thing = _named[name]
     except KeyError:
         raise ShardingError(
             "The mesh of a parallel module is gone: its process groups were destroyed.",
@@ -50,6 +52,9 @@ def named(name: str) -> Any:
             got=f"only {[*_named]}",
             fix="make the module anew, and parallelize it over a mesh of groups that live",
         ) from None
+    if is_traced(x):
+        mesh.bind_graph()
+    return thing
 
 
 def forget(dead: BoundMesh) -> None:
