@@ -71,7 +71,18 @@ def test_graphs_that_other_ranks_are_to_run_are_refused():
                 whole(lambda x: x + 1)(x)
         with pytest.raises(Exception, match="compile on every rank"):
             whole(lambda x: x + ROWS.to_local().sum())(PLAIN)
+        for inside in made_inside(ROWS.device_mesh):
+            with pytest.raises(Exception, match="compile on every rank"):
+                whole(inside)(PLAIN)
     assert whole(lambda x: x + 1)(ROWS).placements == (Shard(0),)
+
+
+def made_inside(mesh):
+    """Functions of a plain tensor that make a DTensor of it, or none of it, and give a plain one."""
+    yield lambda x: DTensor.from_local(x, mesh, [Shard(0)]).full_tensor()
+    yield lambda x: DTensor.from_local(x, mesh, [Shard(0)]).to_local() + 1
+    yield lambda x: distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None).to_local()
+    yield lambda x: x + zeros(8, device_mesh=mesh, placements=[Shard(0)]).to_local().sum()
 
 
 def test_a_loss_of_plain_targets():

@@ -21,7 +21,7 @@ from torchshard.comm.workers import pause_at_exit
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
 from torchshard.layout.layout import Mesh
-from torchshard.tensor.layout import TensorLayout
+from torchshard.tensor.layout import TensorLayout, require_own_graphs
 from torchshard.tensor.regions.caching import owner
 
 
@@ -146,7 +146,12 @@ class BoundMesh(Mesh):
         """Have a graph that is being made be for the groups that this mesh has now, by whatever ways it comes to be.
 
         One that comes from a cache is not traced, and what it sends may be in its backward alone.
+
+        Raises:
+            UnsupportedOperatorError: other ranks are to run it, too.
+            ShardingError: one of the groups has been destroyed.
         """
+        require_own_graphs()
         for group in self._in_graphs():
             living_in_graphs(group)
 
