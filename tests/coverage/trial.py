@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.coverage.samples import Sample
-from tests.tensor.proving import place
+from tests.tensor.proving.proof import place
 
 UNINITIALISED = ("empty", "new_empty", "resize_")
 

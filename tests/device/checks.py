@@ -94,7 +94,7 @@ def operators_do_not_wait(rank: int, world: int) -> None:
     """An operator's second call on DTensors waits as often as on plain tensors."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tests.tensor.cases import GROUPS
+    from tests.tensor.proving.cases import GROUPS
     from torchshard import Replicate, Shard, distribute_tensor
 
     mesh, bad = init_device_mesh("cpu", (world,)), list[str]()

@@ -265,7 +265,7 @@ def test_state_dicts(messages):
 def _peak(work):
     import torch
 
-    from tests.tensor.test_redistribute_costs import peak_of
+    from tests.tensor.moving.test_costs import peak_of
 
     return peak_of(lambda: (work(), torch.zeros(1)))  # a rank that only sends allocates nothing
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from tests.older import require
 from tests.ranks import run_ranks
-from tests.tensor import proving
-from tests.tensor.cases import GROUPS
-from tests.tensor.proving import exact, place
+from tests.tensor.proving import proof
+from tests.tensor.proving.cases import GROUPS
+from tests.tensor.proving.proof import exact, place
 from torchshard.errors import ShardingError
 
 
@@ -276,11 +276,11 @@ def all_operators(rank, world, kind):
             found = [UnitShard(d, 2 if n % 2 == 0 else n) for d, n in enumerate(t.shape) if n > 1]
         return [*found, Replicate()] if found else placements_of(t, case)
 
-    placements_of, proving.placements_of = proving.placements_of, cut
+    placements_of, proof.placements_of = proof.placements_of, cut
     mesh, done, bad = init_device_mesh("cpu", (world,)), 0, []
     for case in itertools.chain.from_iterable(GROUPS.values()):
         if any(n > 1 and (n % 4 == 0 or kind == "units") for shape in case.shapes for n in shape):
-            count, complaints = proving.prove(case, mesh, 12)
+            count, complaints = proof.prove(case, mesh, 12)
             done += count
             bad += complaints
     return done, bad

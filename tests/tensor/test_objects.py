@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.ranks import run_ranks
-from tests.tensor.proving import prove_group
+from tests.tensor.proving.proof import prove_group
 
 
 def objects(rank, world):

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.ranks import run_ranks
-from tests.tensor.cases import case
-from tests.tensor.proving import exact, place, same
+from tests.tensor.proving.cases import case
+from tests.tensor.proving.proof import exact, place, same
 from tests.watching import Sent
 
 # The operator, of images and kernels; their shapes.

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from tests.tensor.programs import check
-from tests.tensor.test_semantics_replicated import INPUT, _placed
+from tests.tensor.semantics.test_replicated import INPUT, _placed
 
 BAGS = torch.arange(12).view(4, 3) % 7
 

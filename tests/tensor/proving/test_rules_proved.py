@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.coverage.samples import database, samples
-from tests.tensor.bare import calls
-from tests.tensor.cases import GROUPS
-from tests.tensor.gpu_kernels import attention_calls, attention_kernels
-from tests.tensor.proving import operands
+from tests.tensor.proving.bare import calls
+from tests.tensor.proving.cases import GROUPS
+from tests.tensor.proving.gpu_kernels import attention_calls, attention_kernels
+from tests.tensor.proving.proof import operands
 from torchshard.rules.registry import RULES
 from torchshard.tensor.calls.call import operator_name, rule_of
 from torchshard.tensor.proving.proof import described

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tensor.cases import GROUPS
-from tests.tensor.proving import prove_group
+from tests.tensor.proving.cases import GROUPS
+from tests.tensor.proving.proof import prove_group
 
 
 def check(mesh_shape, group, limit, timeout=240.0):

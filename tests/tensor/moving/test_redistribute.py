@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tensor.proving import exact, place
+from tests.tensor.proving.proof import exact, place
 
 
 def all_pairs(rank, world, mesh_shape, limit):
@@ -198,7 +198,7 @@ def test_nesting_order_is_part_of_the_layout():
 
 def dtypes_on_the_way(rank, world):
     """What is sent, forward and backward, and what is refused."""
-    from tests.tensor.wire import Wire
+    from tests.tensor.moving.wire import Wire
     from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
     from torchshard.errors import ShardingError
 

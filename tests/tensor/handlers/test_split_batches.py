@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ranks import run_ranks
-from tests.tensor.proving import same
+from tests.tensor.proving.proof import same
 
 
 def _recurrent(put, mesh):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.layout.strategies import OPS, shapes, shardings
 from tests.ranks import run_ranks
-from tests.tensor.moving import made, part_of
+from tests.tensor.moving.known import made, part_of
 from torchshard.layout import Mesh, Partial
 from torchshard.layout.reductions import masking
 

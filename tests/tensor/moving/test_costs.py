@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tensor.wire import Wire
+from tests.tensor.moving.wire import Wire
 
 MESHES = {2: (2,), 4: (2, 2), 8: (2, 2, 2)}
 WAYS = {

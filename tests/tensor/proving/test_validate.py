@@ -6,8 +6,8 @@ import expecttest
 import pytest
 import torch
 
-from tests.tensor.cases import GROUPS
-from tests.tensor.proving import exact, operands
+from tests.tensor.proving.cases import GROUPS
+from tests.tensor.proving.proof import exact, operands
 from torchshard.errors import ShardingError
 from torchshard.rules.rule import Made, Rule, options
 from torchshard.tensor.proving.validate import check_call, validate_rule

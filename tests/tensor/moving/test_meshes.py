@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tensor.moving import made, part_of
+from tests.tensor.moving.known import made, part_of
 
 MESHES = {
     "all": [0, 1, 2, 3],

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.ranks import run_ranks
-from tests.tensor.cases import case
-from tests.tensor.proving import prove_all, same
+from tests.tensor.proving.cases import case
+from tests.tensor.proving.proof import prove_all, same
 from tests.watching import Sent
 
 aten = torch.ops.aten

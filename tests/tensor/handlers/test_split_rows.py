@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.ranks import fake_ranks, run_ranks
-from tests.tensor.cases import case
-from tests.tensor.proving import prove_all
+from tests.tensor.proving.cases import case
+from tests.tensor.proving.proof import prove_all
 from tests.watching import Sent
 from torchshard import distribute_tensor, init_device_mesh
 

@@ -11,7 +11,7 @@ from expecttest import TestCase
 from tabulate import tabulate
 
 from tests.ranks import run_ranks
-from tests.tensor.wire import Wire
+from tests.tensor.moving.wire import Wire
 from torchshard.layout import Mesh, Partial, R, Shard, parse_placements
 from torchshard.layout.cost import Link
 from torchshard.layout.transitions import transition

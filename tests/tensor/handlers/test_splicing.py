@@ -10,8 +10,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.older import known
 from tests.ranks import fake_ranks, run_ranks
-from tests.tensor.cases import case
-from tests.tensor.proving import prove_all
+from tests.tensor.proving.cases import case
+from tests.tensor.proving.proof import prove_all
 from tests.watching import Sent
 from torchshard import distribute_tensor, init_device_mesh
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.ranks import run_ranks
-from tests.tensor.cases import case
-from tests.tensor.gpu_kernels import attention_kernels
-from tests.tensor.proving import prove, same
+from tests.tensor.proving.cases import case
+from tests.tensor.proving.gpu_kernels import attention_kernels
+from tests.tensor.proving.proof import prove, same
 
 
 def attend(q, k, v, mask=None):

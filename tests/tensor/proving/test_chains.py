@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tensor import chains, sharded_chains
+from tests.tensor.proving import chains, sharded_chains
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])

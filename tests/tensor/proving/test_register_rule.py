@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.ranks import run_ranks
-from tests.tensor.proving import exact
+from tests.tensor.proving.proof import exact
 from torchshard import distribute_tensor, fallback, register_rule, validate_rule
 from torchshard.errors import ShardingError
 from torchshard.rules.registry import find

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from tests.tensor.cases import GROUPS
+from tests.tensor.proving.cases import GROUPS
 
 
 def operands(case, seed=0):

@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from tests.tensor.chains import Chain, Over, played
+from tests.tensor.proving.chains import Chain, Over, played
 
 OPERATORS = """
     x.relu()
