@@ -5,6 +5,7 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.tensor.programs import VALUES, check, program, put
+from torchshard.errors import UnsupportedOperatorError
 
 _WRITES = """
     x[1:3] = 7.0
@@ -284,3 +285,26 @@ def several(rank, world):
 
 def test_lists_with_terms():
     run_ranks(2, several)
+
+
+def writes_to_parts_of_norms(rank, world):
+    """What became of writes to slices along an axis that splits, of norms whose terms lie along another one."""
+    from torchshard import Shard, distribute_tensor, init_device_mesh
+
+    mesh, told = init_device_mesh("cpu", (2, 2)), []
+    writes = [
+        lambda x: x[1:].mul_(2), lambda x: x.view(-1)[1:].add_(2), lambda x: x[1].zero_(), lambda x: x.view(2, 2)[1].exp_(),
+        lambda x: torch._foreach_mul_([x[1:]], 2.0), lambda x: torch._foreach_add_([x[1:], x[:1]], 1.0),
+    ]  # fmt: skip
+    for placements in ([Shard(1), Shard(0)], [Shard(0), Shard(1)]):
+        x = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, placements)
+        for write in writes:
+            norms = x.norm(dim=1)
+            with pytest.raises(UnsupportedOperatorError, match="of which there are views"):
+                write(norms)
+            told.append(torch.equal(norms.full_tensor(), x.norm(dim=1).full_tensor()))
+    return told
+
+
+def test_a_moved_part_of_norms_is_not_written_to():
+    assert run_ranks(4, writes_to_parts_of_norms) == [[True] * 12] * 4

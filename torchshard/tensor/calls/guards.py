@@ -302,7 +302,10 @@ def refuse_unwritable(x: DTensor) -> None:
     Partial, and they are those of other tensors, too.
     """
     terms = _without_terms(x._spec)
-    if terms is not None and storage_uses(x._local_tensor.untyped_storage()) > 2:  # the tensor and the storage object
+    if terms is None:
+        return
+    # More than the tensor and the storage object; a view that had to be moved has no memory with its base.
+    if x._spec.marks & SEVERED or storage_uses(x._local_tensor.untyped_storage()) > 2:
         raise UnsupportedOperatorError(
             "A Partial DTensor of which there are views would be written to.",
             expected=f"terms of a sum, an average, a maximum or a minimum, not of {terms}",
