@@ -135,3 +135,58 @@ def _in_two_backwards(rank, world):
 
 def test_one_forward_in_two_backwards():
     assert run_ranks(2, _in_two_backwards) == [3, 3]
+
+
+class Auxiliary(nn.Module):
+    """Its forward runs a loss of its own backward, through the layer `side`, which the output may use as well."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.main, self.side, self.uses = nn.Linear(8, 3), nn.Linear(8, 8), uses
+
+    def forward(self, x):
+        self.side(x).square().mean().backward()
+        return self.main(self.side(x) if self.uses else x)
+
+
+def _beside(rank, world, settings):
+    """What a backward within forward, or one of the module inside, has left is averaged with what comes next."""
+    from torchshard.ddp import DistributedDataParallel
+
+    for uses in (True, False) if "find_unused_parameters" in settings else (True,):
+        module = Auxiliary(uses)
+        twin, x = copy.deepcopy(module), torch.randn(world, 4, 8)
+        model = DistributedDataParallel(module, **settings)
+        for step in range(4):
+            model.zero_grad()
+            twin.zero_grad()
+            if step == 2:
+                module.side(x[rank]).sum().backward()
+                (twin.side(x.flatten(0, 1)).sum() / world).backward()
+            model(x[rank]).square().mean().backward()
+            twin(x.flatten(0, 1)).square().mean().backward()
+            for (name, p), q in zip(module.named_parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, msg=lambda m, n=name, s=step: f"{settings} {s} {n}: {m}")
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_what_a_backward_beside_the_wrapper_leaves_is_averaged_with_the_next(views):
+    for settings in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        run_ranks(2, _beside, {"gradient_as_bucket_view": views, **settings})
+
+
+def _dropped(rank, world):
+    """What came under no_sync and was dropped counts no more: no rank has a gradient of that branch."""
+    from torchshard.ddp import DistributedDataParallel
+
+    model, x = DistributedDataParallel(Branches(), find_unused_parameters=True), torch.randn(4, 8)
+    for _ in range(3):
+        with model.no_sync():
+            model(x, (0,))[0].sum().backward()
+        model.zero_grad()
+        model(x, (1,))[0].sum().backward()
+        assert model.module.branches[0].weight.grad is None
+
+
+def test_what_is_dropped_before_it_is_reduced_counts_as_unused():
+    run_ranks(2, _dropped)

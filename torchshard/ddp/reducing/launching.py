@@ -2,12 +2,16 @@
 
 from collections.abc import Collection
 
+import torch.distributed as dist
+
 from torchshard import _torch
 from torchshard.ddp.buckets.flat import FlatBucket
 from torchshard.ddp.buckets.layouts import Events
 from torchshard.ddp.buckets.reduction import Hooked, Sum
 from torchshard.ddp.exchange import Exchange
 from torchshard.ddp.reducing.arrivals import Hooks, in_turn
+from torchshard.ddp.reducing.usage import Usage
+from torchshard.ddp.telling import messages
 
 
 class Launching:
@@ -16,17 +20,23 @@ class Launching:
     Hooks call `complete` in the threads of autograd, one for each device; `hooks.turn` lets them in one at a time.
     """
 
+    names: list[str]
+    group: dist.ProcessGroup
     hooks: Hooks
+    usage: Usage
     exchange: Exchange
     reduction: Sum | Hooked
     buckets: list[FlatBucket]
     arrived: Events | None
     _plan_text: str
     _names: list[str]  # of the buckets, for messages
+    _touched: set[int]
 
     def _complain(self, index: int) -> None:
-        """The reducer's own: the gradient of a parameter came that should not."""
-        raise NotImplementedError
+        """The gradient of a parameter came that should not."""
+        name = self.names[index]
+        better = self.usage.too_often(index, name, self.group.rank())
+        raise RuntimeError(better or messages.twice_text(index, name))
 
     @property
     def holds(self) -> bool:
@@ -64,6 +74,10 @@ class Launching:
                 bucket.settle()
         except KeyError as error:
             self._complain(error.args[0])
+
+    def _leave_here(self, bucket: FlatBucket) -> None:
+        """What was heard of came in a backward that is none of ours: it is reduced with what comes next."""
+        self._touched.update(bucket.forget_since(()))
 
     def _launch(self, number: int, bucket: FlatBucket) -> None:
         bucket.close()

@@ -67,6 +67,8 @@ class ObservedReducer(Reducer):
             self._take_hook(other.reduction)
         self.waits_for_user = other.waits_for_user
         self._recipe.rows.update((self.numbers[id(other.params[i])], rows) for i, rows in other._recipe.rows.items())
+        for bucket in other.buckets:
+            other._leave_here(bucket)
         self._touched = {self.numbers[id(other.params[i])] for i in other._touched}
 
     @property

@@ -95,7 +95,7 @@ class Reducer(Launching, ReducerCompatibility):
         self._armed = self._listening = False  # armed by a forward to be reduced, until the next reduction
         self._again = False  # the last forward ran inside of a backward
         self._heard_before: list[list[torch.Tensor]] = []  # before a backward of no_sync
-        self._touched: set[int] = set()  # had a gradient under no_sync
+        self._touched: set[int] = set()  # had a gradient that was not reduced, since the last that was
         self.hooks = Hooks()
         chosen = set(sparse)
         numbers = frozenset(i for i, n in enumerate(self.names) if n in chosen)
@@ -116,8 +116,8 @@ class Reducer(Launching, ReducerCompatibility):
         self.hooks.move_last(self)
         has_begun = False
         for bucket in self.buckets:
-            if not (self._armed or self._forwards):
-                bucket.heard.clear()  # by a backward that was none of ours
+            if bucket.heard and not (self._armed or self._forwards):
+                self._leave_here(bucket)
             elif sync and self._armed:
                 self._settle(bucket)  # by one that reached quiet parameters only
             has_begun = has_begun or bucket.has_begun()
@@ -133,6 +133,9 @@ class Reducer(Launching, ReducerCompatibility):
         forward = ForwardPass(sync)
         certain = watch(output, forward, self._begins, self.traced)
         if sync:
+            for bucket in self.buckets:
+                if bucket.heard and self.mode is Mode.IDLE and not (self._armed or self._forwards):
+                    self._leave_here(bucket)  # heard inside of this forward
             self._forwards.add(weakref.ref(forward, self._forwards.discard))
             self._armed = True
             if not certain:
@@ -201,10 +204,10 @@ class Reducer(Launching, ReducerCompatibility):
     @_torch.untraced
     def outside(self, index: int) -> bool:
         """A gradient has arrived while none is reduced. Whether that has to begin now."""
-        if self.mode is Mode.LOCAL:  # until its end
+        begins = self.mode is not Mode.LOCAL and self._begins_now()  # that is LOCAL until its end
+        if not begins:
             self._touched.add(index)
-            return False
-        return self._begins_now()
+        return begins
 
     @in_turn
     def _begins_now(self) -> bool:
@@ -222,11 +225,6 @@ class Reducer(Launching, ReducerCompatibility):
         """Autograd is done with a parameter whose place is taken: by a graph, or else by mistake."""
         if not self.lending.again(bucket, index):
             self._complain(index)
-
-    def _complain(self, index: int) -> None:
-        name = self.names[index]
-        better = self.usage.too_often(index, name, self.group.rank())
-        raise RuntimeError(better or messages.twice_text(index, name))
 
     @_torch.untraced
     def _end(self) -> None:
@@ -262,6 +260,8 @@ class Reducer(Launching, ReducerCompatibility):
         self._confirm()
         if self.holds:
             self._lay_out_before()
+        if self._touched:
+            self._touched = {i for i in self._touched if self.params[i].grad is not None}  # not dropped since
         self._launch_rest(self.usage.skipped(self.buckets, self._touched, self.exchange))
         self.is_unfinished = True
         if not self.waits_for_user:

@@ -63,7 +63,7 @@ class Usage:
 
         Args:
             absent: parameters without a gradient in this backward, here.
-            touched: parameters that got one under no_sync.
+            touched: parameters that got one before it, under no_sync or in a backward that was none of the wrapper's.
             exchange: with the other ranks.
         """
         return self.anywhere
