@@ -195,6 +195,13 @@ def _replaced(rank, world):
     model.parameters_to_ignore |= {"5.weight", "5.bias"}
     _step(model, rank)
 
+    for another in (mlp(8, 3), nn.Sequential(model.module, nn.Linear(8, 8))):
+        model.module = another
+        with pytest.raises(RuntimeError, match=r"(no longer in it, and|came to the module after)"):
+            _step(model, rank)
+        with pytest.raises(RuntimeError, match="wrap the module anew"):
+            _step(model, rank)
+
     model = wrapped()
     torch.__future__.set_swap_module_params_on_conversion(True)
     with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight"):
@@ -203,6 +210,37 @@ def _replaced(rank, world):
 
 def test_parameters_that_are_replaced_or_come_in_addition_are_noticed():
     run_ranks(2, _replaced)
+
+
+class _Shifted(nn.Module):
+    """Another module in a place of its own, with the same parameters and a buffer besides."""
+
+    def __init__(self, inner, shift):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("shift", torch.full((8,), shift))
+
+    def forward(self, x):
+        return self.inner(x) + self.shift
+
+
+def _held_otherwise(rank, world):
+    from torchshard.ddp import DistributedDataParallel
+
+    model = DistributedDataParallel(_Shifted(mlp(8, 3), 1.0))
+    _step(model, rank)
+    model.module = _Shifted(model.module.inner, 2.0 + rank)
+    _step(model, rank)
+    assert model.module.shift.tolist() == [2.0] * 8
+    model.module = torch.compile(model.module, backend="eager")
+    _step(model, rank)
+    model.module.inner.append(nn.Linear(8, 8))
+    with pytest.raises(RuntimeError, match=r"inner\.5\.weight, inner\.5\.bias came to the module"):
+        _step(model, rank)
+
+
+def test_another_module_with_the_same_parameters_in_the_place_of_the_wrapped_one():
+    run_ranks(2, _held_otherwise)
 
 
 def test_tables_of_parameters_that_take_the_place_of_others(fake_group):

@@ -36,13 +36,14 @@ class Alike:
     ) -> None:
         self.coalesced = Coalesced([*named.values()], cap)
         self.text = "\n".join(describe("buffer", named.items()))
-        self._places, self._buffers = Places(module, "_buffers"), [*named.values()]
+        self._module, self._places = module, Places(module, "_buffers")
+        self._buffers = [*named.values()]
         self._settings = {*ignored}, cap
         self._sizes = None if any(map(is_composite, self._buffers)) else [*map(_nbytes, self._buffers)]
 
-    def are_kept(self, ignored: Collection[str], cap: int) -> bool:
-        """Whether they are, and to be sent in the same way; the same tensors may have got other data."""
-        kept = self._places.are_kept() and self._settings == (ignored, cap)
+    def are_kept(self, module: object, ignored: Collection[str], cap: int) -> bool:
+        """Whether they are those of this module, and sent in the same way; the same tensors may have got other data."""
+        kept = module is self._module and self._places.are_kept() and self._settings == (ignored, cap)
         return kept and [*map(_nbytes, self._buffers)] == self._sizes
 
 
@@ -54,6 +55,7 @@ class Buffers:
 
     reducer: ObservedReducer
     module: torch.nn.Module
+    _modules: dict[str, torch.nn.Module | None]
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
     require_forward_param_sync: bool
@@ -99,7 +101,7 @@ class Buffers:
 
     def _sync_buffers(self, authoritative_rank: int = 0) -> None:
         """Synchronize the buffers that the module has now, without a trace in their version counters."""
-        how = self.parameters_to_ignore, self.broadcast_bucket_size
+        how = self._modules["module"], self.parameters_to_ignore, self.broadcast_bucket_size
         if self._alike is None or not self._alike.are_kept(*how):
             self._alike = None
             self._assign_modules_buffers()

@@ -20,6 +20,7 @@ class Compatibility:
     """
 
     reducer: ObservedReducer
+    _modules: dict[str, torch.nn.Module | None]
     module: torch.nn.Module
     _on_end: Any
     _delayed: Delayed | None
@@ -62,6 +63,9 @@ class Compatibility:
 
         Which they are, all ranks tell each other before it.
         """
+        members, module = self.reducer.members, self._modules["module"]
+        if members is not None and module is not None and members.module() is not module:
+            members.follow(module)
         if not self.reducer.in_backward and (thawed := self.reducer.look_at_members()):
             if self.reducer.may_remember_buckets:
                 raise RuntimeError(messages.remembered_text(thawed))

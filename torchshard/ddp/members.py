@@ -68,7 +68,10 @@ class Members:
 
     Attributes:
         trained: the parameters to be averaged in buckets, with their names.
+        module: the module, weakly.
     """
+
+    _places: Places | None  # None: to be looked through
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class Members:
         delayed: Sequence[torch.nn.Parameter] = (),
         before: "Members | None" = None,
     ) -> None:
-        self._module, self._ignored = weakref.ref(module), ignored
+        self.module, self._ignored = weakref.ref(module), ignored
         apart = {id(p) for p in delayed}
         self._delayed = names_of(module, apart)
         present = self._present(module)
@@ -92,6 +95,10 @@ class Members:
         self._places = Places(module)
         self._others = [p for _, p in present if id(p) not in averaged]  # frozen, as it is
 
+    def follow(self, module: torch.nn.Module) -> None:
+        """The wrapper holds another module now."""
+        self.module, self._places = weakref.ref(module), None
+
     def look(self) -> list[str]:
         """Names of those that were frozen when they were wrapped, and are to be trained now.
 
@@ -99,9 +106,9 @@ class Members:
             RuntimeError: parameters that were not there are to be trained.
             ValueError: one that is made of other tensors is to be trained.
         """
-        if self._places.are_kept() and not any(map(_requires_grad, self._others)):
+        if self._places and self._places.are_kept() and not any(map(_requires_grad, self._others)):
             return []
-        module = self._module()
+        module = self.module()
         if module is None or _torch.in_functional_call():
             return []
         present = self._present(module)
