@@ -175,6 +175,7 @@ from torchshard._torch.recomputing import recomputed_region
 from torchshard._torch.regions import (
     crosses,
     example_of,
+    is_known,
     memories,
     modes,
     nesting,

@@ -126,6 +126,19 @@ def write_known_sizes(graph: torch.fx.Graph) -> None:
                 user.args, user.kwargs = given
 
 
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether it holds, also as far as a graph knows that does not know the numbers yet, as those that `item()` gives.
+
+    Of lengths that it knows in this run it asks, and is for such lengths only
+    (torch.fx.experimental.symbolic_shapes.guard_or_false, 2.11-2.15).
+    """
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(condition))
+
+
 def memories(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """What the tensors in nested containers lie in, and they; nothing for those without memory of their own.
 

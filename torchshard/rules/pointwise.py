@@ -78,7 +78,12 @@ def _to_copy(x: Layout, *, dtype: Any = None, **_: Any) -> str | Made:
 
 
 def _copy(x: Layout, source: Layout, non_blocking: bool = False) -> str | Made:
-    return Made("..., ... -> ...", options={"linear": ((0, 1),)} if converts_sums(source.dtype, x.dtype) else {})
+    together = ((0, 1),)  # whatever lies in x: terms of one kind take the place of terms of that kind
+    options = {"linear": together} if converts_sums(source.dtype, x.dtype) else {}
+    return Made(
+        "..., ... -> ...",
+        options={**options, **({"max": together, "min": together} if source.dtype is x.dtype else {})},
+    )
 
 
 def _masked_fill(x: Layout, mask: Layout, value: float) -> Made:

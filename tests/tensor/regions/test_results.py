@@ -107,6 +107,66 @@ def test_what_comes_back_for_an_input_that_was_written_to(write, told, monkeypat
         torch.testing.assert_close(grad, grads[0])
 
 
+def writes_to_terms(rank, world):
+    """A region writes to an input that holds terms of each kind, beside eager torch: the input and the result."""
+    mesh, told = init_device_mesh("cpu", (world,)), []
+    whole = torch.tensor([[1.0, -2, 3], [-4, float("nan"), 6], [7, -8, 9]])
+    writes = [lambda x: x.relu_(), lambda x: x.mul_(2), lambda x: x[1:].zero_(), lambda x: x.copy_(x.flip(0))]
+    for kind in ("sum", "avg", "max", "min"):
+        for write in writes:
+            torch._dynamo.reset()
+            plain, x = (
+                whole.clone(),
+                distribute_tensor(whole, mesh, [Replicate()]).redistribute(placements=[Partial(kind)]),
+            )
+            write(plain)
+            y = torch.compile(lambda x, write=write: (write(x), x.sin())[1], backend="aot_eager", fullgraph=True)(x)
+            torch.testing.assert_close(x.full_tensor(), plain, equal_nan=True)
+            torch.testing.assert_close(y.full_tensor(), plain.sin(), equal_nan=True)
+            told.append(x.placements == (Partial(kind),))
+    return told
+
+
+def test_inputs_that_hold_terms_and_are_written_to():
+    require("meshes in graphs")
+    assert run_ranks(2, writes_to_terms) == [[True] * 16] * 2
+
+
+def scaled_by_its_values(rank, world):
+    """Numbers that `item()` gives in a region, which does not know whether they are finite: values and gradients."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole, w = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.ones(3, 2)
+    programs = [
+        lambda x, w: x * x.sum().item(),
+        lambda x, w: x @ w / float(w.max()),
+        lambda x, w: (x + 1).mul(w.sum().item()),
+    ]
+    for placement in (Partial(), Partial("avg"), Shard(0), Replicate()):
+        for program in programs:
+            torch._dynamo.reset()
+            plain = whole.clone().requires_grad_()
+            x = (
+                distribute_tensor(whole, mesh, [Replicate()])
+                .redistribute(placements=[placement])
+                .detach()
+                .requires_grad_()
+            )
+            wanted = program(plain, w)
+            with torch._dynamo.config.patch(capture_scalar_outputs=True):
+                got = torch.compile(program, backend="aot_eager", fullgraph=True)(
+                    x, distribute_tensor(w, mesh, [Replicate()])
+                )
+            torch.testing.assert_close(got.full_tensor(), wanted)
+            got.sum().backward()
+            wanted.sum().backward()
+            torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+def test_numbers_that_follow_from_values():
+    require("meshes in graphs")
+    run_ranks(2, scaled_by_its_values)
+
+
 class GivesPlain(torch.autograd.Function):
     """Its gradient is a plain tensor in the shape of the whole."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard._torch import is_traced
+from torchshard._torch import is_known, is_traced
 from torchshard.layout.placements import Partial
 from torchshard.rules.rule import Options
 from torchshard.rules.terms import is_whole_number, narrowed
@@ -85,7 +85,7 @@ def finite_numbers(call: Call, dtypes: Iterable[torch.dtype], per: Sequence[str]
         if isinstance(x, Tensor):
             known = not x.ndim and x.device.type == "cpu" and not is_traced(x)
             return not known or fits(x.item(), least)
-        return x is None or least <= abs(x) <= largest
+        return x is None or _is_between(least, abs(x), largest)
 
     def finite(values: Sequence[Any]) -> bool:
         for at, least in asked:
@@ -95,6 +95,11 @@ def finite_numbers(call: Call, dtypes: Iterable[torch.dtype], per: Sequence[str]
         return True
 
     return finite
+
+
+def _is_between(least: float, size: Any, largest: float) -> bool:
+    """Whether that is known: of what `item()` gives in a region, a graph knows nothing."""
+    return is_known(least <= size) and is_known(size <= largest)
 
 
 def by_numbers(
