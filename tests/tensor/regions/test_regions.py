@@ -500,6 +500,18 @@ def test_a_moved_view_that_was_written_to_is_returned_as_a_copy_only():
     assert described(copied) == described(written_and_returned(UNEVEN).clone())
 
 
+def test_the_same_of_a_view_of_what_lies_in_memory_by_columns():
+    def written(x):
+        view = (x * 1)[:, 1:]
+        view.mul_(2)
+        return view
+
+    columns = UNEVEN.t()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"(?s)moved, after a write.*view.clone\(\)"):
+        one_graph(written, columns)
+    assert one_graph(lambda x: written(x).clone(), columns).shape == (4, 6)
+
+
 def test_a_sharded_tensor_passes_through_and_its_part_has_a_gradient():
     x = sharded()
     part = x.local_tensor().requires_grad_()

@@ -229,7 +229,7 @@ def in_memory_order(x: Tensor, layout: Layout) -> Tensor:
     stride = dense_stride(x.shape, layout.stride)
     if x.stride() == stride:
         return x
-    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+    return x.new_empty_strided(x.shape, stride).copy_(x)
 
 
 def check_assumed(x: Tensor, *layouts: TensorLayout) -> None:
