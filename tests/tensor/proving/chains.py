@@ -276,6 +276,21 @@ def played(chains):
     return [told + "\n  " + "\n  ".join(chain.story) for chain in chains if (told := chain.run())]
 
 
+def drawn_placements(chance, ndim, axes, partial=True):
+    """Placements for a tensor of so many dims, one an axis."""
+    from torchshard import Partial, Replicate, Shard
+
+    op = chance.choice(["sum", "avg", "max", "min"])  # there may be no two in one tensor
+
+    def one():
+        kind, dim = chance.random(), chance.randrange(max(ndim, 1))
+        if ndim and kind < 0.6:
+            return Shard(dim)
+        return Partial(op) if partial and kind > 0.8 else Replicate()
+
+    return [one() for _ in range(axes)]
+
+
 class Over(Exception):
     """The chain cannot go on: plain tensors have come to an end of their own, or a write was refused."""
 
@@ -325,17 +340,7 @@ class Chain:
         self.pairs.append((plain, split))
 
     def _placements(self, ndim, partial):
-        from torchshard import Partial, Replicate, Shard
-
-        op = self.chance.choice(["sum", "avg", "max", "min"])  # there may be no two in one tensor
-
-        def one():
-            kind, dim = self.chance.random(), self.chance.randrange(max(ndim, 1))
-            if ndim and kind < 0.6:
-                return Shard(dim)
-            return Partial(op) if partial and kind > 0.8 else Replicate()
-
-        return [one() for _ in range(self.mesh.ndim)]
+        return drawn_placements(self.chance, ndim, self.mesh.ndim, partial)
 
     def _step(self):
         chance, pairs = self.chance, self.pairs

@@ -11,7 +11,7 @@ import warnings
 import torch
 import torch.nn.functional as F  # for the chains
 
-from tests.tensor.proving.chains import IN_PLACE, OPERATORS, _tame
+from tests.tensor.proving.chains import IN_PLACE, OPERATORS, _tame, drawn_placements
 
 _NOT_IN_GRAPHS = (
     "rand_like", "dropout", "uniform_", "normal_", "bernoulli_", "item()", "nonzero", "unique", "x[x > 0]", "x[y > 0]",
@@ -120,7 +120,7 @@ def _beside(program, mesh, seed, wanted, backend):
     from torchshard.errors import TorchshardError
 
     chance = random.Random(seed + 1)
-    placed = [_placements(chance, t.ndim, mesh.ndim) for t in program.values]
+    placed = [drawn_placements(chance, t.ndim, mesh.ndim) for t in program.values]
 
     def leaves():
         for t, needs, placements in zip(program.values, program.needs, placed, strict=True):
@@ -145,14 +145,6 @@ def _beside(program, mesh, seed, wanted, backend):
         _compare(got, wanted, program, f"compiled, {told}")
         return True
     return False
-
-
-def _placements(chance, ndim, axes):
-    from torchshard import Partial, Replicate, Shard
-
-    op = chance.choice(["sum", "avg", "max", "min"])  # there may be no two in one tensor
-    kinds = [chance.random() for _ in range(axes)]
-    return [Shard(chance.randrange(ndim)) if k < 0.6 else Partial(op) if k > 0.8 else Replicate() for k in kinds]
 
 
 def _played(function, leaves, move):
