@@ -210,6 +210,14 @@ def test_what_only_some_ranks_hold_has_their_numbers_where_it_differs(tmp_path):
         assert ck[f"last.rank{rank}"].numpy().tolist() == [rank, rank]
 
 
+def test_what_differs_takes_no_name_that_another_key_has(tmp_path):
+    """The name of one rank's value may be that of another key: neither may be lost."""
+    for rank in range(2):
+        torch.save({"seed": rank, "seed.rank1": "another", "x": torch.ones(1)}, tmp_path / f"m_rank{rank}.pt")
+    with pytest.raises(CheckpointError, match=r"(?s)Two entries have the same name.*seed\.rank1"):
+        checkpoint.open(tmp_path)
+
+
 def test_stages_of_a_pipeline_become_one(tmp_path):
     """Each rank has layers, and states of an optimizer, of its own; their nesting is that of one process."""
     whole = {"model": collections.OrderedDict(), "optim": {"state": {}, "lr": 0.1}, "epoch": 3}

@@ -65,6 +65,15 @@ def joined(
         else:
             one.key = key
             alike[key] = one
+    taken = [name for key, its in different.items() for rank in its if (name := _of_rank(key, rank)) in alike]
+    if taken:
+        raise CheckpointError(
+            "Two entries have the same name: a key, and the value that one rank has of another key.",
+            expected="keys that differ from rank to rank, and no other key that is one of them with .rank0, ...",
+            got=printable(taken[0]),
+            where=files.root,
+            fix="Rename one of the keys where they are saved, or open the file of one rank alone.",
+        )
     if different:
         names = ", ".join(printable(key) for key in list(different)[:10]) + (" ..." if len(different) > 10 else "")
         warnings.warn(f"different on each rank, and kept once a rank: {names}", stacklevel=5)
@@ -72,7 +81,7 @@ def joined(
     apart: dict[str, Entry] = {}
     for key, its in different.items():
         for rank, entry in its.items():
-            entry.key = f"{key}.rank{rank}"
+            entry.key = _of_rank(key, rank)
             made[entry.key] = apart[entry.key] = entry
 
     def tree() -> object:
@@ -83,6 +92,11 @@ def joined(
         return grouped.made()
 
     return Index(f"{kind}, one file a rank", made, tree, sized, {"ranks": str(len(ranks))}, (files,))
+
+
+def _of_rank(key: str, rank: int) -> str:
+    """The name of the value that one rank has of a key."""
+    return f"{key}.rank{rank}"
 
 
 def _merged(key: str, entries: Sequence[Entry], where: Path) -> Entry | None:
