@@ -381,6 +381,52 @@ def test_hooks_that_raise():
     run_ranks(2, _failing)
 
 
+WRONG = {  # what a hook may give by mistake, and what is said of it
+    "short": (lambda flat: flat[:-1], "torch.float32 of shape [271] on cpu"),
+    "long": (lambda flat: torch.cat([flat, flat]), "torch.float32 of shape [544] on cpu"),
+    "without values": (lambda flat: flat.to("meta"), "torch.float32 of shape [272] on meta"),
+    "complex": (lambda flat: flat.to(torch.complex64), "torch.complex64 of shape [272] on cpu"),
+    "sparse": (lambda flat: flat.to_sparse(), "torch.float32, sparse_coo, of shape [272] on cpu"),
+    "list": (lambda flat: [flat], "list"),
+    "nothing": (lambda flat: None, "NoneType"),
+}
+
+
+def _unfit(rank, world):
+    """Hook, bucket, what was expected and what came are named, and the wrapper goes on."""
+    from torchshard.ddp import DistributedDataParallel
+
+    change = [lambda flat: flat]
+
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(change[0](bucket.buffer()))
+        return future
+
+    model, x = DistributedDataParallel(nn.Linear(16, 16)), torch.ones(2, 16)
+    model.register_comm_hook(None, hook)
+    for change[0], got in WRONG.values():
+        with pytest.raises((ValueError, TypeError)) as error:
+            model(x).sum().backward()
+        text = str(error.value)
+        for part in ("_unfit.<locals>.hook", "bucket 0", "torch.float32 of shape [272] on cpu", f"holds {got}"):
+            assert part in text
+    model.zero_grad()
+    change[0] = lambda flat: flat.double().view(17, 16).t().contiguous().t()  # another dtype and form
+    model(x).sum().backward()
+    assert torch.equal(model.module.weight.grad, torch.full((16, 16), 2.0))
+
+    rows = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    rows.register_comm_hook(None, hook)
+    change[0] = lambda flat: flat.to_dense()[1:]
+    with pytest.raises(ValueError, match=r"float32, sparse_coo, of shape \[4, 2\] on cpu.*shape \[3, 2\] on cpu"):
+        rows(torch.tensor([1])).sum().backward()
+
+
+def test_results_that_do_not_fit():
+    run_ranks(1, _unfit)
+
+
 def _bad_bucket(state, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
 
 

@@ -247,11 +247,11 @@ class FlatBucket:
         return [self._piece(flat, i, self._shown[0]) for i in self.order]
 
     def receive(self, result: torch.Tensor) -> None:
-        """Take another tensor for the result, of the same length; or the same, and nothing is to be done."""
+        """Take another tensor for the result, of as many elements; or the same, and nothing is to be done."""
         flat = self._open()
         if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
             with torch.no_grad():
-                flat.copy_(result.view(flat.shape))
+                flat.copy_(result.reshape(flat.shape))
 
     def adopt(self, flat: torch.Tensor, used: Collection[int]) -> None:
         """Make the average of the others, in memory that is of no other use, the gradients of a rank without inputs."""

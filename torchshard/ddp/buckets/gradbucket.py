@@ -80,8 +80,34 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc,name-defined]
         """Whether no other bucket will follow in this backward."""
         return self._last
 
+    def fits(self, result: object) -> bool:
+        """Whether this can take the place of the gradients: as many numbers, of any real dtype, in any form."""
+        own = self._own
+        if result is own:
+            return True
+        if not isinstance(result, torch.Tensor) or result.is_meta:
+            return False
+        if own.is_sparse:
+            return result.shape == own.shape
+        if result.is_complex():
+            return self._is_complex and 2 * result.numel() == own.numel()
+        return result.numel() == own.numel() and result.layout is torch.strided
+
+    def unfit_text(self, hook: object, result: object) -> str:
+        """A hook has given something that cannot take the place of the gradients."""
+        return (
+            f"the future that the communication hook {getattr(hook, '__qualname__', hook)} returns for bucket "
+            f"{self._index} must hold one tensor in the shape of the bucket's buffer, {_tensor_text(self._own)}, but "
+            f"holds {_tensor_text(result) if isinstance(result, torch.Tensor) else type(result).__qualname__}"
+        )
+
     def complete(self, result: torch.Tensor) -> torch.Tensor:
         """What a hook gives for the buffer, as numbers of the gradients' kind: pairs of real ones are complex again."""
         if not self._is_complex or result.is_complex():
             return result
-        return torch.view_as_complex(result.to(self._own.dtype).view(-1, 2))
+        return torch.view_as_complex(result.to(self._own.dtype).reshape(-1, 2))
+
+
+def _tensor_text(x: torch.Tensor) -> str:
+    layout = "" if x.layout is torch.strided else f", {str(x.layout).removeprefix('torch.')},"
+    return f"{x.dtype}{layout} of shape {list(x.shape)} on {x.device}"

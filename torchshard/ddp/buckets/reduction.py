@@ -117,7 +117,7 @@ class Hooked:
         """As for Sum."""
         if self.in_turn and self._before:
             self.in_turn(self._before)
-        answer = Answer(self.ask(given), given)
+        answer = Answer(self.ask(given), given, self.hook)
         self._before = [answer]
         return answer
 
@@ -162,7 +162,8 @@ class Averaging(Hooked):
         buffer = given.buffer()
         sent = (buffer if self.dtype is None else buffer.to(self.dtype)).div_(self.group.size())
         work = self._exchange.all_reduce(sent, self.group)
-        return Answer(work.get_future().then(partial(_received, None if self.dtype is None else buffer)), given, work)
+        future = work.get_future().then(partial(_received, None if self.dtype is None else buffer))
+        return Answer(future, given, self.hook, work)
 
     def ask(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
         """As for Sum."""
@@ -191,12 +192,19 @@ class Answer(Promise):
     Args:
         future: of the result.
         given: the bucket that the hook was given.
+        hook: which one, for messages.
         collective: whose result the future awaits, if that is known: it says best what has failed.
     """
 
-    def __init__(self, future: "torch.futures.Future[torch.Tensor]", given: GradBucket, collective: Any = None) -> None:
+    def __init__(
+        self,
+        future: "torch.futures.Future[torch.Tensor]",
+        given: GradBucket,
+        hook: CommHook,
+        collective: Any = None,
+    ) -> None:
         super().__init__(future)
-        self._given, self._collective = given, collective
+        self._given, self._hook, self._collective = given, hook, collective
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when there is a result, or an exception of the hook's own.
@@ -218,11 +226,9 @@ class Answer(Promise):
         return self._given.gave_parameters
 
     def result(self) -> torch.Tensor:
-        """What the hook gave; RuntimeError if one of its callbacks raised, TypeError if it is no tensor."""
+        """What the hook gave; RuntimeError if a callback raised, TypeError or ValueError if it does not fit."""
         result = self._future.wait()
-        if not isinstance(result, torch.Tensor):
-            raise TypeError(
-                "the future that a communication hook returns must hold one tensor in the shape of the bucket's "
-                f"buffer, but holds {type(result).__qualname__}"
-            )
+        if not self._given.fits(result):
+            wrong = ValueError if isinstance(result, torch.Tensor) else TypeError
+            raise wrong(self._given.unfit_text(self._hook, result))
         return self._given.complete(result)

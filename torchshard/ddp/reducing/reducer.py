@@ -116,9 +116,7 @@ class Reducer(Launching, ReducerCompatibility):
         self.hooks.move_last(self)
         has_begun = False
         for bucket in self.buckets:
-            if bucket.heard and not (self._armed or self._forwards):
-                self._leave_here(bucket)
-            elif sync and self._armed:
+            if sync and self._armed:
                 self._settle(bucket)  # by one that reached quiet parameters only
             has_begun = has_begun or bucket.has_begun()
         if sync and has_begun and not left_out:
@@ -132,10 +130,11 @@ class Reducer(Launching, ReducerCompatibility):
         """To be called after it, with what it returned; sync: whether its gradients are to be reduced."""
         forward = ForwardPass(sync)
         certain = watch(output, forward, self._begins, self.traced)
-        if sync:
+        if self.mode is Mode.IDLE and not (self._armed or self._forwards):
             for bucket in self.buckets:
-                if bucket.heard and self.mode is Mode.IDLE and not (self._armed or self._forwards):
-                    self._leave_here(bucket)  # heard inside of this forward
+                if bucket.heard:  # before this forward, or inside of it
+                    self._leave_here(bucket)
+        if sync:
             self._forwards.add(weakref.ref(forward, self._forwards.discard))
             self._armed = True
             if not certain:
