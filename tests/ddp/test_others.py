@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -98,6 +99,25 @@ def _wrapped_twice(rank, world, views):
 @pytest.mark.parametrize("views", [True, False])
 def test_an_average_of_averages_is_the_average(views):
     run_ranks(2, _wrapped_twice, views, timeout=60)
+
+
+def _over_other_ranks(rank, world):
+    """Each of the two would take the gradient as it is, and the last one's average would stand."""
+    from torchshard.ddp import DistributedDataParallel
+
+    whole, own = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])][rank]
+    for wrapper in (DistributedDataParallel, TorchDDP):
+        module = _module()
+        module[0] = wrapper(module[0], process_group=own)
+        with pytest.raises(ValueError, match=r"0\.module\.weight .* the wrapper 0 over the ranks \[[01]\].* \[0, 1\]"):
+            DistributedDataParallel(module, process_group=whole)
+        names = [f"0.module.{name}" for name, _ in module[0].module.named_parameters()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        DistributedDataParallel(module, process_group=whole)
+
+
+def test_wrappers_over_other_ranks_do_not_share_parameters():
+    run_ranks(2, _over_other_ranks, timeout=60)
 
 
 def _ignored(rank, world):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from torchshard import _torch
@@ -135,6 +136,25 @@ def check_modules(module: torch.nn.Module, on_cpu: bool) -> None:
     for child in module.modules():
         if on_cpu and isinstance(child, torch.nn.SyncBatchNorm):
             raise ValueError("SyncBatchNorm layers only work with GPU modules")
+
+
+def check_inner(module: torch.nn.Module, params: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Refuse parameters that a wrapper inside averages over other ranks: the last of two results would stand."""
+    ours, ranks = {id(p) for p in params if p.requires_grad}, _torch.group_ranks(group)
+    for path, inner in module.named_modules():
+        theirs = getattr(inner, "process_group", None) if isinstance(inner, DistributedDataParallel) else None
+        if theirs is None or theirs is group or not (_torch.is_registered(theirs) and _torch.is_registered(group)):
+            continue
+        if sorted(held := _torch.group_ranks(theirs)) == sorted(ranks):
+            continue
+        if name := next((n for n, p in reduced(inner.module, inner.parameters_to_ignore) if id(p) in ours), None):
+            name = ".".join(filter(None, (path, "module", name)))
+            raise ValueError(
+                f"DistributedDataParallel: the gradient of {name} is averaged by the wrapper {path or 'inside'} over "
+                f"the ranks {held}, and would be averaged here over the ranks {ranks}: the later of the two results "
+                "would stand. Leave such parameters to one of both: DistributedDataParallel."
+                f"_set_params_and_buffers_to_ignore_for_model(module, ['{name}', ...]), before the module is wrapped"
+            )
 
 
 def check_devices(parameters: Sequence[torch.nn.Parameter], device_ids: Any, output_device: Any) -> Devices:

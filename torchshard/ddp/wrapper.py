@@ -99,6 +99,7 @@ class DistributedDataParallel(Engine, Compatibility, Joining, Explaining, States
         require_plain(reduced)
         self._module_parameters = [p for _, p in reduced]
         options.check_parameters(self._module_parameters, self._delay_all_reduce_params)
+        options.check_inner(module, (*self._module_parameters, *self._delay_all_reduce_params), self.process_group)
         somewhere = self._module_parameters or self._delay_all_reduce_params
         vars(self).update(vars(options.check_devices(somewhere, device_ids, output_device)))
         options.check_modules(module, on_cpu=self.device_type == "cpu")
