@@ -176,6 +176,7 @@ from torchshard._torch.regions import (
     crosses,
     example_of,
     is_known,
+    let_return_beside_gradients,
     memories,
     modes,
     nesting,

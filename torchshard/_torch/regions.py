@@ -1,11 +1,13 @@
 """Dynamo's graphs: regions that nodes enter and leave, values and the memory that they lie in."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from torchshard._torch.frames import skip_methods
 from torchshard._torch.tensors import memory_of
 
 REGIONS = (
@@ -105,6 +107,60 @@ def crosses(node: torch.fx.Node) -> bool:
     return isinstance(value, torch.SymInt) or (
         isinstance(value, torch.Tensor) and not (value.requires_grad and value.is_leaf)
     )
+
+
+@functools.cache
+def let_return_beside_gradients(kind: Any) -> bool:
+    """Have Dynamo look whether results of this class still have a gradient, where a region calls torch.autograd.grad.
+
+    It does so for plain tensors, and takes no others: it goes back along the graph of autograd, to find what
+    autograd.grad has freed.
+    (torch._dynamo.output_graph.OutputGraph._validate_outputs_safe_for_autograd_nodes, 2.11-2.15)
+
+    Returns:
+        Whether it has this question, and had to be told.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables import TensorVariable
+
+    look: Any = getattr(OutputGraph, "_validate_outputs_safe_for_autograd_nodes", None)
+    if look is None:
+        return False
+
+    @functools.wraps(look)
+    def look_at_parts(graph: Any, results: Any, *about: Any) -> None:
+        metas = [x.as_proxy().node.meta for x in results if isinstance(x, TensorVariable) and x.requires_grad]
+        wholes = [(meta, x) for meta in metas if type(x := meta.get("example_value")) is kind]
+        try:
+            for meta, x in wholes:
+                meta["example_value"] = _part_for(x)
+            look(graph, results, *about)
+        finally:
+            for meta, x in wholes:
+                meta["example_value"] = x
+
+    setattr(OutputGraph, look.__name__, look_at_parts)
+    return True
+
+
+def _part_for(x: Any) -> torch.Tensor:
+    """A part of a wrapper that autograd takes for made of the wrapper."""
+    with torch.enable_grad():
+        return _first_part(x) if x.grad_fn is None else _Part.apply(x)  # type: ignore[no-untyped-call]
+
+
+def _first_part(x: Any) -> torch.Tensor:
+    part: torch.Tensor = getattr(x, x.__tensor_flatten__()[0][0])
+    return part.detach()
+
+
+@skip_methods()
+class _Part(torch.autograd.Function):
+    """Of a wrapper; it is only asked where it comes from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> torch.Tensor:
+        return _first_part(x)
 
 
 def write_known_sizes(graph: torch.fx.Graph) -> None:

@@ -19,6 +19,7 @@ from torchshard import (
     Partial,
     Replicate,
     Shard,
+    ShardedTensor,
     distribute_tensor,
     implicit_replication,
     init_device_mesh,
@@ -312,6 +313,34 @@ def test_jvp_in_a_region():
         for got, wanted in zip(compiled(ROWS, w), function(ROWS, w), strict=True):
             assert layout_of(got) == layout_of(wanted)
             torch.testing.assert_close(got.to_local(), wanted.to_local())
+
+
+@pytest.mark.parametrize(
+    ("make", "local"), [(DTensor.detach, DTensor.to_local), (to_sharded_tensor, ShardedTensor.local_tensor)]
+)
+@torch._dynamo.config.patch(trace_autograd_ops=True)
+def test_results_beside_gradients_that_a_region_asks_for(make, local):
+    """Those that still have a gradient are results, unless autograd.grad has freed what they need for it."""
+    require("meshes in graphs")
+    x, w = (distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)]) for _ in range(2))
+    x, w = make(x).requires_grad_(), make(w).requires_grad_()
+
+    def apart(x, w):
+        y = x * x
+        (gradient,) = torch.autograd.grad(y, x, y.detach())
+        return gradient * w
+
+    def freed(x, w):
+        y = x * w
+        return y, *torch.autograd.grad(y, x, y.detach())
+
+    torch._dynamo.reset()
+    got, wanted = torch.compile(apart, backend="aot_eager", fullgraph=True)(x, w), apart(x, w)
+    for one, other in [(got, wanted), *zip(*[torch.autograd.grad(y, w, y) for y in (got, wanted)], strict=True)]:
+        assert type(one) is type(other)
+        torch.testing.assert_close(local(one), local(other))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="consumed returned tensor's grad_fn"):
+        torch.compile(freed, backend="aot_eager", fullgraph=True)(x, w)
 
 
 def test_a_deep_copy_is_a_graph_break():

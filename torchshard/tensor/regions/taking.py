@@ -17,6 +17,7 @@ def take_operators() -> None:
     """Those that call functions, and those of which torch's traces see what they are made of."""
     _torch.nest_in_place(DTensor)
     _torch.find_memory_of_parts(DTensor)
+    _torch.let_return_beside_gradients(DTensor)
     _torch.store_who_asks(DTensor)
     functions = {"flex_attention": flex.flex_attention, "trace_wrapped": hooks.call_hooks, **control_flow.OPERATORS}
     for name, function in functions.items():

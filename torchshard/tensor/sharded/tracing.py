@@ -12,6 +12,7 @@ from torchshard._torch import (
     expect_gradients_of_written,
     fill_unused_results,
     group_named,
+    let_return_beside_gradients,
     nest_in_place,
     operate_with,
     part_gradients,
@@ -142,6 +143,7 @@ class TracedByParts:
         example = next(iter(inner.values()))
         if example.__class__ is not Tensor:  # while tracing
             require_own_graphs()
+            let_return_beside_gradients(ShardedTensor)
             nest_in_place(ShardedTensor)
             store_who_asks(ShardedTensor)
             operate_with(ShardedTensor, "trace_wrapped", _refuse_hooks)
