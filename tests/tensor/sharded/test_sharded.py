@@ -264,6 +264,13 @@ def _computing(rank, world):
     for numbers in ([2.0, 5.0], torch.tensor([2.0, 5.0])):
         for got, number in zip(torch._foreach_addcdiv(items, items, items, numbers), (2, 5), strict=True):
             check(got, torch.addcdiv(w, w, w, value=number))
+    # What is drawn goes with others, also on ranks that have no part.
+    for item in items:
+        drawn = []
+        for a in (item, w):
+            torch.manual_seed(4)
+            drawn.append(torch.randn_like(a) * a)
+        check(*drawn)
     leaf = x.clone().requires_grad_()
     saved = leaf * 1
     squares = saved * saved

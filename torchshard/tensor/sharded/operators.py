@@ -101,7 +101,7 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
     drawn = [whole[specs.box_of(shard.metadata, x.shape).slices] for shard in x._local_shards]
     if not schema(func).is_mutable:
-        return cut_as(x, [part.clone(memory_format=torch.contiguous_format) for part in drawn], whole[:0])
+        return cut_as(x, [part.clone(memory_format=torch.contiguous_format) for part in drawn], whole.new_empty(0))
     for shard, part in zip(x._local_shards, drawn, strict=True):
         shard.tensor.copy_(part)
     return x
