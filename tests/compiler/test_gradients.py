@@ -136,6 +136,28 @@ def test_accumulation_of_copied_gradients():
             check(answer, IN_GRAPH)
 
 
+def _of_one_size(rank, world):
+    """Buckets of small gradients alone, as large as what the graph makes after them."""
+    from torchshard.ddp import DistributedDataParallel
+
+    module = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(4)])
+    reference, x = copy.deepcopy(module), torch.randn(4, 8)
+    model = DistributedDataParallel(module, bucket_cap_mb=0.0001)
+    compiled = torch.compile(model, backend="torchshard")
+    for _ in range(2):
+        model.zero_grad()
+        compiled(x).square().sum().backward()
+    reference(x).square().sum().backward()
+    assert model.reducer.counters.in_graph == 4
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.copied
+def test_inductor_does_not_use_the_memory_of_a_bucket_again():
+    run_ranks(1, _of_one_size)
+
+
 def test_dynamic_batch_sizes():
     for answers in run_ranks(2, train, "traced", ["plain", "gpt"], (8, 8, 12, 16, 8), timeout=240):
         check(answers, IN_GRAPH)

@@ -174,6 +174,9 @@ class _Insertion:
             (slot for slot, g in enumerate(made) if g.how is None), key=lambda slot: not made[slot].is_small
         )
         small = sum(made[slot].is_small for slot in copied)
+        if small == len(made):  # of this one the slot is returned: what no result lies in, inductor would use again
+            small -= 1
+        own = set(copied[:small])
         steps += [made[slot].node for slot in copied]
         with graph.inserting_before(self._after_inputs(min(steps, key=self._order.__getitem__))):
             flat = graph.call_function(ops.OPEN, (number, numel, value.dtype, value.device, [g.index for g in made]))
@@ -181,7 +184,7 @@ class _Insertion:
         for slot, g in enumerate(made):
             if g.how:
                 self._write(g.how, number, slot, views[slot])
-            if g.how or not g.is_small:
+            if slot not in own:
                 self._results[g.position] = flat, g.parameter, starts[slot]
         with graph.inserting_before(self._next[max(steps, key=self._order.__getitem__)]):
             gradients = [made[slot].node for slot in copied]
