@@ -11,11 +11,14 @@ import warnings
 import torch
 import torch.nn.functional as F  # for the chains
 
-from tests.tensor.proving.chains import IN_PLACE, OPERATORS, _tame, drawn_placements
+from tests.tensor.proving.chains import _tame, drawn_placements
+from tests.tensor.proving.tables import IN_PLACE, OPERATORS
 
 _NOT_IN_GRAPHS = (
-    "rand_like", "dropout", "uniform_", "normal_", "bernoulli_", "item()", "nonzero", "unique", "x[x > 0]", "x[y > 0]",
-    "set_(", "resize_as_", "searchsorted", "bucketize",
+    "rand_like", "randint_like", "dropout", "gumbel", "rrelu", "uniform_", "normal_", "normal(", "random_", "exponential_",
+    "cauchy_", "geometric_", "bernoulli", "multinomial", "poisson(", "orthogonal_",
+    "item()", "nonzero", "argwhere", "torch.where(x > 0)[0]", "bincount", "repeat_interleave((y", "unique", "x[x > 0]",
+    "x[y > 0]", "set_(", "resize_as_", "searchsorted", "bucketize",
 )  # fmt: skip
 _ROOM = {"torch": torch, "F": F}
 
