@@ -153,6 +153,34 @@ def test_what_an_index_does_not_name_is_said(tmp_path):
     assert opened["b"].numpy().tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("weight_map", [{"a": "1.safetensors"}, {}])
+def test_a_file_that_the_index_of_a_folder_does_not_name_is_said(tmp_path, weight_map):
+    """All who open the folder say it, once; a conversion, unless the file is a source of its own."""
+    folder, index = tmp_path / "ck", tmp_path / "ck" / "model.safetensors.index.json"
+    folder.mkdir()
+    safetensors.torch.save_file({"a": torch.ones(1)}, folder / "1.safetensors")
+    safetensors.torch.save_file({"b": torch.ones(2)}, folder / "consolidated.safetensors")
+    torch.save({"b": torch.zeros(2)}, folder / "optimizer.bin")
+    (folder / "again.safetensors").symlink_to("1.safetensors")
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    left = [*([] if weight_map else ["1.safetensors", "again.safetensors"]), "consolidated.safetensors"]
+    said = rf"^not in the index, and left out: {', '.join(left)}$"
+    state = {key: torch.zeros(1) for key in weight_map}
+    for call in (checkpoint.open, checkpoint.inspect, lambda path: checkpoint.load_into(path, state)):
+        with pytest.warns(UserWarning, match=said) as caught:
+            call(folder)
+        assert len(caught) == 1
+    with warnings.catch_warnings(action="error"):
+        assert list(checkpoint.open(index)) == list(weight_map)  # the user named it
+    if weight_map:
+        with pytest.warns(UserWarning, match=r"further sources; left out: consolidated.*, optimizer\.bin$") as caught:
+            checkpoint.convert(folder, tmp_path / "a.pt", to="torch")
+        assert len(caught) == 1
+        (folder / "optimizer.bin").unlink()
+        with warnings.catch_warnings(action="error"):
+            checkpoint.convert([folder, folder / "consolidated.safetensors"], tmp_path / "b.pt", to="torch")
+
+
 def test_files_of_tensors_beside_the_checkpoint_of_a_folder_are_named(tmp_path, monkeypatch):
     folder = tmp_path / "ck"
     folder.mkdir()

@@ -143,9 +143,10 @@ def convert(
     edits = Edits(tuple(select), tuple(exclude), dtypes, rename)
     budget = Budget(max_memory)
     with ExitStack() as stack:
-        indices = [stack.enter_context(opening.open(source)).index for source in sources]
+        indices = [stack.enter_context(opening.opened(source)).index for source in sources]
         _check_apart(sources, indices, target)
-        beside = _beside(sources, indices)  # now, as the process may change its folder meanwhile
+        # Now, as the process may change its folder meanwhile.
+        beside = [printable(path.name) for path in opening.beside(sources, indices)]
         index = edited(merged(indices), edits)
         out = WRITERS[to](index, options)
         writing = Writing(out, target, fingerprint(out, to), index.opened, budget, progress, verify=verify)
@@ -155,13 +156,6 @@ def convert(
             writing.run(overwrite=overwrite, fsync=fsync, resume=resume)
     _warn_of_losses(out, to, beside)
     return _done(sources, target, to, out, time.perf_counter() - start, written=not dry_run)
-
-
-def _beside(sources: Sequence[Path], indices: Sequence[Index]) -> list[str]:
-    """Files of state dicts that lie in a source folder and are no part of what was read."""
-    read = {os.path.realpath(files.root / name) for index in indices for files in index.opened for name in index.files}
-    found = [path for source in sources if source.is_dir() for path in opening.state_files(source)]
-    return [printable(path.name) for path in found if os.path.realpath(path) not in read]
 
 
 def _warn_of_losses(out: Output, to: str, beside: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Opening a checkpoint: telling its format from what is there, and a lazy mapping of what it holds."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import NamedTuple
@@ -111,10 +111,22 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: missing, damaged, incomplete, of another format, or holding what is not plain data.
 
+    Warns:
+        UserWarning: names the safetensors files of a folder, and what its files hold, that its index leaves out.
+
     Example:
         >>> with open("step_1000") as ck:  # doctest: +SKIP
         ...     ck["model.embed.weight"][:2]
     """
+    made = opened(path)
+    if any(name.endswith(hugging_face.INDEX_SUFFIX) for name in made.index.files):
+        found = [path for path in beside([made.path], [made.index]) if path.suffix == ".safetensors"]
+        hugging_face.warn_of_left_out([path.name for path in found])
+    return made
+
+
+def opened(path: str | os.PathLike[str]) -> Checkpoint:
+    """As `open`, for those who say themselves which files of a folder they leave out."""
     place = given(path)
     try:
         return Checkpoint(place, _read(place))
@@ -154,7 +166,7 @@ def _read_folder(path: Path) -> Index:
         return hugging_face.read_folder(parts)
     if ranks := rank_files.find(path):
         return rank_files.read(ranks)
-    names = ", ".join([printable(one.name) for one in state_files(path)])
+    names = ", ".join([printable(one.name) for one in _state_files(path)])
     raise _not_one(
         path,
         "a folder without the file .metadata (which is written last), safetensors files or rank files",
@@ -162,7 +174,14 @@ def _read_folder(path: Path) -> Index:
     )
 
 
-def state_files(folder: Path) -> list[Path]:
+def beside(sources: Sequence[Path], indices: Sequence[Index]) -> list[Path]:
+    """Files of state dicts that lie in a source folder and are no part of what was read."""
+    read = {os.path.realpath(files.root / name) for index in indices for files in index.opened for name in index.files}
+    found = [path for source in sources if source.is_dir() for path in _state_files(source)]
+    return [path for path in found if os.path.realpath(path) not in read]
+
+
+def _state_files(folder: Path) -> list[Path]:
     """The files of a folder that are state dicts by their names, whether they are read with the folder or not."""
     suffixes = (*rank_files.SUFFIXES, ".pkl", ".safetensors")
     return sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())

@@ -7,7 +7,7 @@ metadata where each tensor lies in the full one (DCP_SHARDING_INFO); their piece
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torchshard.checkpoint.pickles.torch_values import sizes
 from torchshard.checkpoint.text import printable
 from torchshard.errors import CheckpointError
 
-_SUFFIX = ".index.json"
+INDEX_SUFFIX = ".index.json"
 _ONE_RANK = "shard-"
 _INDEX_LIMIT = 2**28  # bytes of an index
 _PART = re.compile(rf"(?:{_ONE_RANK}\d+-)?(.*)-(\d+)-of-(\d+)\.safetensors\Z", re.DOTALL)
@@ -33,8 +33,8 @@ def find_index(folder: Path) -> Path | None:
     Raises:
         CheckpointError: several of one kind.
     """
-    found = sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIX))
-    best = [path for path in found if path.name.endswith(f".safetensors{_SUFFIX}")] or found
+    found = sorted(path for path in folder.iterdir() if path.name.endswith(INDEX_SUFFIX))
+    best = [path for path in found if path.name.endswith(f".safetensors{INDEX_SUFFIX}")] or found
     if len(best) > 1:
         names = ", ".join(path.name for path in best)
         raise CheckpointError("The folder holds several indices.", got=names, where=folder, fix="Open one of them.")
@@ -72,12 +72,17 @@ def read_indexed(files: Files, name: str) -> Index:
             )
         entries[key] = entry
     more = [f"{part}: {key}" for part, its in parts.items() for key in its.entries if wanted.get(key) != part]
-    if more:
-        names = ", ".join(map(printable, more[:10])) + (" ..." if len(more) > 10 else "")
-        warnings.warn(f"not in the index, and left out: {names}", stacklevel=4)
+    warn_of_left_out(more)
     metadata = index.get("metadata")
     facts = {key: str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
     return _index(files, entries, parts, {name: size}, facts)
+
+
+def warn_of_left_out(names: Sequence[str]) -> None:
+    """Say what an index does not name, if anything."""
+    if names:
+        said = ", ".join(map(printable, names[:10])) + (" ..." if len(names) > 10 else "")
+        warnings.warn(f"not in the index, and left out: {said}", stacklevel=5)
 
 
 def _part(files: Files, name: str) -> Index:
