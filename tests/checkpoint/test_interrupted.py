@@ -229,7 +229,7 @@ def test_resume_refuses_another_source_or_other_options(small, tmp_path):
 def test_resume_does_not_take_other_names_for_the_same(small, tmp_path, monkeypatch, to):
     """One that was killed when it had its name, and another whose result differs by a name of equal length."""
     out = tmp_path / "out"
-    monkeypatch.setattr(destination.Destination, "_leave", lambda self: os.close(self.journal))
+    monkeypatch.setattr(destination.Destination, "_leave", lambda self: None)
     convert(small, out, to, rename=lambda key: f"a.{key}", fsync=False)
     monkeypatch.undo()
     before = contents(out)
@@ -273,6 +273,24 @@ def test_a_failure_cleans_up_unless_it_is_to_be_resumed(small, tmp_path):
     assert os.listdir(tmp_path) == [".out.partial"]
     checkpoint.convert(small, tmp_path / "out", to="torch", resume=True)
     assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(("resume", "call"), [(False, "unlink"), (True, "write"), (True, "fsync")])
+def test_a_second_interrupt_does_not_keep_the_destination(small, tmp_path, monkeypatch, resume, call):
+    """It may come while the first is cleaned up after, which takes long where there is much to remove or to write."""
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    def fail(done, total):
+        patch.setattr(os, call, interrupted)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+        checkpoint.convert(small, tmp_path / "out", to="torch", progress=fail, resume=resume)
+    checkpoint.convert(small, tmp_path / "out", to="torch", resume=resume)
+    assert os.listdir(tmp_path) == ["out"]
+    del caught  # till here, as the last traceback is kept in a notebook
 
 
 def test_a_file_is_open_until_it_is_on_the_disk(tmp_path, monkeypatch):

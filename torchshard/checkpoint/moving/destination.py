@@ -73,10 +73,11 @@ class Destination:
                 self.partial.rmdir()
             raise refused(path, error) from error
         try:
-            self._begin(fingerprint)
-        except OSError as error:
-            self._leave()
-            raise refused(path, error) from error
+            try:
+                self._begin(fingerprint)
+            except OSError as error:
+                self._leave()
+                raise refused(path, error) from error
         except BaseException:
             os.close(self.journal)
             raise
@@ -162,18 +163,20 @@ class Destination:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._opened.cache_clear()
-        for handle in list(self._open_now):  # a removed file takes room as long as it is open
-            with suppress(OSError):
-                handle.close()
-        if kind is not None and self.resume and not self.committed:
-            with suppress(CheckpointError, OSError):
-                self.write_notes()
-            with suppress(CheckpointError, OSError):
-                self._settle()
+        try:
+            self._opened.cache_clear()
+            for handle in list(self._open_now):  # a removed file takes room as long as it is open
+                with suppress(OSError):
+                    handle.close()
+            if kind is not None and self.resume and not self.committed:
+                with suppress(CheckpointError, OSError):
+                    self.write_notes()
+                with suppress(CheckpointError, OSError):
+                    self._settle()
+            else:
+                self._leave()
+        finally:  # also if another interrupt comes meanwhile; the lock goes last
             os.close(self.journal)
-            return
-        self._leave()
 
     def _settle(self) -> None:
         """What stepped aside goes where the new folder has its name, and else gets it back.
@@ -197,13 +200,12 @@ class Destination:
             )
 
     def _leave(self) -> None:
-        """Remove the hidden folder, unless what stepped aside must stay there; the lock goes last."""
+        """Remove the hidden folder, unless what stepped aside must stay there."""
         with suppress(CheckpointError, OSError):
             self._settle()
             _remove(self.data)
             (self.partial / "journal").unlink()
             self.partial.rmdir()
-        os.close(self.journal)
 
 
 def hidden(path: Path) -> Path:
