@@ -108,6 +108,13 @@ The checkpoint does not fit the state dict.
     assert not state["model"]["b"].any()
 
 
+def test_a_type_that_is_not_cast_to_is_named_with_its_key(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="not cast to this type") as caught:
+        checkpoint.load_into(tmp_path / "a.pt", {"w": torch.ones(3, dtype=torch.float8_e4m3fn)})
+    assert caught.value.where == f"{tmp_path / 'a.pt'}: w"
+
+
 def test_empty_dicts_and_lists_of_lists(tmp_path):
     """torch.distributed.checkpoint keeps no empty dicts, such as the state of SGD without momentum."""
     state = {"state": {}, "groups": [{}, {"lr": 1}], "deep": [[torch.ones(2)], [3]]}

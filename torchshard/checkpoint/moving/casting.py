@@ -24,16 +24,18 @@ _FLOAT8 = {
 }
 
 
-def check_target(target: str) -> None:
+def check_target(target: str, where: object = None) -> None:
     """Raise CheckpointError unless this is a type that values are cast to."""
     if target not in TARGETS:
         expected = " or ".join(TARGETS)
-        raise CheckpointError("Tensors are not cast to this type.", expected=expected, got=printable(repr(target)))
+        raise CheckpointError(
+            "Tensors are not cast to this type.", expected=expected, got=printable(repr(target)), where=where
+        )
 
 
 def check(source: str, target: str, where: object) -> None:
     """Raise CheckpointError unless values of one type can be cast to the other."""
-    check_target(target)
+    check_target(target, where)
     if source.startswith("complex"):
         raise CheckpointError("Complex numbers are not cast.", got=f"{source} to {target}", where=where)
 
