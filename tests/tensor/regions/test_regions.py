@@ -23,9 +23,9 @@ def line():
     with fake_ranks(4):
         support_groups()
         MESH = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        ROWS = distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
-        UNEVEN = distribute_tensor(torch.randn(7, 4), MESH, [Shard(0)])
-        WHOLE = distribute_tensor(torch.randn(8, 4), MESH, [Replicate()])
+        ROWS = distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)], src_data_rank=None)
+        UNEVEN = distribute_tensor(torch.randn(7, 4), MESH, [Shard(0)], src_data_rank=None)
+        WHOLE = distribute_tensor(torch.randn(8, 4), MESH, [Replicate()], src_data_rank=None)
         PIECE = torch.randn(2, 4)
         yield
 
