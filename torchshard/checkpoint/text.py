@@ -68,6 +68,11 @@ def printable(value: object, limit: int = 120) -> str:
     return f"a {type(value).__name__}"
 
 
+def listed(names: Sequence[object]) -> str:
+    """Untrusted names as text for a message: the first ten, and whether there are more."""
+    return ", ".join(map(printable, names[:10])) + (" ..." if len(names) > 10 else "")
+
+
 def parse_placements(text: str, axes: int, pattern: str) -> tuple[Placement, ...]:
     """Placements as users write them, "S(0),R", or "S(0/3*64),R" for a split of three runs in units of 64.
 

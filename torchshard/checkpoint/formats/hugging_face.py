@@ -18,7 +18,7 @@ from torchshard.checkpoint.formats import safetensors, torch_file
 from torchshard.checkpoint.formats.json_text import parse
 from torchshard.checkpoint.formats.safetensors import SHARDING
 from torchshard.checkpoint.pickles.torch_values import sizes
-from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.text import listed, printable
 from torchshard.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"
@@ -81,8 +81,7 @@ def read_indexed(files: Files, name: str) -> Index:
 def warn_of_left_out(names: Sequence[str]) -> None:
     """Say what an index does not name, if anything."""
     if names:
-        said = ", ".join(map(printable, names[:10])) + (" ..." if len(names) > 10 else "")
-        warnings.warn(f"not in the index, and left out: {said}", stacklevel=5)
+        warnings.warn(f"not in the index, and left out: {listed(names)}", stacklevel=5)
 
 
 def _part(files: Files, name: str) -> Index:

@@ -15,7 +15,7 @@ from typing import Any
 from torchshard.checkpoint.entries import Entry, Index, ObjectEntry, Piece, TensorEntry, check_boxes
 from torchshard.checkpoint.files import Files
 from torchshard.checkpoint.regrouping import DROPPED, Regrouped
-from torchshard.checkpoint.text import printable
+from torchshard.checkpoint.text import listed, printable
 from torchshard.checkpoint.trees import same
 from torchshard.errors import CheckpointError
 from torchshard.layout import Box
@@ -75,8 +75,7 @@ def joined(
             fix="Rename one of the keys where they are saved, or open the file of one rank alone.",
         )
     if different:
-        names = ", ".join(printable(key) for key in list(different)[:10]) + (" ..." if len(different) > 10 else "")
-        warnings.warn(f"different on each rank, and kept once a rank: {names}", stacklevel=5)
+        warnings.warn(f"different on each rank, and kept once a rank: {listed(list(different))}", stacklevel=5)
     made = dict(alike)
     apart: dict[str, Entry] = {}
     for key, its in different.items():
