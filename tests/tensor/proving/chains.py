@@ -11,7 +11,7 @@ import warnings
 import torch
 import torch.nn.functional as F  # for the chains
 
-from tests.tensor.proving.tables import IN_PLACE, OPERATORS
+from tests.tensor.proving.tables import IN_PLACE, OPERATORS, lines
 
 
 def play(rank, world, mesh_shape, seeds):
@@ -214,7 +214,7 @@ class Chain:
 
 @functools.cache
 def _compiled(table):
-    return [(compile(line.strip(), line.strip(), "eval"), line.strip()) for line in table.strip().splitlines()]
+    return [(compile(line, line, "eval"), line) for line in lines(table)]
 
 
 def _tame(plain):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # for the chains
 
 from tests.tensor.proving.chains import _tame, drawn_placements
-from tests.tensor.proving.tables import IN_PLACE, OPERATORS
+from tests.tensor.proving.tables import IN_PLACE, OPERATORS, lines
 
 _NOT_IN_GRAPHS = (
     "rand_like", "randint_like", "dropout", "gumbel", "rrelu", "uniform_", "normal_", "normal(", "random_", "exponential_",
@@ -24,7 +24,7 @@ _ROOM = {"torch": torch, "F": F}
 
 
 def _lines(table):
-    return [line.strip() for line in table.strip().splitlines() if not any(name in line for name in _NOT_IN_GRAPHS)]
+    return [line for line in lines(table) if not any(name in line for name in _NOT_IN_GRAPHS)]
 
 
 class Program:

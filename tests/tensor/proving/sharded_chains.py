@@ -6,59 +6,19 @@ import torch
 import torch.distributed as dist
 
 from tests.tensor.proving.chains import Chain, Over, played
+from tests.tensor.proving.tables import ELEMENTWISE, ELEMENTWISE_IN_PLACE
 
-OPERATORS = """
-    x.relu()
-    x.sin()
-    x.tanh() * 2
-    x.abs().sqrt()
-    -x
-    x * 2 + 1
-    1 / (x.square() + 1)
-    x.double()
-    x.float()
-    x.to(torch.bfloat16)
+OPERATORS = f"""{ELEMENTWISE}
     x.to(x.dtype)
     x.to(torch.float64, copy=True)
-    x.type_as(y)
-    (x * 3).long()
-    x > 0
-    x + y
-    x - y
-    x * y
-    x / (y.abs() + 1)
-    x ** 2
-    2 ** x.clamp(-2, 2)
     x + torch.ones(())
     torch.ones(()) * x
     x + torch.ones(x.shape)
     x.numel() * x
-    torch.maximum(x, y)
-    torch.where(x > 0, x, y)
-    torch.where(y > 0, x, 0.5)
-    torch.zeros_like(x)
-    torch.full_like(x, 2)
     torch.rand_like(x)
     torch.empty_like(x).fill_(1)
     x.new_zeros(x.shape)
-    x.masked_fill(y > 0, 0.5)
-    x.clone()
-    x.detach()
-    x.contiguous()
-    torch.lerp(x, y, 0.3)
-    torch.addcmul(x, y, y, value=0.5)
-    x.clamp(-1, 1)
-    x.clamp(min=y)
-    torch.nan_to_num(x / y)
-    torch.isclose(x, y)
-    torch.fmod(x, 1.5)
-    torch.logaddexp(x, y)
     torch.complex(x, y).abs()
-    x.to(torch.int32).bitwise_and(3)
-    F.gelu(x)
-    F.dropout(x, 0.5)
-    torch._foreach_add([x, y], 1)[n % 2]
-    torch._foreach_mul([x, y], [2.0, 3.0])[n % 2]
     torch._foreach_norm([x, y])[n % 2]
     torch._foreach_sqrt([x.abs(), y.abs()])[n % 2]
     torch._foreach_lerp([x, y], [y, x], 0.3)[n % 2]
@@ -81,45 +41,15 @@ OPERATORS = """
     F.mse_loss(x, y)
 """
 
-IN_PLACE = """
-    x.add_(1)
-    x.mul_(2)
-    x.add_(y)
-    x.mul_(y)
-    x.sub_(y, alpha=2)
-    x.copy_(y)
+IN_PLACE = f"""{ELEMENTWISE_IN_PLACE}
     x.copy_(torch.ones(()))
-    x.zero_()
-    x.fill_(3)
-    x.clamp_(-1, 1)
-    x.masked_fill_(x > 0, 0.5)
-    x.masked_fill_(y > 0, 0.25)
-    x.relu_()
-    x.neg_()
-    x.sigmoid_()
-    x.pow_(2)
-    x.div_(2)
-    x.addcmul_(y, y)
-    x.addcdiv_(y, y.abs() + 1)
-    x.lerp_(y, 0.5)
-    x.__setitem__(x > 0, 0)
     x.__setitem__(y > 0, 0.5)
     x.__setitem__(0, 1.0)
     x.__setitem__(Ellipsis, 2.0)
-    x.detach().add_(1)
     x.data.add_(1)
     x.view(-1).add_(1)
     x.cumsum_(0)
-    x.uniform_()
-    torch.add(y, 1, out=x)
-    torch._foreach_add_([x], 1)
-    torch._foreach_mul_([x, y], 0.5)
-    torch._foreach_copy_([x], [y])
     torch._foreach_addcmul_([x], [y], [y], 0.5)
-    torch._foreach_lerp_([x], [y], 0.5)
-    torch._foreach_zero_([x, y])
-    x.requires_grad_()
-    x.detach_()
     x.set_(y)
     x.resize_as_(y)
     x.t_()

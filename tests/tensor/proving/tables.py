@@ -1,6 +1,13 @@
 """What random chains do to tensors: x is one of theirs, y another or the same; d and e are dims, n is a number below 5."""
 
-OPERATORS = """
+
+def lines(table):
+    """The operators of a table, one a line."""
+    return [line.strip() for line in table.splitlines() if line.strip()]
+
+
+# What keeps the shape and looks at one element at a time; of two tensors, at the same of both.
+ELEMENTWISE = """
     x.relu()
     x.sin()
     x.tanh() * 2
@@ -15,6 +22,122 @@ OPERATORS = """
     x.to(torch.bfloat16)
     (x * 3).long()
     x > 0
+    x.detach()
+    x.clone()
+    x.contiguous()
+    F.gelu(x)
+    F.dropout(x, 0.5)
+    torch.rand_like(x.float())
+    torch.zeros_like(x)
+    x.new_ones(x.shape)
+    torch.full_like(x, 2)
+    x + y
+    x - y
+    x * y
+    x / (y.abs() + 1)
+    torch.maximum(x, y)
+    torch.where(x > 0, x, y)
+    torch.where(y > 0, x, 0.5)
+    x.masked_fill(y > 0, 0.5)
+    torch.lerp(x, y, 0.3)
+    torch.addcmul(x, y, y, value=0.5)
+    x.clamp(-1, 1)
+    x.clamp(min=y)
+    torch.nan_to_num(x / y)
+    torch.isclose(x, y)
+    x.view_as(x)
+    torch.complex(x, x * 2).abs()
+    torch._foreach_add([x, y], 1)[n % 2]
+    torch._foreach_mul([x, y], [2.0, 3.0])[n % 2]
+    torch.logaddexp(x, y)
+    torch.hypot(x, y)
+    torch.atan2(x, y + 0.3)
+    torch.fmod(x, 1.5)
+    torch.remainder(x, y.abs() + 1)
+    torch.floor_divide(x, 2)
+    x.to(torch.int32).bitwise_and(3)
+    x ** 2
+    2 ** x.clamp(-2, 2)
+    x.type_as(y)
+    torch.special.xlog1py(x, y.abs())
+    torch.special.logit(x.sigmoid())
+    torch.frac(x)
+    torch.xlogy(x, y.abs() + 1)
+    torch.logit(x, 0.1)
+    F.silu(x)
+    F.elu(x)
+    F.leaky_relu(x)
+    F.softplus(x)
+    F.hardtanh(x)
+    F.threshold(x, 0.1, 0.2)
+    F.logsigmoid(x)
+    F.mish(x)
+    F.huber_loss(x, y, reduction='none')
+    x.view(torch.int32)
+    torch.polar(x.abs(), y).real
+    x.bitwise_not() if not x.is_floating_point() else x
+    x.bool() & y.bool()
+    ~x.bool()
+    x.int() << 1
+    x.char()
+    x.new_empty(x.shape).zero_()
+    torch.randn_like(x.float())
+    torch.randint_like(x, 5)
+    torch.bernoulli(x.sigmoid())
+    torch.normal(x, x.abs() + 0.1)
+    torch.poisson(x.abs())
+    torch.broadcast_tensors(x, y)[0]
+    x.expand_as(y)
+    x.true_divide(2)
+    x.addcdiv(y, y.abs() + 1)
+    x.sub(y, alpha=2)
+    x.add(y, alpha=0.5)
+    x.__rpow__(1.5)
+    x.abs().pow(0.5)
+    x.abs().rsqrt().clamp(max=9)
+    x.real
+    x.conj()
+    x.resolve_conj()
+    x.type(torch.float64)
+    x.to(y)
+    x.to('cpu', torch.float64)
+    x.cpu()
+"""
+
+ELEMENTWISE_IN_PLACE = """
+    x.add_(1)
+    x.mul_(2)
+    x.add_(y)
+    x.mul_(y)
+    x.sub_(y, alpha=2)
+    x.copy_(y)
+    x.zero_()
+    x.fill_(3)
+    x.clamp_(-1, 1)
+    x.masked_fill_(x > 0, 0.5)
+    x.masked_fill_(y > 0, 0.25)
+    x.relu_()
+    x.neg_()
+    x.__setitem__(x > 0, 0)
+    x.detach().add_(1)
+    x.addcmul_(y, y)
+    x.lerp_(y, 0.5)
+    x.uniform_()
+    x.sigmoid_()
+    x.pow_(2)
+    x.div_(2)
+    torch.add(y, 1, out=x)
+    torch._foreach_add_([x], 1)
+    torch._foreach_mul_([x, y], 0.5)
+    torch._foreach_copy_([x], [y])
+    x.requires_grad_()
+    x.detach_()
+    x.addcdiv_(y, y.abs() + 1)
+    torch._foreach_lerp_([x], [y], 0.5)
+    torch._foreach_zero_([x, y])
+"""
+
+OPERATORS = f"""{ELEMENTWISE}
     x.sum(d)
     x.sum()
     x.sum((d, e)) if d != e else x.sum(d)
@@ -72,27 +195,11 @@ OPERATORS = """
     x.split(2, d)[-1]
     x.split([1, x.shape[d] - 1], d)[1]
     x.unbind(d)[n % x.shape[d]]
-    x.detach()
-    x.clone()
-    x.contiguous()
     F.pad(x, (1, 2))
     F.pad(x, (-1, 0))
     x.unfold(d, 2, 1)
     F.layer_norm(x, x.shape[-1:])
-    F.gelu(x)
-    F.dropout(x, 0.5)
     F.normalize(x, dim=d)
-    torch.rand_like(x.float())
-    torch.zeros_like(x)
-    x.new_ones(x.shape)
-    torch.full_like(x, 2)
-    x + y
-    x - y
-    x * y
-    x / (y.abs() + 1)
-    torch.maximum(x, y)
-    torch.where(x > 0, x, y)
-    torch.where(y > 0, x, 0.5)
     x @ y
     x @ y.transpose(-1, -2)
     x.transpose(-1, -2) @ y
@@ -108,7 +215,6 @@ OPERATORS = """
     x[(y.flatten() * 7).long().abs() % x.shape[0]]
     x.gather(d, torch.zeros_like(x, dtype=torch.long))
     x.gather(d, x.argsort(d, stable=True))
-    x.masked_fill(y > 0, 0.5)
     x[x > 0]
     x[y > 0]
     x.take_along_dim(x.argmax(d, keepdim=True), d)
@@ -116,17 +222,11 @@ OPERATORS = """
     F.cross_entropy(x, (y.flatten()[: x.shape[0]] * 3).long().abs() % x.shape[1])
     F.cross_entropy(x, x.argmax(-1), reduction='none')
     F.embedding((y * 5).long().abs() % x.shape[0], x)
-    torch.lerp(x, y, 0.3)
     torch.addmm(y, x, x.t())
-    torch.addcmul(x, y, y, value=0.5)
-    x.clamp(-1, 1)
-    x.clamp(min=y)
-    torch.nan_to_num(x / y)
     x.nonzero()
     torch.count_nonzero(x, d)
     x.any(d)
     (x > y).all()
-    torch.isclose(x, y)
     torch.searchsorted(x.sort().values, y)
     x.scatter(d, x.argsort(d, stable=True), y)
     x.scatter_add(d, torch.zeros_like(x, dtype=torch.long), x)
@@ -135,7 +235,6 @@ OPERATORS = """
     x.T
     x.mT
     x.swapaxes(d, e)
-    x.view_as(x)
     x.view(*x.shape[::-1])
     torch.atleast_2d(x)
     torch.broadcast_to(x, (3, *x.shape))
@@ -143,7 +242,6 @@ OPERATORS = """
     torch.kron(x, y)
     torch.diff(x, dim=d)
     torch.cdist(x, y)
-    torch.complex(x, x * 2).abs()
     x.median(d).values
     x.kthvalue(1, d).values
     x.unique()
@@ -155,8 +253,6 @@ OPERATORS = """
     x.item() if x.numel() == 1 else x.sum()
     x.pow(2).sum(d).sqrt()
     torch.pixel_shuffle(x[None, None].expand(1, 4, *x.shape), 2) if x.ndim == 2 else x
-    torch._foreach_add([x, y], 1)[n % 2]
-    torch._foreach_mul([x, y], [2.0, 3.0])[n % 2]
     torch._foreach_norm([x, y])[n % 2]
     torch.stack(torch._foreach_norm([x, y]))
     torch.nn.utils.parameters_to_vector([x, y])
@@ -172,16 +268,6 @@ OPERATORS = """
     torch.aminmax(x, dim=d).max
     torch.var_mean(x, d)[1]
     torch.histc(x.float(), 4)
-    torch.logaddexp(x, y)
-    torch.hypot(x, y)
-    torch.atan2(x, y + 0.3)
-    torch.fmod(x, 1.5)
-    torch.remainder(x, y.abs() + 1)
-    torch.floor_divide(x, 2)
-    x.to(torch.int32).bitwise_and(3)
-    x ** 2
-    2 ** x.clamp(-2, 2)
-    x.type_as(y)
     x.mul(y).sum(d).unsqueeze(d).expand_as(x)
     x.t_()
     x.transpose_(d, e)
@@ -215,8 +301,6 @@ OPERATORS = """
     x.tensor_split(3, d)[n % 3]
     x.tensor_split((1,), d)[1]
     x.swapdims(d, e)
-    torch.special.xlog1py(x, y.abs())
-    torch.special.logit(x.sigmoid())
     torch.bmm(x[None].expand(2, *x.shape), y[None].expand(2, *y.shape))
     torch.baddbmm(x[None], x[None], y[None])
     torch.addbmm(x, x[None], y[None])
@@ -238,9 +322,6 @@ OPERATORS = """
     torch.trace(x)
     torch.cov(x)
     torch.combinations(x.flatten()[:4])
-    torch.frac(x)
-    torch.xlogy(x, y.abs() + 1)
-    torch.logit(x, 0.1)
     torch.allclose(x, y)
     x.argmin()
     x.argmax()
@@ -262,21 +343,12 @@ OPERATORS = """
     F.softmin(x, d)
     F.gumbel_softmax(x, dim=d)
     F.glu(x, d)
-    F.silu(x)
-    F.elu(x)
-    F.leaky_relu(x)
     F.prelu(x, x.new_ones(()) * 0.2)
     F.rrelu(x, training=True)
-    F.softplus(x)
-    F.hardtanh(x)
-    F.threshold(x, 0.1, 0.2)
-    F.logsigmoid(x)
-    F.mish(x)
     F.alpha_dropout(x, 0.3, training=True)
     F.dropout1d(x, 0.5)
     F.l1_loss(x, y)
     F.smooth_l1_loss(x, y, reduction='sum')
-    F.huber_loss(x, y, reduction='none')
     F.binary_cross_entropy_with_logits(x, y.sigmoid())
     F.binary_cross_entropy(x.sigmoid(), y.sigmoid())
     F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction='batchmean')
@@ -306,33 +378,19 @@ OPERATORS = """
     x.argwhere()
     x.nonzero_static(size=4)
     torch.where(x > 0)[0]
-    x.view(torch.int32)
     torch.view_as_real(torch.complex(x, y))
     torch.fft.fft(x, dim=d).abs()
     torch.fft.rfft(x, dim=d).real
-    torch.polar(x.abs(), y).real
-    x.bitwise_not() if not x.is_floating_point() else x
-    x.bool() & y.bool()
-    ~x.bool()
-    x.int() << 1
-    x.char()
     x.new_zeros(3)
     x.new_full((2, 2), 3)
-    x.new_empty(x.shape).zero_()
-    torch.randn_like(x.float())
-    torch.randint_like(x, 5)
     torch.rand_like(x.double()).sort(d).values
-    torch.bernoulli(x.sigmoid())
     torch.multinomial(x.abs() + 0.1, 1)
-    torch.normal(x, x.abs() + 0.1)
-    torch.poisson(x.abs())
     torch.bincount((x.flatten() * 2).long().abs())
     torch.block_diag(x, x)
     torch.column_stack([x, y])
     torch.dstack([x, y])
     torch.hstack([x, x])
     torch.concat([x, y, x], d)
-    torch.broadcast_tensors(x, y)[0]
     torch.einsum('ij,jk->ki', x, y)
     torch.einsum('ij,ij->i', x, y)
     torch.einsum('ii->i', x)
@@ -344,7 +402,6 @@ OPERATORS = """
     x.moveaxis(0, -1)
     x.squeeze((0, -1))
     x.expand(-1, *x.shape[1:])
-    x.expand_as(y)
     x.repeat_interleave((y.flatten()[:x.shape[0]]).long().abs() % 3, 0)
     x.tile((2, 2))
     x.narrow_copy(d, 0, 1)
@@ -358,13 +415,6 @@ OPERATORS = """
     x.reshape(-1, 1)
     x.unflatten(d, (2, -1))
     x.flatten().unflatten(0, x.shape)
-    x.true_divide(2)
-    x.addcdiv(y, y.abs() + 1)
-    x.sub(y, alpha=2)
-    x.add(y, alpha=0.5)
-    x.__rpow__(1.5)
-    x.abs().pow(0.5)
-    x.abs().rsqrt().clamp(max=9)
     x.square().sum().sqrt().expand(2)
     x / x.abs().max()
     x / (x.norm() + 1)
@@ -392,32 +442,12 @@ OPERATORS = """
     x.long().amax(d)
     x.bool().sum(d)
     x.clamp(0, 1).mean(d).long()
-    x.real
-    x.conj()
-    x.resolve_conj()
     x.cross(y) if x.shape[-1] == 3 else x
-    x.type(torch.float64)
-    x.to(y)
-    x.to('cpu', torch.float64)
-    x.cpu()
     list(x)[0]
 """
 
-IN_PLACE = """
-    x.add_(1)
-    x.mul_(2)
-    x.add_(y)
-    x.mul_(y)
-    x.sub_(y, alpha=2)
-    x.copy_(y)
-    x.zero_()
-    x.fill_(3)
-    x.clamp_(-1, 1)
-    x.masked_fill_(x > 0, 0.5)
-    x.masked_fill_(y > 0, 0.25)
-    x.relu_()
+IN_PLACE = f"""{ELEMENTWISE_IN_PLACE}
     x.exp_().clamp_(max=5)
-    x.neg_()
     x.select(d, 0).zero_()
     x.narrow(d, 0, 1).mul_(2)
     x[0].add_(1)
@@ -431,7 +461,6 @@ IN_PLACE = """
     x.__setitem__(0, 1.0)
     x.__setitem__(n % x.shape[0], y)
     x.__setitem__((slice(None), 0), 2)
-    x.__setitem__(x > 0, 0)
     x.__setitem__(slice(0, 2), y[:2])
     x.index_fill_(d, torch.zeros_like(x.flatten()[:1], dtype=torch.long), 4)
     x.index_add_(d, torch.zeros_like(x.flatten()[:1], dtype=torch.long), y.narrow(d, 0, 1))
@@ -439,29 +468,16 @@ IN_PLACE = """
     x.scatter_(d, torch.zeros_like(x, dtype=torch.long), 1.5)
     x.scatter_add_(d, torch.zeros_like(x, dtype=torch.long), y)
     x.index_put_(((y.flatten() * 7).long().abs() % x.shape[0],), torch.ones_like(x[0]), accumulate=True)
-    x.detach().add_(1)
-    x.addcmul_(y, y)
-    x.lerp_(y, 0.5)
     x.tril_()
     x.cumsum_(d)
     x.copy_(y.expand_as(x))
-    x.uniform_()
     x.normal_()
     x.bernoulli_(0.5)
-    x.sigmoid_()
-    x.pow_(2)
-    x.div_(2)
     x.unbind(d)[0].add_(1)
     x.chunk(2, d)[-1].zero_()
     x.expand(1, *x.shape).add_(1)
-    torch.add(y, 1, out=x)
-    torch._foreach_add_([x], 1)
-    torch._foreach_mul_([x, y], 0.5)
-    torch._foreach_copy_([x], [y])
     x.resize_as_(y)
     x.set_(y)
-    x.requires_grad_()
-    x.detach_()
     x.cumprod_(d)
     x.triu_()
     x.abs_()
@@ -476,7 +492,6 @@ IN_PLACE = """
     x.erf_()
     x.reciprocal_()
     x.log1p_()
-    x.addcdiv_(y, y.abs() + 1)
     x.atan2_(y)
     x.fmod_(2)
     x.remainder_(2)
@@ -551,8 +566,6 @@ IN_PLACE = """
     torch._foreach_sub_([x, y], 1)
     torch._foreach_div_([x, y], 2.0)
     torch._foreach_addcmul_([x], [y], [y])
-    torch._foreach_lerp_([x], [y], 0.5)
-    torch._foreach_zero_([x, y])
     torch._foreach_clamp_min_([x, y], 0)
     torch._foreach_maximum_([x], [y])
     torch._foreach_sqrt_([x])
