@@ -308,3 +308,28 @@ def writes_to_parts_of_norms(rank, world):
 
 def test_a_moved_part_of_norms_is_not_written_to():
     assert run_ranks(4, writes_to_parts_of_norms) == [[True] * 12] * 4
+
+
+def turned_leaves(rank, world):
+    """Whether leaves are what they were after a refused turn, and the shape and gradient of one that was turned."""
+    from torchshard import init_device_mesh
+
+    mesh, told = init_device_mesh("cpu", (world,)), []
+    for text in ("R", "S0"):
+        leaf = put(VALUES[:3], mesh, text).detach().requires_grad_()
+        row = leaf[0]
+        with torch.no_grad(), pytest.raises(UnsupportedOperatorError, match="t_ of a leaf whose views"):
+            leaf.t_()
+        (row * 2).sum().backward()
+        told.append(leaf.grad.full_tensor().tolist())
+        leaf = put(VALUES[:2], mesh, text).detach().requires_grad_()
+        with torch.no_grad():
+            leaf.t_()
+        (leaf[0] * 2).sum().backward()
+        told.append(leaf.grad.full_tensor().tolist())
+    return told
+
+
+def test_a_leaf_is_turned_before_there_are_views_of_it():
+    row, turned = [[2.0] * 3, [0.0] * 3, [0.0] * 3], [[2.0] * 2, [0.0] * 2, [0.0] * 2]
+    assert run_ranks(2, turned_leaves) == [[row, turned] * 2] * 2

@@ -59,11 +59,23 @@ def cannot_turn(name: str, layout: TensorLayout, turned: TensorLayout) -> Unsupp
     )
 
 
+def _leaf_in_use(name: str, layout: TensorLayout) -> UnsupportedOperatorError:
+    """The refusal for a leaf, which cannot come to stand for a view: it is where gradients arrive."""
+    return UnsupportedOperatorError(
+        f"{name} of a leaf whose views, or results that want it for their backward, are still about.",
+        expected="a leaf that nothing else refers to",
+        got=str(layout),
+        fix=f"call {name} before anything is made of it, or {name.rstrip('_')}() for a view of the other shape",
+    )
+
+
 def _turned(x: _T, name: str, *args: Any, **kwargs: Any) -> _T:
     tensor: Any = x
-    leaf = tensor.is_leaf and tensor.requires_grad  # which is refused, or has no history
+    leaf = tensor.is_leaf and tensor.requires_grad
     alone = not _torch.is_view(tensor) and not _torch.is_referred_to(tensor)
     if leaf or alone or tensor.is_inference() or _torch.is_traced(tensor._local_tensor):
+        if leaf and not alone and not torch.is_grad_enabled():  # with gradients on, torch refuses a leaf
+            raise _leaf_in_use(name, tensor._spec)
         getattr(Tensor, name)(tensor, *args, **kwargs)
         return x
     with torch.set_grad_enabled(torch.is_grad_enabled() or tensor.requires_grad):
