@@ -1,13 +1,14 @@
 """Operators that only rearrange: views, joins, cuts, and new tensors made after the likeness of others."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from torchshard.layout.layout import Layout
+from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.rules.reducing import dims_of, letters
 from torchshard.rules.rule import Made, Rule, named, options, table
 
@@ -198,11 +199,18 @@ def _pad(x: Layout, pad: Sequence[int], value: Any = 0) -> Made:
     return Made(_line(names, result), options=extremes if value else {"linear": ((0,),), **extremes})
 
 
-def _view_dtype(x: Layout, dtype: Any) -> str | None:
+def _view_dtype(x: Layout, dtype: Any) -> str | Made | None:
     """The same bits as numbers of another type, of which a row may hold more or fewer."""
     if dtype.itemsize == x.dtype.itemsize:
         return "... -> ..."
-    return "... Z -> ... W" if x.ndim else None
+    return Made("... Z -> ... W", local=_with_strides_that_count) if x.ndim else None
+
+
+def _with_strides_that_count(view: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+    """A view for which torch asks for strides of dims of length 0 and 1 as well; those of a part may be any."""
+    rows, few = contiguous_stride(x.shape), 0 in x.shape
+    stride = tuple([row if few or n == 1 else old for n, old, row in zip(x.shape, x.stride(), rows, strict=True)])
+    return view(x if stride == x.stride() else x.as_strided(x.shape, stride), *args)
 
 
 def _repeat(x: Layout, repeats: Sequence[int]) -> str:

@@ -152,6 +152,10 @@ _READS = """
     v = x[1:4]; x.transpose_(0, 1); x[:, 2].mul_(3); y = v * 1
     v = x.view(-1)[2:9]; x.unsqueeze_(0); v.mul_(2); y = v * 1
     x = x[:1]; v = x.expand(2, 3)[:, 1:]; x.squeeze_(0); x.add_(1); y = v * 1
+    y = (put(torch.ones(1, 1)).unflatten(0, (1, -1)) / 2).view(torch.uint8); y = y.clone(), y.stride()
+    y = (put(torch.ones(1, 2)).unflatten(0, (1, -1)) / 2).view(torch.float64); y = y.clone(), y.stride()
+    y = torch.view_as_complex(put(torch.ones(1, 2)).unflatten(0, (1, -1)) / 2); y = y.clone(), y.stride()
+    y = torch.view_as_complex(x[:2].t() * 1)
 """
 
 _GRADIENTS = """
@@ -216,7 +220,7 @@ GRADIENTS = _table(
 )
 
 
-@pytest.mark.parametrize(("table", "raises"), [("WRITES", 7), ("REFUSED", 6), ("READS", 0), ("GRADIENTS", 11)])
+@pytest.mark.parametrize(("table", "raises"), [("WRITES", 7), ("REFUSED", 6), ("READS", 1), ("GRADIENTS", 11)])
 def test_as_in_eager_torch(table, raises):
     check(__name__, table, raises=raises)
 

@@ -42,6 +42,9 @@ from torchshard.tensor.modes import implicit_replication, say_replicated
 from torchshard.tensor.moving.redistribute import redistribute_local
 from torchshard.tensor.observing import tell
 
+_ASK_FOR_STRIDES = "view.default", "view.dtype", "view_as_complex.default"
+"""Views that eager torch refuses by the strides of the whole tensor, which those of a piece may not show."""
+
 
 def make_plan(call: Call) -> tuple[Any, Plan | None]:
     """Run a call for the first time: the result, and what to do with further calls of its kind (None: ask again)."""
@@ -229,7 +232,7 @@ def _by_rule(call: Call, operands: Sequence[Operand]) -> tuple[Any, Plan | None]
     if lifted is None:
         return None
     targets = [layout.to(sharding) for layout, sharding in zip(layouts, lifted.operands, strict=True)]
-    if call.name == "view.default":
+    if call.name in _ASK_FOR_STRIDES:
         run_on_meta(call)  # a view that eager torch refuses
     tell("rule", made.line, [(call.names[o.at], o.layout, t) for o, t in zip(operands, targets, strict=True)])
     run = FirstRun(call, operands, made, targets, bound.tells_shapes())
