@@ -341,11 +341,15 @@ def _failing(rank, world):
     """What a hook raises is raised by backward, and the wrapper goes on."""
     from torchshard.ddp import DistributedDataParallel
 
-    model, fail = DistributedDataParallel(mlp(16)), ["at once"]
+    model, fail = DistributedDataParallel(mlp(16), bucket_cap_mb=0), ["at once"]
 
     def hook(state, bucket):
         if fail == ["at once"]:
             raise ValueError("no such luck")
+        if fail == ["set"]:
+            unlucky = torch.futures.Future()
+            unlucky.set_exception(KeyError("no luck set"))
+            return unlucky
         future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
         def then(f):
@@ -360,6 +364,7 @@ def _failing(rank, world):
     for case, kind, text in [
         ("at once", ValueError, "no such luck"),
         ("later", RuntimeError, "ValueError: no luck later"),
+        ("set", KeyError, "no luck set"),
         ("list", TypeError, "must hold one tensor"),
         ("number", RuntimeError, "callback must return a torch.futures.Future object, but got builtins.int"),
     ]:
