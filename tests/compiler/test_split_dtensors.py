@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as upstream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -76,6 +77,18 @@ def test_the_pieces_make_the_whole(mesh, make, inner):
         reference.zero_grad()
         torch.testing.assert_close(_run(compiled, module, mesh, rows), _run(reference, reference, mesh, rows))
     assert len(backend.last_plan.pieces) > 2
+
+
+def test_those_of_torchs_class_cross_as_well(mesh):
+    """Its DTensor names its mesh among the parts that it is made of."""
+    module = upstream.distribute_module(Layers(), mesh)
+    reference, backend = copy.deepcopy(module), split_backend(0, 0, inner="aot_eager")
+    compiled, x = torch.compile(module, backend=backend, fullgraph=True), torch.ones(2, 8)
+    for model in (compiled, reference):
+        model(upstream.distribute_tensor(x, mesh, [upstream.Shard(0)])).sum().backward()
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
+    assert len(backend.last_plan.pieces) == 3
 
 
 def test_lent_parameters_count_where_they_are_used(mesh):

@@ -212,8 +212,10 @@ def _memories_of(tensor: Any) -> Iterator[int]:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _memories_of(getattr(tensor, name))
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # torch's DTensor names its mesh among them, since 2.13
+                yield from _memories_of(part)
         return
     with suppress(NotImplementedError, RuntimeError):  # sparse tensors, and those inside of torch.func
         yield memory_of(tensor)
