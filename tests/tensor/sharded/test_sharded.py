@@ -271,6 +271,19 @@ def _computing(rank, world):
             torch.manual_seed(4)
             drawn.append(torch.randn_like(a) * a)
         check(*drawn)
+    # Conjugates and negatives, which torch makes when they are read.
+    whole = torch.complex(w, v)
+    number = _made_from(whole, rows, ShardedTensor)
+    for run in (
+        lambda a: a.conj() + 1,
+        lambda a: a != a.conj(),
+        lambda a: torch._foreach_mul([a.conj()], 2.0)[0],
+        lambda a: torch._neg_view(a) + 1j,
+    ):
+        check(run(number), run(whole))
+    for a in (number, whole):
+        a.conj().add_(2j)
+    check(number.detach(), whole)
     leaf = x.clone().requires_grad_()
     saved = leaf * 1
     squares = saved * saved

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from torchshard._torch import is_traced, operator_names, schema
+from torchshard._torch import is_traced, operator_names, reading_conjugates, schema
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.rules import pointwise
 from torchshard.tensor.calls.foreach import handles as on_lists
@@ -37,8 +37,14 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         UnsupportedOperatorError: it is none of those that work element by element.
         ShardingError: the ShardedTensors among the arguments are not cut alike, or a plain tensor is among them.
     """
-    name = ".".join(operator_names(func))
     found = list(_sharded(args)) + list(_sharded(tuple(kwargs.values())))
+    parts = [shard.tensor for x in found for shard in x._local_shards]
+    ruled = reading_conjugates(_run) if any(t.is_conj() or t.is_neg() for t in parts) else _run
+    return ruled(func, found, args, kwargs)
+
+
+def _run(func: Any, found: Sequence[ShardedTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    name = ".".join(operator_names(func))
     if (
         name in ("new_empty.default", "new_empty_strided.default", "new_zeros.default")
         and tuple(args[1]) == found[0].shape
