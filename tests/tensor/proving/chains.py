@@ -51,6 +51,7 @@ class Chain:
     """Pairs of a plain tensor and a DTensor, of which each step makes another, or to which it writes."""
 
     operators, in_place = OPERATORS, IN_PLACE
+    dtypes = (*[torch.float32] * 5, torch.float64, torch.int64, torch.complex64)
 
     def __init__(self, mesh, seed):
         self.mesh, self.chance = mesh, random.Random(seed)
@@ -73,20 +74,19 @@ class Chain:
         chance = self.chance
         for _ in range(2):
             shape = [chance.choice([1, 2, 3, 4, 5, 7, 8]) for _ in range(chance.choice([1, 2, 2, 2, 3]))]
-            self._start(shape, chance.choice([torch.float32] * 5 + [torch.float64, torch.int64]), chance.random() < 0.6)
+            self._start(shape, chance.choice(self.dtypes), chance.random() < 0.6)
         if chance.random() < 0.5:
             self._start(self.pairs[0][0].shape, self.pairs[0][0].dtype, False)
 
     def _start(self, shape, dtype, needs_grad):
         from torchshard import Replicate, distribute_tensor
 
-        values = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(self.chance.randrange(10**6)))
-        values = ((values * 3).round() / 2 if self.chance.random() < 0.5 else values).to(dtype)
+        values = drawn(shape, dtype, self.chance.randrange(10**6), whole=self.chance.random() < 0.5)
         placements = self._placements(values.ndim, partial=dtype.is_floating_point)
         split = distribute_tensor(values, self.mesh, [Replicate() if p.is_partial() else p for p in placements])
         split = split.redistribute(placements=placements).detach()
         plain = split.full_tensor().clone()
-        if needs_grad and dtype.is_floating_point:
+        if needs_grad and (dtype.is_floating_point or dtype.is_complex):
             self.leaves.append((plain.requires_grad_(), split.requires_grad_()))
         self.story.append(f"#{len(self.pairs)}: {tuple(shape)} {dtype} {placements} grad={plain.requires_grad}")
         self.pairs.append((plain, split))
@@ -152,13 +152,13 @@ class Chain:
 
     def _add(self, plain, split):
         self._compare(plain, split)
-        if isinstance(plain, torch.Tensor) and plain.numel() < 3000 and len(self.pairs) < 9 and _tame(plain):
+        if isinstance(plain, torch.Tensor) and plain.numel() < 3000 and len(self.pairs) < 9 and tame(plain):
             self.pairs.append((plain, split))
 
     def _compare_all(self):
         for plain, split in self.pairs:
             self._compare(plain, split)
-            if not _tame(plain):
+            if not tame(plain):
                 raise Over
 
     def _compare(self, plain, split):
@@ -197,10 +197,10 @@ class Chain:
             assert [g is None for g in plains] == [g is None for g in splits]
             for plain, split in zip(plains, splits, strict=True):
                 if plain is not None and plain.isfinite().all():
-                    whole = self._whole(split).double()
-                    size = max(float(plain.detach().abs().max()), 1.0) if plain.numel() else 1.0
+                    got, wanted = doubles(self._whole(split).detach()), doubles(plain.detach())
+                    size = max(float(wanted.abs().max()), 1.0) if plain.numel() else 1.0
                     limit = 5e-2 if any("bfloat16" in line for line in self.story) else 1e-3
-                    torch.testing.assert_close(whole.detach(), plain.detach().double(), rtol=0, atol=limit * size)
+                    torch.testing.assert_close(got, wanted, rtol=0, atol=limit * size)
 
     @staticmethod
     def _gradients(outputs, leaves):
@@ -208,7 +208,7 @@ class Chain:
         outputs = [y for y in outputs if y is not None and y.requires_grad]
         if not outputs or not leaves:
             return [None] * len(leaves)
-        loss = sum((y.double() * (k + 1)).square().mean() for k, y in enumerate(outputs))
+        loss = sum((doubles(y) * (k + 1)).square().mean() for k, y in enumerate(outputs))
         return torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=True)
 
 
@@ -217,5 +217,21 @@ def _compiled(table):
     return [(compile(line, line, "eval"), line) for line in lines(table)]
 
 
-def _tame(plain):
-    return bool(plain.isfinite().all()) and float(plain.detach().double().abs().sum()) < 1e5
+def drawn(shape, dtype, seed, whole=False):
+    """Random values; halves of whole numbers if `whole` says so, as which some are equal."""
+    kind = torch.complex64 if dtype.is_complex else torch.float32
+    values = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=kind)
+    if whole:
+        parts = torch.view_as_real(values) if dtype.is_complex else values
+        parts.copy_((parts * 3).round() / 2)
+    return values.to(dtype)
+
+
+def doubles(x):
+    """The numbers of a tensor, both parts of complex ones, in double precision."""
+    return torch.view_as_real(x.to(torch.complex128).resolve_conj()) if x.is_complex() else x.double()
+
+
+def tame(plain):
+    """Whether the values are finite, and not too large to go on with."""
+    return bool(plain.isfinite().all()) and float(doubles(plain.detach()).abs().sum()) < 1e5

@@ -11,7 +11,7 @@ import warnings
 import torch
 import torch.nn.functional as F  # for the chains
 
-from tests.tensor.proving.chains import _tame, drawn_placements
+from tests.tensor.proving.chains import doubles, drawn, drawn_placements, tame
 from tests.tensor.proving.tables import IN_PLACE, OPERATORS, lines
 
 _NOT_IN_GRAPHS = (
@@ -56,8 +56,8 @@ class Program:
 
     def _drawn(self, seed):
         shape = [self.chance.choice([1, 2, 3, 4, 5, 7, 8]) for _ in range(self.chance.choice([1, 2, 2, 2, 3]))]
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + self.chance.randrange(1000)))
-        return values.to(self.chance.choice([torch.float32] * 5 + [torch.float64]))
+        seed, dtypes = seed + self.chance.randrange(1000), [*[torch.float32] * 5, torch.float64, torch.complex64]
+        return drawn(shape, self.chance.choice(dtypes), seed)
 
     def _append(self, text, made, *before):
         self.body.append([*before, f"t{len(self.tensors)} = {text}"])
@@ -86,9 +86,9 @@ class Program:
         names = f"x, y, d, e, n = t{at}, t{other}, {d}, {e}, {n}"
         writes, indent = versions != [t._version for t in tensors], "" if recorded else "    "
         head = [names] if recorded else [names, "with torch.no_grad():"]
-        if writes and not all(map(_tame, tensors)):
+        if writes and not all(map(tame, tensors)):
             raise RuntimeError("too large to go on with")
-        if isinstance(made, torch.Tensor) and made is not tensors[at] and made.numel() < 3000 and _tame(made):
+        if isinstance(made, torch.Tensor) and made is not tensors[at] and made.numel() < 3000 and tame(made):
             self.body.append([*head, f"{indent}t{len(tensors)} = {text}"])
             tensors.append(made)
         elif writes:
@@ -123,7 +123,7 @@ def _beside(program, mesh, seed, wanted, backend):
     from torchshard.errors import TorchshardError
 
     chance = random.Random(seed + 1)
-    placed = [drawn_placements(chance, t.ndim, mesh.ndim) for t in program.values]
+    placed = [drawn_placements(chance, t.ndim, mesh.ndim, not t.is_complex()) for t in program.values]
 
     def leaves():
         for t, needs, placements in zip(program.values, program.needs, placed, strict=True):
@@ -154,7 +154,7 @@ def _played(function, leaves, move):
     """Named results: what it returns, what it has made of its arguments, and their gradients."""
     results = function(*leaves, move)
     needing = [x for x in leaves if x.requires_grad]
-    losses = [(y.double() * (k + 1)).square().mean() for k, y in enumerate(results) if y.requires_grad]
+    losses = [(doubles(y) * (k + 1)).square().mean() for k, y in enumerate(results) if y.requires_grad]
     grads = torch.autograd.grad(sum(losses), needing, allow_unused=True) if losses and needing else []
     return {
         **{f"result {k}": _seen(y) for k, y in enumerate(results)},
@@ -168,7 +168,7 @@ def _seen(x):
 
     strides = [step for step, n in zip(x.stride(), x.shape, strict=True) if n > 1] if x.numel() > 1 else None
     whole = x.full_tensor() if isinstance(x, DTensor) else x
-    return (x.dtype, x.requires_grad, strides), x.shape, whole.detach().double().clone()
+    return (x.dtype, x.requires_grad, strides), x.shape, doubles(whole.detach()).clone()
 
 
 def _compare(got, wanted, program, told=""):

@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from tests.tensor.proving.chains import Chain, Over, played
+from tests.tensor.proving.chains import Chain, Over, drawn, played
 from tests.tensor.proving.tables import ELEMENTWISE, ELEMENTWISE_IN_PLACE
 
 OPERATORS = f"""{ELEMENTWISE}
@@ -72,7 +72,7 @@ class ShardedChain(Chain):
         self.spec = self._cut(shape)
         self.story.append(f"{tuple(shape)}, {self.spec}")
         for _ in range(3):
-            self._start(shape, chance.choice([torch.float32] * 5 + [torch.float64, torch.int64]), chance.random() < 0.6)
+            self._start(shape, chance.choice(self.dtypes), chance.random() < 0.6)
 
     def _cut(self, shape):
         """One part on each rank, or some of any lengths on any ranks."""
@@ -93,10 +93,9 @@ class ShardedChain(Chain):
     def _start(self, shape, dtype, needs_grad):
         from torchshard.state_dict import to_sharded_tensor
 
-        plain = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(self.chance.randrange(10**6)))
-        plain = plain.to(dtype)
+        plain = drawn(shape, dtype, self.chance.randrange(10**6))
         split = to_sharded_tensor(plain.clone(), spec=self.spec)
-        if needs_grad and dtype.is_floating_point:
+        if needs_grad and (dtype.is_floating_point or dtype.is_complex):
             self.leaves.append((plain.requires_grad_(), split.requires_grad_()))
         self.story.append(f"#{len(self.pairs)}: {dtype} grad={plain.requires_grad}")
         self.pairs.append((plain, split))

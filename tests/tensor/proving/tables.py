@@ -8,6 +8,14 @@ def lines(table):
 
 # What keeps the shape and looks at one element at a time; of two tensors, at the same of both.
 ELEMENTWISE = """
+    x.conj() * 2
+    x.conj() + y
+    x != x.conj()
+    x.conj().conj() - y.conj()
+    x * 1j
+    x.angle()
+    x.sgn()
+    x.reciprocal()
     x.relu()
     x.sin()
     x.tanh() * 2
@@ -105,6 +113,12 @@ ELEMENTWISE = """
 """
 
 ELEMENTWISE_IN_PLACE = """
+    x.conj().add_(1)
+    x.conj().mul_(y)
+    x.copy_(y.conj())
+    x.mul_(1j)
+    x.conj_physical_()
+    x.__setitem__(Ellipsis, y.conj())
     x.add_(1)
     x.mul_(2)
     x.add_(y)
@@ -138,6 +152,18 @@ ELEMENTWISE_IN_PLACE = """
 """
 
 OPERATORS = f"""{ELEMENTWISE}
+    x.imag
+    x.conj().imag
+    x.mH
+    x @ y.mH
+    x.conj() @ y
+    torch.view_as_real(x)
+    torch.vdot(x.flatten(), y.flatten())
+    torch.cat([x.conj(), y], d)
+    torch.stack([x, y.conj()], d)
+    x.conj().sum(d)
+    x.conj().view(-1)
+    torch.fft.ifft(x, dim=d)
     x.sum(d)
     x.sum()
     x.sum((d, e)) if d != e else x.sum(d)
@@ -447,6 +473,10 @@ OPERATORS = f"""{ELEMENTWISE}
 """
 
 IN_PLACE = f"""{ELEMENTWISE_IN_PLACE}
+    x.real.add_(1)
+    x.imag.mul_(2)
+    torch.view_as_real(x).mul_(2)
+    x.conj().select(d, 0).mul_(1j)
     x.exp_().clamp_(max=5)
     x.select(d, 0).zero_()
     x.narrow(d, 0, 1).mul_(2)
