@@ -245,16 +245,29 @@ def _refuse_as_device(call: Call) -> None:
     call.func(*args, **kwargs)
 
 
-def _as_both(x: Tensor, y: Tensor, *_: Any) -> Tensor:
+def _as_both(x: Tensor, y: Tensor, *_: Any, **__: Any) -> Tensor:
     return x + y
 
 
-# Meta kernels that are made of several others go by some of the operands alone; kernels, of these operators by element,
-# by all of them; and by none where a number is raised to powers.
+def _without_gaps(_: Tensor, x: Tensor, *__: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+# Meta kernels that are made of several others go by some of the operands alone, or by their first comparison; kernels,
+# of these operators by element, by all of them in turn; and by none where a number is raised to powers, or where memory
+# for the gradient of a loss was made before.
 _LIE_AS: Mapping[str, Callable[..., Tensor]] = {
-    "pow.Scalar": lambda _, x: x.new_empty(x.shape),
     **dict.fromkeys(("copysign.Tensor", "xlogy.Tensor", "special_xlog1py.default", "logit_backward.default"), _as_both),
-    "native_dropout_backward.default": _as_both,
+    **dict.fromkeys(("native_dropout_backward.default", "floor_divide.default", "div.Tensor_mode"), _as_both),
+    **dict.fromkeys(
+        (f"{of}_backward.default" for of in ("softplus", "hardtanh", "hardswish", "hardsigmoid")), _as_both
+    ),
+    "elu_backward.default": lambda grad, *numbers_and_x: grad + numbers_and_x[-1],
+    "pow.Scalar": _without_gaps,
+    **dict.fromkeys((f"{of}_loss_backward.default" for of in ("mse", "huber", "smooth_l1")), _without_gaps),
+    "_log_softmax_backward_data.default": _without_gaps,
+    "binary_cross_entropy.default": lambda x, y, weight=None, mean=1: x.sum() if mean else torch.empty_like(x),
+    "binary_cross_entropy_backward.default": lambda grad, x, *_: torch.empty_like(x),
 }
 
 
