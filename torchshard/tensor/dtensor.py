@@ -276,11 +276,10 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
             return Tensor.__deepcopy__(self, memo)  # type: ignore[no-any-return, no-untyped-call]  # raises as for any
-        local, layout = self._local_tensor, self._spec
-        if local.__class__ is Tensor and not layout.marks & SEVERED:
-            copied: Tensor = wrap(copy.deepcopy(local, memo), layout)  # memory that tensors share is copied once
-        else:
-            copied = self.detach().clone()
+        here = self._local_tensor.__class__ is Tensor  # and memory that tensors share is copied once
+        copied = wrap(copy.deepcopy(self._local_tensor, memo), self._spec) if here else self.detach().clone()
+        if here and self._spec.marks & SEVERED:
+            copied._window = self._window.copied(memo)  # type: ignore[attr-defined]
         made = memo[id(self)] = self._like_me(copied, memo)
         if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # of these the copies have none
             made.grad = copy.deepcopy(self.grad, memo)

@@ -94,6 +94,9 @@ _COPIES = """
     p = torch.nn.Parameter(x); p.grad = put(V); q = copy.deepcopy(p); y = q, isinstance(q, torch.nn.Parameter), q.grad
     a, b = copy.deepcopy([x, x]); y = a is b, a is not x
     a, b = copy.deepcopy([x, x.t()]); a.add_(1); y = a, b, x
+    a, b = copy.deepcopy([x, x[1:4]]); a.add_(1); y = a * 1, b * 1; b.mul_(2); y = y, a, b, x
+    b, a = copy.deepcopy([x[1:4], x]); b.mul_(2); y = a * 1, b * 1; a.add_(1); y = y, a, b, x
+    v = x.t()[1:]; x.add_(1); a, b, c, d = copy.deepcopy([v[:, 1:4], x[1:4], x.view(-1)[2:9], v]); y = a * 1, b * 1, c * 1; c.mul_(2); y = y, a * 1, b * 1, d * 1; a.add_(1); y = y, b, c, d, x
     x.tag = [3]; z = copy.deepcopy(x); y = z.tag, z.tag is not x.tag, copy.copy(x).tag is x.tag
     z = copy.copy(x); z.add_(1); y = z, z.requires_grad
     z = copy.copy(x.requires_grad_()); y = z, z.requires_grad, z.is_leaf

@@ -5,9 +5,10 @@ to be gathered is made of a copy. Such a result is marked (its layout is SEVERED
 that it is a view of, and the way between the copy and the base. Before it is read, the copy is fetched again if the
 base has changed; after it is written to, the copy is given back. Autograd's version counters, which views share with
 their base, tell whether the base has changed: that of the base, and those of local tensors, which users can have.
-Inference tensors have none, and `x.data` counts by itself, so there the copy is fetched at every use.
+Inference tensors have none, and `x.data` and deep copies count by themselves: there the copy is fetched at every use.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,15 @@ class Window:
             got=f"a view of {self.layout}",
             fix="view.clone()",
         )
+
+    def copied(self, memo: dict[int, Any]) -> "Window":
+        """For a deep copy: the window to a copy of the base, whose memory others may have that are copied with it."""
+        made: Window | None = memo.get(id(self))
+        if made is None:
+            base: Any = copy.deepcopy(self.counted[0].detach(), memo)
+            count_apart(base)
+            made = memo[id(self)] = Window.on(base, copy.deepcopy(self.local, memo), self.fetch, self.give)
+        return made
 
     def refuse_unwritable(self) -> None:
         """Raise where the base cannot be made like the copy, as its elements lie on one another."""
