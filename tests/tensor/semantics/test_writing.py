@@ -132,6 +132,7 @@ _READS = """
     a, b = x[:2, :3].t(), x[:3, :2].abs(); o = torch.ops.aten; y = [(z, z.stride()) for z in (o.elu_backward(a, 1.0, 1, 1, False, b), o.softplus_backward(a, b, 1, 20), o.hardtanh_backward(a, b, -1, 1), o.hardswish_backward(a, b), o.hardsigmoid_backward(a, b), o.floor_divide(a, b + 1), torch.div(a, b + 1, rounding_mode="floor"))]
     a, b = x[:2, :3].t(), x[:3, :2].abs(); o = torch.ops.aten; y = [(z, z.stride()) for z in (o.mse_loss_backward(b, a, b, 0), o.huber_loss_backward(b, a, b, 0, 1.0), o.smooth_l1_loss_backward(b, a, b, 0, 1.0), o._log_softmax_backward_data(a, a, 1, torch.float32))]
     a, b = x[:2, :3].t().sigmoid(), x[:3, :2].sigmoid(); o = torch.ops.aten; y = [(z, z.stride()) for z in (F.binary_cross_entropy(a, b, reduction="none"), o.binary_cross_entropy_backward(b, a, b, None, 0), F.binary_cross_entropy(a, b))]
+    z = put(torch.arange(120.0).view(3, 2, 5, 4)).to(memory_format=torch.channels_last); y = [(t, t.stride()) for t in (z.roll((1, -1), (2, 3)), z.roll(1, 1), z.roll(3, 0), z.roll(2), z.permute(0, 3, 1, 2).roll(1, 2))]
     y = torch.rand_like(x[:, :2].t()); y = y, y.stride()
     y = torch.rand_like(x[:, :2]); y = y, y.stride()
     y = torch.bernoulli(x.t().sigmoid()); y = y, y.stride()

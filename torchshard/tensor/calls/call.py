@@ -253,6 +253,14 @@ def _without_gaps(_: Tensor, x: Tensor, *__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    """Joined of two parts for each dim: channels_last is kept, other orders are not."""
+    for shift, dim in zip(shifts, dims, strict=False):
+        at = -shift % max(x.shape[dim], 1)
+        x = torch.cat([x.narrow(dim, at, x.shape[dim] - at), x.narrow(dim, 0, at)], dim)
+    return x if dims else x.new_empty(x.shape)
+
+
 # Meta kernels that are made of several others go by some of the operands alone, or by their first comparison; kernels,
 # of these operators by element, by all of them in turn; and by none where a number is raised to powers, or where memory
 # for the gradient of a loss was made before.
@@ -264,11 +272,17 @@ _LIE_AS: Mapping[str, Callable[..., Tensor]] = {
     ),
     "elu_backward.default": lambda grad, *numbers_and_x: grad + numbers_and_x[-1],
     "pow.Scalar": _without_gaps,
+    "roll.default": _rolled,
     **dict.fromkeys((f"{of}_loss_backward.default" for of in ("mse", "huber", "smooth_l1")), _without_gaps),
     "_log_softmax_backward_data.default": _without_gaps,
     "binary_cross_entropy.default": lambda x, y, weight=None, mean=1: x.sum() if mean else torch.empty_like(x),
     "binary_cross_entropy_backward.default": lambda grad, x, *_: torch.empty_like(x),
 }
+
+
+def lying_alike(func: Any) -> Callable[..., Any]:
+    """An operator, or what gives tensors without values the strides that its kernels give others."""
+    return _LIE_AS.get(operator_name(func), func)
 
 
 def run_on_meta(
@@ -301,7 +315,7 @@ def run_on_meta(
             args, kwargs = _with_stand_ins(call, empty)
             if "device" in kwargs:
                 kwargs["device"] = device
-            return (_LIE_AS.get(call.name, call.func) if strides else call.func)(*args, **kwargs)
+            return (lying_alike(call.func) if strides else call.func)(*args, **kwargs)
     except (ZeroDivisionError, TypeError) as error:  # of no elements, in formulas that are none of a kernel
         raise NotImplementedError(str(error)) from error
     except RuntimeError as error:

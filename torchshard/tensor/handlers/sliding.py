@@ -18,6 +18,7 @@ from torchshard.comm.group import Group
 from torchshard.layout.boxes import Box
 from torchshard.layout.layout import Sharding
 from torchshard.layout.sliding import Reach, Slide, reach
+from torchshard.tensor.calls.call import lying_alike
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.parts import decided
 from torchshard.tensor.layout import TensorLayout
@@ -115,7 +116,7 @@ def layouts(sharding: Sharding, func: Any, device: str, given: tuple[Any, ...]) 
 
     try:
         with pretending():
-            made = func(*map(standing_in, given))
+            made = lying_alike(func)(*map(standing_in, given))
     except (RuntimeError, ValueError, TypeError):
         return ()
     results = made if isinstance(made, (tuple, list)) else [made]
