@@ -133,6 +133,9 @@ _READS = """
     a, b = x[:2, :3].t(), x[:3, :2].abs(); o = torch.ops.aten; y = [(z, z.stride()) for z in (o.mse_loss_backward(b, a, b, 0), o.huber_loss_backward(b, a, b, 0, 1.0), o.smooth_l1_loss_backward(b, a, b, 0, 1.0), o._log_softmax_backward_data(a, a, 1, torch.float32))]
     a, b = x[:2, :3].t().sigmoid(), x[:3, :2].sigmoid(); o = torch.ops.aten; y = [(z, z.stride()) for z in (F.binary_cross_entropy(a, b, reduction="none"), o.binary_cross_entropy_backward(b, a, b, None, 0), F.binary_cross_entropy(a, b))]
     z = put(torch.arange(120.0).view(3, 2, 5, 4)).to(memory_format=torch.channels_last); y = [(t, t.stride()) for t in (z.roll((1, -1), (2, 3)), z.roll(1, 1), z.roll(3, 0), z.roll(2), z.permute(0, 3, 1, 2).roll(1, 2))]
+    z = put(torch.arange(40.0).view(1, 2, 5, 4)).to(memory_format=torch.channels_last).requires_grad_(); y = [(t, t.stride(), torch.autograd.grad(t.square().sum(), z)[0].stride()) for t in (*(F.pad(z, (1, 1, 1, 1), mode=how) for how in ("reflect", "replicate")), F.channel_shuffle(z, 2), F.max_unpool2d(z, torch.zeros_like(z, dtype=torch.long), 2))]
+    z = put(torch.arange(40.0).view(1, 2, 5, 2, 2)).to(memory_format=torch.channels_last_3d); y = F.pad(z, (1, 1, 1, 1, 1, 1), mode="replicate"); y = y, y.stride()
+    y = F.logsigmoid(x[:2, :3].t()); y = y, y.stride()
     y = torch.rand_like(x[:, :2].t()); y = y, y.stride()
     y = torch.rand_like(x[:, :2]); y = y, y.stride()
     y = torch.bernoulli(x.t().sigmoid()); y = y, y.stride()
