@@ -73,9 +73,10 @@ def _turned(x: _T, name: str, *args: Any, **kwargs: Any) -> _T:
     tensor: Any = x
     leaf = tensor.is_leaf and tensor.requires_grad
     alone = not _torch.is_view(tensor) and not _torch.is_referred_to(tensor)
-    if leaf or alone or tensor.is_inference() or _torch.is_traced(tensor._local_tensor):
-        if leaf and not alone and not torch.is_grad_enabled():  # with gradients on, torch refuses a leaf
-            raise _leaf_in_use(name, tensor._spec)
+    traced = _torch.is_traced(tensor._local_tensor)
+    if leaf and not (alone or traced or torch.is_grad_enabled()):  # with gradients on, torch refuses a leaf
+        raise _leaf_in_use(name, tensor._spec)
+    if leaf or alone or traced or tensor.is_inference():
         getattr(Tensor, name)(tensor, *args, **kwargs)
         return x
     with torch.set_grad_enabled(torch.is_grad_enabled() or tensor.requires_grad):

@@ -38,9 +38,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         ShardingError: the ShardedTensors among the arguments are not cut alike, or a plain tensor is among them.
     """
     found = list(_sharded(args)) + list(_sharded(tuple(kwargs.values())))
-    parts = [shard.tensor for x in found for shard in x._local_shards]
-    ruled = reading_conjugates(_run) if any(t.is_conj() or t.is_neg() for t in parts) else _run
-    return ruled(func, found, args, kwargs)
+    for x in found:
+        for shard in x._local_shards:
+            if shard.tensor.is_conj() or shard.tensor.is_neg():
+                return reading_conjugates(_run)(func, found, args, kwargs)
+    return _run(func, found, args, kwargs)
 
 
 def _run(func: Any, found: Sequence[ShardedTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
