@@ -215,11 +215,9 @@ class Answer(Promise):
             self._collective.wait(*([] if timeout is None else [timeout]))
         try:
             return super().wait(timeout)
-        except RuntimeError as error:
-            if _FROM_PYTHON not in str(error) or _FROM_GLOO in str(error):
+        except Exception as error:  # of the hook's own, which `result` raises; collectives raise RuntimeErrors alone
+            if isinstance(error, RuntimeError) and (_FROM_PYTHON not in str(error) or _FROM_GLOO in str(error)):
                 raise
-        except Exception:  # collectives raise RuntimeErrors alone, so that a hook has set it: `result` raises it
-            pass
         return True
 
     @property
