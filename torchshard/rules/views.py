@@ -208,8 +208,8 @@ def _view_dtype(x: Layout, dtype: Any) -> str | Made | None:
 
 def _with_strides_that_count(view: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     """A view for which torch asks for strides of dims of length 0 and 1 as well; those of a part may be any."""
-    rows, few = contiguous_stride(x.shape), 0 in x.shape
-    stride = tuple([row if few or n == 1 else old for n, old, row in zip(x.shape, x.stride(), rows, strict=True)])
+    rows, empty = contiguous_stride(x.shape), 0 in x.shape
+    stride = tuple([row if empty or n == 1 else old for n, old, row in zip(x.shape, x.stride(), rows, strict=True)])
     return view(x if stride == x.stride() else x.as_strided(x.shape, stride), *args)
 
 

@@ -18,7 +18,8 @@ from torchshard.comm.group import Group
 from torchshard.layout.boxes import Box
 from torchshard.layout.layout import Sharding
 from torchshard.layout.sliding import Reach, Slide, reach
-from torchshard.tensor.calls.call import lying_alike
+from torchshard.tensor.calls.call import operator_name
+from torchshard.tensor.calls.strides import lying_alike
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.parts import decided
 from torchshard.tensor.layout import TensorLayout
@@ -116,7 +117,7 @@ def layouts(sharding: Sharding, func: Any, device: str, given: tuple[Any, ...]) 
 
     try:
         with pretending():
-            made = lying_alike(func)(*map(standing_in, given))
+            made = lying_alike(operator_name(func), func)(*map(standing_in, given))
     except (RuntimeError, ValueError, TypeError):
         return ()
     results = made if isinstance(made, (tuple, list)) else [made]
