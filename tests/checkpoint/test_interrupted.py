@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.interpreters import run_python
 from torchshard import checkpoint
 from torchshard.checkpoint.moving import destination, journal, runner
 from torchshard.errors import CheckpointError
@@ -57,12 +59,19 @@ OPTIONS = {
 }
 
 
-def run(code, *args):
-    """Run code in a fresh interpreter."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True, timeout=120
-    )
+def run_until(at, src, dst, to, options):
+    """The exit code of a process that converts and kills itself at a call, and what it has printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "killed.py"
+        script.write_text(KILLED)
+        return run_python([*map(str, (script, src, dst, to, at, options))], Path(folder), limit=120)
+
+
+def count_calls(src, dst, to, options):
+    """How many calls change something, when a conversion is not killed."""
+    code, said = run_until(-1, src, dst, to, options)
+    assert code == 0, said
+    return int(said.splitlines()[-1])  # behind warnings
 
 
 @pytest.fixture(scope="module")
@@ -116,17 +125,15 @@ def sweep(small, tmp_path, to, every):
             old = contents(folder / "out")
 
     begin(tmp_path / "whole")
-    done = run(KILLED, small, tmp_path / "whole" / "out", to, -1, OPTIONS[to])
-    assert done.returncode == 0, done.stderr
-    calls = int(done.stdout)
+    calls = count_calls(small, tmp_path / "whole" / "out", to, OPTIONS[to])
     assert calls > 15
     # The last calls are those that give the destination its name: all of them, however few of the others.
     for at in sorted(
         {*range(1, calls + 1, every), *range(calls - 9, calls + 1)} if old else range(1, calls + 1, every)
     ):
         begin(tmp_path / str(at))
-        done = run(KILLED, small, tmp_path / str(at) / "out", to, at, OPTIONS[to])
-        assert done.returncode == -signal.SIGKILL, (at, done.stderr)
+        code, said = run_until(at, small, tmp_path / str(at) / "out", to, OPTIONS[to])
+        assert code == -signal.SIGKILL, (at, said)
         check_after_a_kill(small, tmp_path / str(at) / "out", to, expected, before, old)
 
 
@@ -174,7 +181,7 @@ def test_what_follows_a_line_that_was_cut_off_is_read(tmp_path):
 
 
 def test_without_resume_a_killed_one_is_begun_anew(small, tmp_path):
-    run(KILLED, small, tmp_path / "out", "torch", 8, "{}")
+    run_until(8, small, tmp_path / "out", "torch", "{}")
     assert os.listdir(tmp_path) == [".out.partial"]
     convert(small, tmp_path / "out", "torch")
     assert os.listdir(tmp_path) == ["out"]
@@ -182,8 +189,8 @@ def test_without_resume_a_killed_one_is_begun_anew(small, tmp_path):
 
 def test_resume_moves_only_what_is_missing(small, tmp_path, monkeypatch):
     options = '{"exclude": ["lr"]}'
-    calls = int(run(KILLED, small, tmp_path / "other", "safetensors", -1, options).stdout)
-    run(KILLED, small, tmp_path / "out", "safetensors", calls // 2, options)
+    calls = count_calls(small, tmp_path / "other", "safetensors", options)
+    run_until(calls // 2, small, tmp_path / "out", "safetensors", options)
     moved = []
     real = runner.write_all
     monkeypatch.setattr(runner, "write_all", lambda fd, data, at: moved.append(len(data)) or real(fd, data, at))
@@ -195,8 +202,8 @@ def test_resume_moves_only_what_is_missing(small, tmp_path, monkeypatch):
 @pytest.mark.parametrize("left", ["nothing", "holes", "half"])
 def test_resume_trusts_nothing_that_it_does_not_find(small, tmp_path, left):
     """The journal may have reached the disk without the data, as after a power cut."""
-    calls = int(run(KILLED, small, tmp_path / "other", "safetensors", -1, "{}").stdout)
-    run(KILLED, small, tmp_path / "out", "safetensors", calls - 6, "{}")
+    calls = count_calls(small, tmp_path / "other", "safetensors", "{}")
+    run_until(calls - 6, small, tmp_path / "out", "safetensors", "{}")
     data = tmp_path / ".out.partial" / "data"
     size = data.stat().st_size
     assert len((data.parent / "journal").read_text().splitlines()) > 2
@@ -213,13 +220,13 @@ def test_resume_trusts_nothing_that_it_does_not_find(small, tmp_path, left):
 
 
 def test_resume_refuses_another_source_or_other_options(small, tmp_path):
-    run(KILLED, small, tmp_path / "out", "torch", 12, "{}")
+    run_until(12, small, tmp_path / "out", "torch", "{}")
     for kwargs in ({"dtype": "bfloat16", "select": ["w0"]}, {"exclude": ["lr"]}):
         with pytest.raises(CheckpointError, match="of another source or other options"):
             checkpoint.convert(small, tmp_path / "out", to="torch", max_memory=2**21, resume=True, **kwargs)
     assert os.listdir(tmp_path) == [".out.partial"]
     shutil.copy2(small, tmp_path / "a.pt")
-    run(KILLED, tmp_path / "a.pt", tmp_path / "other", "torch", 12, "{}")
+    run_until(12, tmp_path / "a.pt", tmp_path / "other", "torch", "{}")
     shutil.copy2(small, tmp_path / "a.pt")  # another file of the same size and time of writing
     with pytest.raises(CheckpointError, match="of another source or other options"):
         checkpoint.convert(tmp_path / "a.pt", tmp_path / "other", to="torch", max_memory=2**21, resume=True)
