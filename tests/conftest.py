@@ -1,5 +1,5 @@
 """How tests run: operators on one thread; property tests on the same examples in every default run, new ones in the full
-run; `--on`, see tests/device.
+run, which asks every rank what others ask the ends of a group; `--on`, see tests/device.
 """
 
 import os
@@ -7,7 +7,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from tests.ranks import spare_time
+from tests import ranks
 
 # Workers and ranks share few cores: threads of OpenMP that wait for one another by spinning take them from the others.
 # Before torch is imported, and for all processes that tests start.
@@ -24,7 +24,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    settings.load_profile("search" if "full or not full" in config.option.markexpr else "steady")
+    ranks.all_are_asked = "full or not full" in config.option.markexpr
+    settings.load_profile("search" if ranks.all_are_asked else "steady")
     if config.option.on:
         from tests.device.running import put_all_on
 
@@ -33,4 +34,4 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True, scope="module")
 def _spare_time():
-    spare_time()
+    ranks.spare_time()

@@ -40,6 +40,9 @@ told_up_to: int | None = None
 written_from: int | None = None
 """Elements from which graphs of ranks to come write gradients to their slots; None for what is set in the package."""
 
+all_are_asked = False
+"""Whether tests that compile for one rank after another do so for each, as full runs do, or for the ends alone."""
+
 
 def _rank_main(
     pipe: Connection,

@@ -87,7 +87,7 @@ def _same(got, want):
     )
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_pieces_of_every_length_and_type_are_gathered_exchanged_and_broadcast(world):
     assert run_ranks(world, _moves) == [[len(DTYPES) * len(SIZES) * 3] * len(WAYS)] * world
 
@@ -134,7 +134,7 @@ def _fold(terms, by):
     return total
 
 
-@pytest.mark.parametrize(("world", "gloo"), [(2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("world", "gloo"), [pytest.param(2, True, marks=pytest.mark.full), (3, False), (3, True)])
 def test_reductions(world, gloo):
     assert run_ranks(world, _reduces, gloo) == [[True] * len(WAYS)] * world
 

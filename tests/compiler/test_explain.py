@@ -162,7 +162,7 @@ def test_what_is_in_place_and_what_is_copied():
     assert plan.zero_copy == pytest.approx(1 - biases / total)
 
 
-@pytest.mark.parametrize("name", ["gpt", "tied gpt", "both", "normed"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.full), "tied gpt", "both", "normed"])
 def test_what_is_explained_is_what_happens(fake_group, name):
     """The reducer ends up with the buckets that were announced, but for weights that several graphs share."""
     ddp = DistributedDataParallel(make(name), bucket_cap_mb=0.03)
@@ -195,7 +195,7 @@ def test_a_plain_module_needs_no_group():
         simulate(model, world_size=2, bandwidth=1e9)
 
 
-@pytest.mark.parametrize("name", ["mlp", "break"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.full), "break"])
 def test_it_can_be_asked_often(name):
     """More often than Dynamo compiles a function again, of one model and of others like it."""
     model, x = make(name), batch(name, 2)[0]

@@ -1,4 +1,4 @@
-"""Which collectives a step issues, in which order and from where, on fake groups of 2, 8 and 1,024 ranks."""
+"""Which collectives a step issues, in which order and from where, on fake groups of 2 and of 1,024 ranks."""
 
 import torch
 from expecttest import assert_expected_inline
@@ -38,9 +38,9 @@ def _collectives(name, world, monkeypatch, cap):
 
 
 def _everywhere(name, monkeypatch, cap=0.01):
-    found = {world: _collectives(name, world, monkeypatch, cap) for world in (2, 8, 1024)}
-    assert found[2] == found[8] == found[1024]
-    return "\n".join(found[8])
+    found = {world: _collectives(name, world, monkeypatch, cap) for world in (2, 1024)}
+    assert found[2] == found[1024]
+    return "\n".join(found[2])
 
 
 def test_gpt(monkeypatch):

@@ -122,16 +122,16 @@ def compare(rank, world, rows, backend, programs):
 @pytest.mark.parametrize(
     ("rows", "backend", "programs"),
     [
-        (5, None, [several, layouts, terms, counted, along_rows]),
-        (2, "aot_eager", [nested, closure, unused, until, recurrent, mapped]),
-        (5, "inductor", [nested]),
-        pytest.param(5, "inductor", [recurrent], marks=pytest.mark.full),
+        (3, None, [several, layouts, terms, counted, along_rows]),
+        (1, "aot_eager", [nested, closure, unused, until, recurrent, mapped]),
+        (3, "inductor", [unused]),
+        pytest.param(3, "inductor", [nested, recurrent], marks=pytest.mark.full),
     ],
 )
 def test_values_and_gradients(rows, backend, programs):
     require("subclasses in nested regions")
     names = [program.__name__ for program in programs]
-    for errors in run_ranks(WORLD, compare, rows, backend, names, timeout=280):
+    for errors in run_ranks(2, compare, rows, backend, names, timeout=280):
         assert {case: error for case, error in errors.items() if not error < 1e-5} == {}
 
 
@@ -149,7 +149,7 @@ def test_ranks_send_the_same(partition, programs):
             return function, [distribute_tensor(x, mesh, p, src_data_rank=None).requires_grad_() for x, p in values]
 
         first, *others = sent_by_ranks(WORLD, program, partition)
-        assert others == [first] * (WORLD - 1), function.__name__
+        assert others == [first] * len(others), function.__name__
         assert any(first), function.__name__
 
 
