@@ -469,3 +469,55 @@ def test_placements_are_any_sequence():
         for wrong in (Sequential(Shard(0)), Shard(0), "SR", {0: Shard(0), 1: Replicate()}, {Shard(0), Replicate()}):
             with pytest.raises(ShardingError, match=r"Placements are a list|placement"):
                 DTensor.from_local(torch.ones(2, 3), mesh, wrong)
+
+
+class FirstOnly(torch.autograd.Function):
+    """A function whose second argument has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+UNUSED = {
+    "from_local": lambda part: part(),
+    "Partial": lambda part: part("Partial"),
+    "redistribute": lambda part: part().redistribute(placements=[part.whole]),
+    "redistributed in bfloat16": lambda part: part().redistribute(
+        placements=[part.whole], forward_dtype=torch.bfloat16
+    ),
+    "to_local": lambda part: part().to_local(),
+    "full_tensor": lambda part: part().full_tensor(),
+    "operators": lambda part: (part() * 2).sum(0),
+    "gathered": lambda part: part().view(-1)[1:],
+    "a number": lambda part: part().sum(),
+}
+
+
+def without_gradient(rank, world, dtensors):
+    """For each way to a second argument that has no gradient: that of its source, and that of the first argument."""
+    from torchshard import DTensor, Partial, Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    found = {}
+    for name, way in UNUSED.items():
+        x, y = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+
+        def part(kind="Shard", y=y):
+            return DTensor.from_local(y, mesh, [Partial() if kind == "Partial" else Shard(0)])
+
+        part.whole = Replicate()
+        first = DTensor.from_local(x, mesh, [Replicate()]) if dtensors else x * 1
+        FirstOnly.apply(first, way(part)).sum().backward()
+        found[name] = y.grad, torch.equal(x.grad, torch.full((4, 3), 2.0))
+    return found
+
+
+@pytest.mark.parametrize("dtensors", [True, False])
+def test_what_has_no_gradient_hands_none_on(dtensors):
+    for found in run_ranks(2, without_gradient, dtensors):
+        assert found == dict.fromkeys(UNUSED, (None, True))

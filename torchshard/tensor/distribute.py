@@ -11,17 +11,16 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import current_mesh, exported_whole, in_forward_ad, is_traced, skip_alone
+from torchshard._torch import current_mesh, exported_whole, in_forward_ad, is_recorded, is_traced, skip_alone
 from torchshard.comm import collectives
 from torchshard.comm.comparing import differing
 from torchshard.comm.group import Group
-from torchshard.errors import ShardingError
+from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.cuts import without
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Shard
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.gradients.autograd import as_leaf
 from torchshard.tensor.layout import global_stride, layout_for, require_strided
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.moving.pending import pending
@@ -93,6 +92,25 @@ def _distributed(
     else:
         local = redistribute_local(in_memory_order(local, layout), layout.to(given), layout)
     return as_leaf(wrap(local, layout), tensor.requires_grad)
+
+
+def as_leaf(x: DTensor, requires_grad: bool) -> DTensor:
+    """A tensor without history, made a leaf where it shall have a gradient.
+
+    Raises:
+        UnsupportedOperatorError: in a compiled region, whose results would not be leaves.
+    """
+    if not requires_grad:
+        return x
+    local = x._local_tensor
+    if is_recorded(local) and not local.is_meta:
+        raise UnsupportedOperatorError(
+            "A compiled region cannot make a leaf: its gradient would be lost.",
+            expected="requires_grad=False in the region",
+            got="requires_grad=True",
+            fix="make it outside of the region; from plain pieces with history, DTensor.from_local",
+        )
+    return x.requires_grad_()  # type: ignore[return-value]
 
 
 def _already_there(tensor: DTensor, sharding: Sharding) -> DTensor:

@@ -11,8 +11,8 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import current_mesh, exported_whole, skip_alone
 from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
+from torchshard.tensor.distribute import as_leaf
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.gradients.autograd import as_leaf
 from torchshard.tensor.handlers.random import draw
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import bind

@@ -225,6 +225,17 @@ def _asking(rank, world):
     (3 * joined).backward(torch.ones_like(joined))
     assert [t.grad.tolist() for t in (a, b)] == [[[6.0, 6.0]], [[24.0, 24.0]]]
 
+    class FirstOnly(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x, y: 2 * x)
+        backward = staticmethod(lambda ctx, grad: (2 * grad, None))
+
+    used, unused = (torch.ones(1, 2, requires_grad=True) for _ in "xy")
+    last = ShardedTensor.from_local_shards([specs.Shard.from_tensor_and_offsets(unused * 1, [rank, 0], rank)], 2, 2)
+    for y in (last, last.to(process_group=torch.distributed.new_group()), last.local_shards()[0].tensor):
+        FirstOnly.apply(used, y).sum().backward(retain_graph=True)
+    assert used.grad.tolist() == [[6.0, 6.0]]
+    assert unused.grad is None  # no zeros
+
 
 def test_gradients_are_asked_for_and_given_alike():
     run_ranks(2, _asking)

@@ -270,13 +270,16 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: upstream.DTensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
         ctx.shape, ctx.stride = parameter.shape, parameter.stride()
         detached = cast(upstream.DTensor, parameter.detach())  # to_local() of a Parameter makes a view
         return detached.to_local()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None
         return upstream.DTensor.from_local(
             grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )

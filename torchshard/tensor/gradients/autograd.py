@@ -3,6 +3,9 @@
 The gradient of a tensor that is Partial along an axis is replicated there: each term of a sum gets the whole gradient.
 (A term of an average gets its share of it; terms of max, min or a product get what depends on values that only the
 other ranks have, which is refused.)
+
+Where there is no gradient, none is handed on: autograd would make zeros of it, plain ones also for a DTensor, and an
+optimizer steps a parameter that has zeros, but not one that has none.
 """
 
 from collections.abc import Sequence
@@ -14,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchshard._torch import exported_whole, in_forward_ad, in_transform, is_recorded, is_traced, skip_methods
+from torchshard._torch import exported_whole, in_forward_ad, in_transform, is_traced, skip_methods
 from torchshard.comm import collectives
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
@@ -58,6 +61,7 @@ class _Redistribute(torch.autograd.Function):
         backward_dtype: torch.dtype | None,
         async_op: bool,
     ) -> DTensor:
+        ctx.set_materialize_grads(False)
         refresh(x)
         source = x._spec
         ctx.source, ctx.backward_dtype, ctx.async_op = source, backward_dtype, async_op
@@ -80,7 +84,9 @@ class _Redistribute(torch.autograd.Function):
         return wrap(part, layout.with_marks(source.terms) if source.marks else layout)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
+    def backward(ctx: Any, grad: DTensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None
         # By way of redistribute alone, so that it can be differentiated again, and so that a rank outside of the mesh
         # takes part, too.
         source: TensorLayout = ctx.source
@@ -118,12 +124,15 @@ def _kind(dtype: torch.dtype) -> int:
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: Sequence[TorchPlacement] | Sharding | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.layout, ctx.placements = x._spec, placements
         local = x._local_tensor
         return local.view_as(local)  # its own tensor: history must not land on the part itself
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None
         layout: TensorLayout = ctx.layout
         sharding = ctx.placements
         if sharding is None:
@@ -160,6 +169,7 @@ class _PartIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: Sharding) -> Tensor:
+        ctx.set_materialize_grads(False)
         refresh(x)
         source = ctx.source = x._spec
         layout = source.to(target)
@@ -167,7 +177,7 @@ class _PartIn(torch.autograd.Function):
         return brought(x, source, layout)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         part, _ = _ToLocal.backward(ctx, grad)
         return _Redistribute.backward(ctx, part)[0], None
 
@@ -182,12 +192,15 @@ class _FromLocal(torch.autograd.Function):
     def forward(
         ctx: Any, local: Tensor, layout: TensorLayout, grad_sharding: Sharding | None, of_first: bool = False
     ) -> DTensor:
+        ctx.set_materialize_grads(False)
         ctx.layout, ctx.grad_sharding, ctx.of_first = layout, grad_sharding, of_first
         local = pending(local.detach())  # history belongs to the wrapper
         return wrap(_first_replica(local, layout) if of_first else local, layout)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
+    def backward(ctx: Any, grad: DTensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None
         sharding: Sharding = ctx.layout.sharding
         target = ctx.grad_sharding or sharding.without_partial()
         local = redistribute(distributed(grad, sharding.mesh), target).to_local()
@@ -250,6 +263,12 @@ def _require_sums(sharding: Sharding) -> None:
         )
 
 
+class _Unfollowed(SimpleNamespace):
+    """What a forward that autograd does not follow writes to."""
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 def _follows() -> bool:
     """Whether autograd follows what is done now: for a backward, or with tangents, which no_grad() does not end."""
     return torch.is_grad_enabled() or in_forward_ad()
@@ -287,7 +306,7 @@ def whole(x: DTensor, grad_placements: Sequence[TorchPlacement] | None) -> DTens
 @exported_whole
 def _redistributed(x: DTensor, *how: Any) -> DTensor:
     if not _follows():
-        return _Redistribute.forward(SimpleNamespace(), x, *how)
+        return _Redistribute.forward(_Unfollowed(), x, *how)
     return _Redistribute.apply(x, *how)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -367,25 +386,6 @@ def over(local: Tensor, layout: TensorLayout) -> DTensor:
     if not _follows():
         return wrap(pending(local.detach()), layout)
     return _FromLocal.apply(local, layout, None)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def as_leaf(x: DTensor, requires_grad: bool) -> DTensor:
-    """A tensor without history, made a leaf where it shall have a gradient.
-
-    Raises:
-        UnsupportedOperatorError: in a compiled region, whose results would not be leaves.
-    """
-    if not requires_grad:
-        return x
-    local = x._local_tensor
-    if is_recorded(local) and not local.is_meta:
-        raise UnsupportedOperatorError(
-            "A compiled region cannot make a leaf: its gradient would be lost.",
-            expected="requires_grad=False in the region",
-            got="requires_grad=True",
-            fix="make it outside of the region; from plain pieces with history, DTensor.from_local",
-        )
-    return x.requires_grad_()  # type: ignore[return-value]
 
 
 def _first_replica(local: Tensor, layout: TensorLayout) -> Tensor:

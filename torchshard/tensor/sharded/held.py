@@ -105,13 +105,18 @@ class _Parted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.cut = x.detach()
         return tuple([shard.tensor.detach() for shard in x._local_shards])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *given: Any) -> Any:
         from torchshard.tensor.sharded.operators import cut_as
 
+        if all(grad is None for grad in given):
+            return None
+        parts = [shard.tensor for shard in ctx.cut._local_shards]
+        grads = [torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, given, strict=True)]
         return cut_as(ctx.cut, [grad.contiguous() for grad in grads], grads[0])
 
 
@@ -125,6 +130,7 @@ class _Joined(torch.autograd.Function):
     ) -> Any:
         from torchshard.tensor.sharded.sharded_tensor import made
 
+        ctx.set_materialize_grads(False)
         shards = [specs.Shard(waited(t).detach(), place) for t, place in zip(tensors, own, strict=True)]
         x = made(*specs.asking(shards, metadata, False), spec, group)
         ctx.cut = x.detach()
@@ -134,6 +140,8 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         from torchshard.tensor.sharded.operators import require_alike
 
+        if grads[0] is None:
+            return None, None, None, None, *[None for _ in ctx.cut._local_shards]
         require_alike("backward", [ctx.cut, *grads], grads)
         return None, None, None, None, *[shard.tensor for shard in grads[0]._local_shards]
 

@@ -123,12 +123,13 @@ class _InGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, group: dist.ProcessGroup) -> ShardedTensor:
+        ctx.set_materialize_grads(False)
         ctx.before = x._process_group
         return _with_group(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _with_group(grads[0], ctx.before), None
+        return None if grads[0] is None else _with_group(grads[0], ctx.before), None
 
 
 def _with_group(x: ShardedTensor, group: dist.ProcessGroup) -> ShardedTensor:
