@@ -391,6 +391,40 @@ def test_a_compiled_block():
     assert run_ranks(4, compiled, timeout=250) == [1] * 4
 
 
+def evaluated(rank, world, compiled):
+    from torchshard import init_device_mesh
+    from torchshard.parallel.fsdp import torch_parameters
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    plain, batch = cases.plain(), torch.randn(12, cases.WIDTH, generator=torch.Generator().manual_seed(1))
+    want = plain(batch)
+    want.square().mean().backward()
+
+    for treat in (partial(fully, mesh=mesh), torch_parameters):
+        for train_first in (True, False):
+            model = cases.parallel(mesh)
+            if compiled:
+                model[1].compile(backend="aot_eager", fullgraph=True)
+            treat(model)
+            if train_first:
+                model(batch).square().mean().backward()
+            for _ in range(2):
+                with torch.inference_mode():
+                    torch.testing.assert_close(model(batch), want.detach())
+            if train_first:
+                model.zero_grad()
+                model(batch).square().mean().backward()
+                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(cases.full(p.grad), q.grad)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_modules_that_are_trained_are_evaluated_in_inference_mode(compiled):
+    if compiled:
+        require("meshes in graphs")
+    run_ranks(2, evaluated, compiled, timeout=250)
+
+
 def clipped(rank, world):
     from torchshard import DTensor, init_device_mesh
     from torchshard.parallel import placed_parameters

@@ -273,8 +273,7 @@ class _Part(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
         ctx.shape, ctx.stride = parameter.shape, parameter.stride()
-        detached = cast(upstream.DTensor, parameter.detach())  # to_local() of a Parameter makes a view
-        return detached.to_local()
+        return _detached(parameter).to_local()  # that of a Parameter makes a view
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -283,3 +282,15 @@ class _Part(torch.autograd.Function):
         return upstream.DTensor.from_local(
             grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
+
+
+def _detached(parameter: upstream.DTensor) -> upstream.DTensor:
+    """A view that is no parameter.
+
+    In inference mode, too, autograd gives the view of a normal tensor a version counter, which inference tensors cannot
+    have; so the view is made outside of it.
+    """
+    if torch.is_inference_mode_enabled() and not parameter.is_inference():
+        with torch.inference_mode(False):
+            return cast(upstream.DTensor, parameter.detach())
+    return cast(upstream.DTensor, parameter.detach())
