@@ -385,3 +385,34 @@ def test_a_hook_before_that_raises_leaves_nothing_to_take_back():
 
 def test_where_a_parameter_cannot_be_lent_all_are_taken_back():
     run_ranks(1, failing)
+
+
+def inferring(rank, world, folder):
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard import init_device_mesh, state_dict
+    from torchshard.parallel import ColwiseParallel, local_parameters, parallelize_module, placed_parameters
+    from torchshard.parallel.fsdp import load, torch_parameters
+
+    mesh, x = init_device_mesh("cpu", (1,)), torch.ones(2, 4)
+    for treat in (local_parameters, torch_parameters):
+        plain = nn.Linear(4, 4)
+        before = parallelize_module(copy.deepcopy(plain), mesh, ColwiseParallel())
+        trained = treat(parallelize_module(copy.deepcopy(plain), mesh, ColwiseParallel()))
+        with torch.inference_mode():
+            treat(before)
+            torch.testing.assert_close(before(x), plain(x))
+            assert torch.equal(placed_parameters(trained)[0].full_tensor(), plain.weight)
+        if treat is torch_parameters:
+            states = dict(trained.named_parameters())
+            dcp.save(states, checkpoint_id=folder)
+            with torch.inference_mode():
+                assert torch.equal(state_dict.from_torch(states)["weight"].full_tensor(), plain.weight)
+                turned = state_dict.KeyRules([state_dict.transpose("weight")])(states)
+                assert torch.equal(turned["weight"].full_tensor(), plain.weight.t())
+                load(states, checkpoint_id=folder)
+
+
+def test_parameters_are_replaced_and_read_in_inference_mode(tmp_path):
+    """What lies outside as torch's DTensor is a normal tensor, of which torch's class makes no view there."""
+    run_ranks(1, inferring, str(tmp_path))

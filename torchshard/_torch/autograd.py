@@ -257,7 +257,8 @@ def has_hooks_at_end(param: Tensor) -> bool:
     """Whether anybody has put a hook on the node that accumulates this leaf's gradient; inference tensors have none."""
     if not param.requires_grad or param.is_inference():
         return False
-    return any(hooks_of(torch.autograd.graph.get_gradient_edge(param).node))
+    with torch.inference_mode(False):  # in which nothing has a node
+        return any(hooks_of(torch.autograd.graph.get_gradient_edge(param).node))
 
 
 def hooks_after(param: Any) -> int:

@@ -26,6 +26,7 @@ from torchshard.state_dict.forms import Form, take_replicas
 from torchshard.state_dict.targets import AsOn, InParts, OnMesh, Target, Whole
 from torchshard.state_dict.trees import identity, leaves, with_leaves
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.interop import without_history
 from torchshard.tensor.mesh import bind
 from torchshard.tensor.sharded import specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
@@ -302,4 +303,4 @@ def _detached(x: Any) -> Any:
     """Without history, but asking for gradients where `x` does."""
     if isinstance(x, (ShardedTensor, sharded_tensors().ShardedTensor)) or not x.requires_grad:
         return x
-    return x.detach().requires_grad_()
+    return without_history(x).requires_grad_()

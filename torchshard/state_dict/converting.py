@@ -15,6 +15,7 @@ from torchshard.layout.holding import Holding
 from torchshard.state_dict.forms import Form, Memory, form_of, terms_of
 from torchshard.state_dict.targets import Target
 from torchshard.state_dict.trees import identity, in_order, reached, require_distinct, with_leaves
+from torchshard.tensor.interop import without_history
 from torchshard.tensor.moving.carrying import Job, carry
 from torchshard.tensor.moving.redistribute import check_assumed
 
@@ -119,7 +120,7 @@ def _named(path: str, error: Exception) -> Exception:
 
 def _asking(x: Tensor, requires_grad: bool) -> Tensor:
     """A tensor, or another of the same memory, that asks for gradients or does not."""
-    return x if x.requires_grad == requires_grad else x.detach().requires_grad_(requires_grad)
+    return x if x.requires_grad == requires_grad else without_history(x).requires_grad_(requires_grad)
 
 
 def _agree_on_reductions(found: Sequence[tuple[str, Tensor]]) -> None:

@@ -80,6 +80,18 @@ def from_torch(x: Tensor) -> DTensor:
     return made
 
 
+def without_history(x: Tensor) -> Tensor:
+    """x.detach(), in inference mode of torch's DTensors as well.
+
+    There autograd gives a view of a normal tensor a version counter, too. torch's class makes views that are inference
+    tensors, which cannot have one; so the view is made outside of that mode.
+    """
+    if torch.is_inference_mode_enabled() and isinstance(x, upstream.DTensor) and not x.is_inference():
+        with torch.inference_mode(False):
+            return x.detach()
+    return x.detach()
+
+
 def require_ascending(sharding: Sharding, mesh: Any) -> None:
     """Raise ShardingError where torch's DTensor has pieces in another order: by rank in the group, not by coordinate.
 

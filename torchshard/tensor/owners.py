@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchshard._torch import after_every_forward, skip_methods
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.interop import from_torch, over
+from torchshard.tensor.interop import from_torch, over, without_history
 from torchshard.tensor.layout import TensorLayout, layout_for, terms_along
 from torchshard.tensor.moving.redistribute import redistribute_local
 from torchshard.tensor.regions.caching import one_node
@@ -85,7 +85,7 @@ def _lent(part: Tensor, name: str) -> Tensor:
 
 def ours(x: Tensor) -> DTensor:
     """A DTensor of either class as one of this package, over the same memory and without history."""
-    return x if isinstance(x, DTensor) else from_torch(x.detach())
+    return x if isinstance(x, DTensor) else from_torch(without_history(x))
 
 
 @skip_methods()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchshard._torch import skip_methods
 from torchshard.tensor.dtensor import DTensor
+from torchshard.tensor.interop import without_history
 from torchshard.tensor.owners import Owner, Placed, ours, replace_parameters
 from torchshard.tensor.replacing import replacing
 
@@ -157,7 +158,7 @@ def _placed(parameter: nn.Parameter, layout: Placed | None, first: Placed | None
         return parameter
     else:
         saved = (layout or first.replicated(parameter)).saved  # type: ignore[union-attr]
-    x = saved(parameter.detach())
+    x = saved(without_history(parameter))
     if parameter.grad is not None:
         x.grad_dtype = parameter.grad.dtype  # as the parameter's grad_dtype allows
         x.grad = saved(parameter.grad)

@@ -20,7 +20,7 @@ from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Placement, R, Shard
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.interop import from_torch, to_torch
+from torchshard.tensor.interop import from_torch, to_torch, without_history
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.moving.redistribute import redistribute_local
@@ -32,7 +32,7 @@ def as_ours(x: Any) -> DTensor | None:
     """A DTensor of either class as one of this package; None of anything else."""
     if isinstance(x, DTensor):
         return x
-    return from_torch(x.detach()) if isinstance(x, upstream.DTensor) else None
+    return from_torch(without_history(x)) if isinstance(x, upstream.DTensor) else None
 
 
 def on_larger_mesh(sharding: Sharding, larger: BoundMesh) -> Sharding:

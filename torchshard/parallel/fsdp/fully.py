@@ -25,7 +25,7 @@ from torchshard.layout.placements import WHOLE
 from torchshard.layout.strided import factors_from_order
 from torchshard.parallel.fsdp.buffers import torch_buffers
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.interop import over, to_torch, told
+from torchshard.tensor.interop import over, to_torch, told, without_history
 from torchshard.tensor.layout import TensorLayout
 from torchshard.tensor.owners import Owner, replace_parameters
 from torchshard.tensor.regions.caching import one_node
@@ -273,7 +273,8 @@ class _Part(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
         ctx.shape, ctx.stride = parameter.shape, parameter.stride()
-        return _detached(parameter).to_local()  # that of a Parameter makes a view
+        detached = cast(upstream.DTensor, without_history(parameter))  # to_local() of a Parameter makes a view
+        return detached.to_local()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -282,15 +283,3 @@ class _Part(torch.autograd.Function):
         return upstream.DTensor.from_local(
             grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
-
-
-def _detached(parameter: upstream.DTensor) -> upstream.DTensor:
-    """A view that is no parameter.
-
-    In inference mode, too, autograd gives the view of a normal tensor a version counter, which inference tensors cannot
-    have; so the view is made outside of it.
-    """
-    if torch.is_inference_mode_enabled() and not parameter.is_inference():
-        with torch.inference_mode(False):
-            return cast(upstream.DTensor, parameter.detach())
-    return cast(upstream.DTensor, parameter.detach())

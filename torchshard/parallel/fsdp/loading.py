@@ -27,7 +27,7 @@ from torchshard.keys.containers import places
 from torchshard.layout.boxes import Box, check_tiling
 from torchshard.state_dict.trees import leaves, not_dense
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.interop import from_torch
+from torchshard.tensor.interop import from_torch, without_history
 from torchshard.tensor.layout import overlaps
 
 
@@ -150,14 +150,14 @@ def _require_room(name: str, container: Any, x: Any) -> None:
 
 def _local(x: Any) -> Tensor:
     """This rank's part, without a history."""
-    part = x.detach()
+    part: Any = without_history(x)
     return part.to_local() if isinstance(x, (DTensor, upstream.DTensor)) else part  # type: ignore[no-any-return]
 
 
 def _of_all_stretches(x: Tensor) -> Tensor:
     """A DTensor of torch's with a strided split as one of ours, over its memory: torch takes a part for one stretch."""
     if isinstance(x, upstream.DTensor) and any(isinstance(p, strided_shard()) for p in x.placements):
-        return from_torch(x.detach())
+        return from_torch(without_history(x))
     return x
 
 
