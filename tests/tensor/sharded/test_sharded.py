@@ -114,6 +114,7 @@ def _faults(rank, world):
     }
     unplaced = [specs.Shard(torch.zeros(2), specs.ShardMetadata([2], [2]))]
     said["unplaced"] = told(lambda: ShardedTensor.from_local_shards(unplaced if rank == 1 else parts(2 * rank, 2), 8))
+    said["spec"] = told(lambda: ShardedTensor(["rank:0/cpu"], 8))  # a ValueError, as torch's
     said["unknown"] = told(lambda: ShardedTensor.from_local_shards(parts(2 * rank, 2), None))
     x = ShardedTensor.from_local_shards(parts(2 * rank, 2), 8)
     wrong = copy.deepcopy(x.metadata())
@@ -323,6 +324,17 @@ def _saving(rank, world):
     other.register_load_state_dict_pre_hook(saving.pre_load_state_dict_hook)
     other.load_state_dict({**state, "table": factories.zeros(_chunk(specs), 5, 4)})
     assert not other.table.local_tensor().any()
+
+    # Hooks of a module within another, which has none: the names are those of attributes.
+    outer = torch.nn.Sequential(holder, torch.nn.Linear(2, 2))
+    state = outer.state_dict()
+    assert {name for name in state if "table" in name} == {"0.table"}
+    holder.table = None
+    twice = {("0..table" if name == "0.table" else name): value for name, value in state.items()}
+    for named in (state, twice):  # with two dots, as torch's hook has them there
+        outer.load_state_dict(dict(named))
+        assert torch.equal(holder.table, state["0.table"])
+        holder.table = None
     return files
 
 
@@ -400,6 +412,7 @@ def test_all_ranks_agree_that_all_is_right(done):
         ("none", "No rank holds a part"),
         ("kind", "A part is no Shard.*got: +Tensor.*part 0 of rank 1"),
         ("unplaced", "does not agree in its rank.*expected: +1.*got: +no placement.*part 0 of rank 1"),
+        ("spec", r"^ShardingError: This is no sharding spec.*got: +\['rank:0/cpu'\].*ChunkShardingSpec\(0, "),
         ("unknown", r"sequence of ints, found: \[None\]; .*ShardedTensor.from_local\(tensor, dim\)"),
     ],
 )

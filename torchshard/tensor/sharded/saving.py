@@ -107,7 +107,7 @@ def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str,
     for name, holder in module.named_modules():
         for attribute, value in vars(holder).items():
             if isinstance(value, ShardedTensor):
-                destination[".".join(filter(None, [prefix + name, attribute]))] = value
+                destination[_key(prefix, name, attribute)] = value
 
 
 def pre_load_state_dict_hook(
@@ -123,6 +123,12 @@ def pre_load_state_dict_hook(
     """Set attributes of a module that are ShardedTensors in a state dict; for `register_load_state_dict_pre_hook`."""
     for name, holder in module.named_modules():
         for attribute, value in list(vars(holder).items()):
-            key = ".".join(filter(None, [prefix + name, attribute]))
-            if isinstance(state_dict.get(key), ShardedTensor) and isinstance(value, ShardedTensor | None):
-                setattr(holder, attribute, state_dict.pop(key))
+            # The second as torch's hook has it, `inner..table`, where it is that of an inner module.
+            for key in (_key(prefix, name, attribute), f"{prefix}{name}.{attribute}"):
+                if isinstance(state_dict.get(key), ShardedTensor) and isinstance(value, ShardedTensor | None):
+                    setattr(holder, attribute, state_dict.pop(key))
+
+
+def _key(prefix: str, name: str, attribute: str) -> str:
+    """Of an attribute of the module that has this name in one whose keys have this prefix, a dot included."""
+    return prefix + ".".join(filter(None, [name, attribute]))

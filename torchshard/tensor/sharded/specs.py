@@ -156,8 +156,15 @@ def metadata_of(spec: Any, size: Sequence[int], properties: Any) -> Any:
     An empty last part lies at the end of the tensor; torch's ChunkShardingSpec would put it beyond.
 
     Raises:
-        ShardingError: the spec does not fit the size.
+        ShardingError: the spec does not fit the size, or is none.
     """
+    if not isinstance(spec, ShardingSpec):
+        raise ShardingError(
+            "This is no sharding spec.",
+            expected="a ChunkShardingSpec, an EnumerableShardingSpec or a GridShardingSpec",
+            got=spec,
+            fix='ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), of torch.distributed._shard.sharding_spec',
+        )
     try:
         made = spec.build_metadata(torch.Size(size), tensor_properties=properties)
     except ValueError as error:
