@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import warnings
 from collections import OrderedDict
 
@@ -127,6 +128,12 @@ def test_safetensors_of_torchs_checkpoints(tmp_path):
         checkpoint.convert(tmp_path / name, tmp_path / f"{name}.safetensors", to="safetensors")
         assert checkpoint.open(tmp_path / f"{name}.safetensors").metadata == {"format": "pt"}
     assert len(checkpoint.open(tmp_path / "cut")["columns"].boxes) == 2
+    shutil.copytree(tmp_path / "cut", tmp_path / "last")
+    os.remove(next((tmp_path / "last").glob("shard-00001*")))
+    with pytest.raises(
+        CheckpointError, match=r"(?s)Boxes are missing.*Of several parts that a rank holds of one tensor"
+    ):
+        checkpoint.open(tmp_path / "last")
     os.remove(next((tmp_path / "cut").glob("shard-00002*")))
     ck = checkpoint.open(tmp_path / "cut")  # the format does not say how large a tensor is
     assert ck["rows"].shape == (3, 3)

@@ -269,3 +269,53 @@ def saved_while_training(rank, world, folder):
 
 def test_async_save_stores_what_there_was(tmp_path):
     run_ranks(4, saved_while_training, str(tmp_path))
+
+
+def several_parts(rank, world, folder):
+    """Tensors of which each rank holds several parts, given to writers of safetensors; what comes of each."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    from torchshard import Shard, checkpoint, distribute_tensor, init_device_mesh, state_dict
+    from torchshard.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    packed = torch.nn.Linear(3, 12, bias=False)
+    want = packed.weight.detach().clone()
+    parallelize_module(packed, mesh, ColwiseParallel(unit=2, runs=3))
+    rows = [ShardMetadata([3 * k, 0], [3, 3], f"rank:{k % 2}/cpu") for k in range(4)]
+    tensors = {
+        "packed": packed.weight,
+        "shards": state_dict.to_sharded_tensor(want, spec=EnumerableShardingSpec(rows)),
+        "rows": distribute_tensor(want, mesh, [Shard(0)]),
+    }
+    cut = SerializationFormat.SAFETENSORS
+    writers = {
+        "hugging_face": lambda path: dcp.HuggingFaceStorageWriter(path, save_distributed=True),
+        "safetensors": lambda path: dcp.FileSystemWriter(path, serialization_format=cut),
+        "a_file_each": lambda path: dcp.FileSystemWriter(path, serialization_format=cut, single_file_per_rank=False),
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        for kind, writer in writers.items():
+            path = f"{folder}/{name}_{kind}"
+            try:
+                dcp.save({"x": tensor.detach()}, storage_writer=writer(path))
+            except dcp.api.CheckpointException as error:
+                found[name, kind] = str(error)
+                continue
+            loaded = {"x": torch.zeros_like(tensor.detach())}
+            checkpoint.load_into(path, loaded)
+            found[name, kind] = bool(torch.equal(state_dict.to_full(loaded)["x"], want))
+    return found
+
+
+def test_writers_that_would_lose_parts_are_refused(tmp_path):
+    for found in run_ranks(2, several_parts, str(tmp_path)):
+        for name, parts in (("packed", 3), ("shards", 2)):
+            for kind in ("hugging_face", "safetensors"):
+                told = found.pop((name, kind))
+                assert f"{parts} parts of x" in told
+                assert "torchshard convert" in told
+        assert list(found.values()) == [True] * 5, found

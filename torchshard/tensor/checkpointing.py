@@ -10,6 +10,7 @@ from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from torchshard._torch import keeps_one_part
 from torchshard.errors import ShardingError, UnsupportedOperatorError
 from torchshard.layout.boxes import Box
 from torchshard.layout.cuts import boxes_at
@@ -33,7 +34,20 @@ def write_items(x: DTensor, name: str) -> list[WriteItem]:
 def items(
     name: str, size: Size, properties: TensorProperties, chunks: Iterable[ChunkStorageMetadata]
 ) -> list[WriteItem]:
-    """Write items of a tensor of this size, one for each of these chunks."""
+    """Write items of a tensor of this size, one for each of these chunks.
+
+    Raises:
+        ShardingError: there are several, and the writer would keep one of them, as torch's of safetensors do.
+    """
+    chunks = list(chunks)
+    if len(chunks) > 1 and keeps_one_part():
+        raise ShardingError(
+            f"This rank holds {len(chunks)} parts of {name}, of which a file of safetensors would keep one.",
+            expected="one part of a tensor a rank, as torch's writer names them by the tensor",
+            got=[f"offsets {list(chunk.offsets)}, sizes {list(chunk.sizes)}" for chunk in chunks],
+            where=name,
+            fix="save in torch's own format, and then `torchshard convert FOLDER NEW --to safetensors`",
+        )
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),

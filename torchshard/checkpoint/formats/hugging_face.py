@@ -23,6 +23,10 @@ from torchshard.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"
 _ONE_RANK = "shard-"
+_INCOMPLETE = (
+    "Copy the missing files, if not all are here. Of several parts that a rank holds of one tensor torch "
+    "keeps the last: save again, in torch's own format, and convert that."
+)
 _INDEX_LIMIT = 2**28  # bytes of an index
 _PART = re.compile(rf"(?:{_ONE_RANK}\d+-)?(.*)-(\d+)-of-(\d+)\.safetensors\Z", re.DOTALL)
 
@@ -178,7 +182,7 @@ def _assembled(parts: list[tuple[tuple[int, ...], TensorEntry]], where: str) -> 
         offset: narrowed(piece, piece.box, offset, first.itemsize) for offset, entry in parts for piece in entry.pieces
     }
     made = replace(first, shape=shape, pieces=tuple(pieces.values()))
-    check_boxes(shape, made.boxes, where)
+    check_boxes(shape, made.boxes, where, _INCOMPLETE)
     return made
 
 
