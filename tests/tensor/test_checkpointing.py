@@ -319,3 +319,39 @@ def test_writers_that_would_lose_parts_are_refused(tmp_path):
                 assert f"{parts} parts of x" in told
                 assert "torchshard convert" in told
         assert list(found.values()) == [True] * 5, found
+
+
+def within_objects(rank, world, folder):
+    """Tensors inside of tuples, which torch pickles on one rank; what comes of each way to save them."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchshard import Replicate, Shard, distribute_tensor, init_device_mesh, state_dict
+
+    mesh = init_device_mesh("cpu", (world,))
+    x = torch.arange(6.0)
+    made = {
+        "rows": distribute_tensor(x, mesh, [Shard(0)]),
+        "whole": distribute_tensor(x, mesh, [Replicate()]),
+        "shards": state_dict.to_sharded_tensor(x),
+    }
+    found = {}
+    for name, tensor in made.items():
+        try:
+            dcp.save({"x": (tensor, 3)}, checkpoint_id=f"{folder}/{name}")
+            found[name] = "saved"
+        except dcp.api.CheckpointException as error:
+            found[name] = str(error)
+        own = f"{folder}/{name}_of_{rank}"  # each rank's own checkpoint
+        dcp.save({"x": (tensor, 3)}, checkpoint_id=own, no_dist=True)
+        loaded = {"x": (torch.zeros(()), 0)}
+        dcp.load(loaded, checkpoint_id=own, no_dist=True)
+        assert torch.equal(state_dict.to_full(loaded["x"][0]), x)
+        assert loaded["x"][1] == 3
+    return found
+
+
+def test_tensors_within_objects_are_not_saved_by_one_rank_alone(tmp_path):
+    for found in run_ranks(2, within_objects, str(tmp_path)):
+        for told in found.values():
+            assert "one rank alone" in told
+            assert "in dicts and lists" in told

@@ -28,7 +28,7 @@ from torchshard._torch.autograd import (
     take_missing_gradients,
     will_run,
 )
-from torchshard._torch.checkpoints import keeps_one_part, reader_for
+from torchshard._torch.checkpoints import keeps_one_part, keeps_one_rank, reader_for
 from torchshard._torch.collectives import functional_collectives
 from torchshard._torch.comm_mode import end_modules_once
 from torchshard._torch.data_parallel import (

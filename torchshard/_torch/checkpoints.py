@@ -22,18 +22,27 @@ def reader_for(place: str | os.PathLike[str] | None) -> Any:
 
 
 def keeps_one_part() -> bool:
-    """Whether a writer asks for parts that keeps one for a key in each rank's file: safetensors have a tensor a name.
+    """Whether a writer asks for parts that keeps one for a key in a rank's file: safetensors have a tensor a name."""
+    kinds, save = find("distributed.checkpoint.filesystem.SerializationFormat"), _save()
+    writer = save.get("storage_writer")
+    chosen = getattr(writer, "serialization_format", None) if kinds else None
+    return chosen is not None and chosen is kinds.SAFETENSORS and bool(getattr(writer, "single_file_per_rank", True))
 
-    Only the stack knows which writer it is (torch.distributed.checkpoint.state_dict_saver._save_state_dict and its
-    `storage_writer`, 2.11-2.15; without them no writer is one).
+
+def keeps_one_rank() -> bool:
+    """Whether what is pickled goes into a checkpoint of many ranks, which has it of one of them."""
+    save = _save()
+    return bool(save) and not save.get("no_dist") and bool(save.get("use_collectives", True))
+
+
+def _save() -> dict[str, Any]:
+    """The variables of the save that is under way in this thread; nothing where there is none.
+
+    Only the stack knows (torch.distributed.checkpoint.state_dict_saver._save_state_dict with `storage_writer`,
+    `no_dist`, `use_collectives`, 2.11-2.15; without it there is none).
     """
     save = find("distributed.checkpoint.state_dict_saver._save_state_dict")
-    kinds = find("distributed.checkpoint.filesystem.SerializationFormat")
-    frame: FrameType | None = sys._getframe() if save and kinds else None
+    frame: FrameType | None = sys._getframe() if save else None
     while frame is not None and frame.f_code is not save.__code__:
         frame = frame.f_back
-    if frame is None:
-        return False
-    writer = frame.f_locals.get("storage_writer")
-    chosen = getattr(writer, "serialization_format", None)
-    return chosen is kinds.SAFETENSORS and bool(getattr(writer, "single_file_per_rank", True))
+    return {} if frame is None else frame.f_locals

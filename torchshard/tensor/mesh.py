@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import bring_home, outside_of_traces, real_object
+from torchshard._torch import bring_home, keeps_one_rank, outside_of_traces, real_object
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.circle import group_of_those
 from torchshard.comm.group import Group
@@ -216,6 +216,7 @@ class BoundMesh(Mesh):
         return True
 
     def __reduce__(self) -> Any:
+        require_own_pickle(self.size, "DTensor")
         return restored, (self.device_mesh,)
 
     def __deepcopy__(self, memo: Any) -> "BoundMesh":
@@ -296,6 +297,21 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
     place = id(device_mesh)
     _by_id[place] = weakref.ref(device_mesh, lambda _: _by_id.pop(place, None)), found
     return found
+
+
+def require_own_pickle(ranks: int, what: str) -> None:
+    """Check that this rank's part of what lies on so many ranks is not pickled for all of them.
+
+    Raises:
+        ShardingError: torch.distributed.checkpoint would keep it of one rank.
+    """
+    if ranks > 1 and keeps_one_rank():
+        raise ShardingError(
+            f"A {what} inside of an object would be saved by one rank alone, without the parts of the others.",
+            expected="tensors in dicts and lists, of which every rank saves its part",
+            got="one in a tuple or another object, or flatten_state_dict=False",
+            fix="put it in dicts and lists; or save each rank's own with no_dist=True",
+        )
 
 
 def restored(device_mesh: DeviceMesh) -> BoundMesh:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchshard._torch import group_of_loaded
 from torchshard.errors import ShardingError
+from torchshard.tensor.mesh import require_own_pickle
 from torchshard.tensor.sharded import sharded_tensor, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, made
 
@@ -21,6 +22,7 @@ def reduced(x: ShardedTensor) -> Any:
     tensors = [(s.metadata.shard_offsets, s.metadata.shard_sizes, s.tensor.detach()) for s in x._local_shards]
     place: Place = None
     if (members := x._group.members) is not None:
+        require_own_pickle(len(members.members), "ShardedTensor")
         rank, world = x._group.place
         place = rank, [*members.members], world
     return sharded_tensor.restored, (
