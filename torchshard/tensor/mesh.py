@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard._torch import bring_home, keeps_one_rank, outside_of_traces, real_object
+from torchshard._torch import bring_home, keeps_one_rank, outside_of_traces, real_object, skip_alone
 from torchshard.comm.agreement import Agreement
 from torchshard.comm.circle import group_of_those
 from torchshard.comm.group import Group
@@ -215,6 +215,7 @@ class BoundMesh(Mesh):
             return False
         return True
 
+    @skip_alone
     def __reduce__(self) -> Any:
         require_own_pickle(self.size, "DTensor")
         return restored, (self.device_mesh,)
