@@ -122,14 +122,21 @@ def test_accumulation():
 
 
 @pytest.mark.copied
-def test_small_gradients_are_copied():
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["normed", "tied gpt", "both", "strided"],
+        pytest.param(["mlp", "checkpoint", "shared", "picked"], marks=pytest.mark.full),
+    ],
+)
+def test_small_gradients_are_copied(names):
     """As they are outside of tests: none is written to its slot by the operator that makes it."""
-    names = ["mlp", "normed", "tied gpt", "checkpoint", "both", "shared", "strided", "picked"]
     for answers in run_ranks(2, train, "traced", names):
         check(answers, IN_GRAPH)
 
 
 @pytest.mark.copied
+@pytest.mark.full
 def test_accumulation_of_copied_gradients():
     for answers in run_ranks(2, _accumulate):
         for answer in answers:
@@ -158,8 +165,9 @@ def test_inductor_does_not_use_the_memory_of_a_bucket_again():
     run_ranks(1, _of_one_size)
 
 
-def test_dynamic_batch_sizes():
-    for answers in run_ranks(2, train, "traced", ["plain", "gpt"], (8, 8, 12, 16, 8), timeout=240):
+@pytest.mark.parametrize("name", ["plain", pytest.param("gpt", marks=pytest.mark.full)])
+def test_dynamic_batch_sizes(name):
+    for answers in run_ranks(2, train, "traced", [name], (8, 8, 12, 16, 8), timeout=240):
         check(answers, IN_GRAPH)
 
 

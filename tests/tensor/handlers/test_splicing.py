@@ -65,7 +65,7 @@ def values(rank, world, mesh_shape, limit):
     return prove_all(CASES, mesh_shape, limit)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", [pytest.param((2,), marks=pytest.mark.full), (3,), (2, 2)])
 def test_values(mesh_shape):
     for done, bad in run_ranks(math.prod(mesh_shape), values, mesh_shape, 7, timeout=280):
         assert not bad, f"{len(bad)} of {done}:\n" + "\n".join(bad[:8])
