@@ -52,7 +52,7 @@ CASES = {  # what is given beside, the shapes of queries and keys, how all are s
 }
 
 
-FEW = [  # cases that go other ways than all of these
+FEW = [  # which between them go all ways that graphs of the others go
     "by queries", "places of samples", "heads that share keys", "fewer heads than ranks", "a mask for each head",
     "keys of one sample", "sums", "tensors that are read",
 ]  # fmt: skip
