@@ -12,7 +12,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.graph import GraphLowering
 
 from tests import ranks
-from tests.ranks import fake_ranks
 from torchshard import _torch
 
 
@@ -67,7 +66,7 @@ def _asked(world):
 def _graphs_of(rank, world, program, backend, options):
     graphs = []
     torch._dynamo.reset()
-    with fake_ranks(world, rank):
+    with ranks.fake_ranks(world, rank):
         function, values = program(rank)
         both_at_once = torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
         with both_at_once, contextlib.suppress(Compiled):

@@ -23,10 +23,10 @@ def reader_for(place: str | os.PathLike[str] | None) -> Any:
 
 def keeps_one_part() -> bool:
     """Whether a writer asks for parts that keeps one for a key in a rank's file: safetensors have a tensor a name."""
-    kinds, save = find("distributed.checkpoint.filesystem.SerializationFormat"), _save()
-    writer = save.get("storage_writer")
-    chosen = getattr(writer, "serialization_format", None) if kinds else None
-    return chosen is not None and chosen is kinds.SAFETENSORS and bool(getattr(writer, "single_file_per_rank", True))
+    kinds, writer = find("distributed.checkpoint.filesystem.SerializationFormat"), _save().get("storage_writer")
+    if kinds is None or getattr(writer, "serialization_format", None) is not kinds.SAFETENSORS:
+        return False
+    return bool(getattr(writer, "single_file_per_rank", True))
 
 
 def keeps_one_rank() -> bool:

@@ -19,9 +19,9 @@ from torchshard.layout.layout import contiguous_stride
 from torchshard.state_dict.forms import mesh_of, require_no_parts
 from torchshard.state_dict.trees import reached
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.interop import without_history
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.moving.carrying import Job, by_bytes, carry
+from torchshard.tensor.owners import ours
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
 
@@ -138,7 +138,7 @@ def _ours(x: Tensor) -> DTensor | None:
             fix="state_dict.to_dtensor(sd, mesh, placements) first",
         )
     if isinstance(x, upstream.DTensor):
-        return DTensor.from_torch(without_history(x))
+        return ours(x)
     if isinstance(x, DTensor):
         return x.detach()  # type: ignore[return-value]
     require_no_parts(x)

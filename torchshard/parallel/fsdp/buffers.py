@@ -8,8 +8,8 @@ import torch.distributed.tensor as upstream
 from torch import Tensor, nn
 
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.interop import from_torch, to_torch, without_history
-from torchshard.tensor.owners import Placed
+from torchshard.tensor.interop import to_torch
+from torchshard.tensor.owners import Placed, ours
 
 _hooked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules whose state dicts hold torch's DTensors for their buffers."""
@@ -47,7 +47,7 @@ def _loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> N
     for name, buffer in _placed(module):
         x = state.get(prefix + name)
         if isinstance(x, upstream.DTensor):
-            state[prefix + name] = from_torch(without_history(x))
+            state[prefix + name] = ours(x)
         elif isinstance(x, Tensor) and not isinstance(x, DTensor) and x.shape == buffer.shape:
             placed = Placed.of(buffer)
             state[prefix + name] = placed.saved(placed.loaded(x))

@@ -20,19 +20,18 @@ from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
 from torchshard.layout.placements import Placement, R, Shard
 from torchshard.tensor.dtensor import DTensor, wrap
-from torchshard.tensor.interop import from_torch, to_torch, without_history
+from torchshard.tensor.interop import to_torch
 from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh, bind
 from torchshard.tensor.moving.redistribute import redistribute_local
+from torchshard.tensor.owners import ours
 from torchshard.tensor.sharded import specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
 
 
 def as_ours(x: Any) -> DTensor | None:
     """A DTensor of either class as one of this package; None of anything else."""
-    if isinstance(x, DTensor):
-        return x
-    return from_torch(without_history(x)) if isinstance(x, upstream.DTensor) else None
+    return ours(x) if isinstance(x, (DTensor, upstream.DTensor)) else None
 
 
 def on_larger_mesh(sharding: Sharding, larger: BoundMesh) -> Sharding:

@@ -27,8 +27,9 @@ from torchshard.keys.containers import places
 from torchshard.layout.boxes import Box, check_tiling
 from torchshard.state_dict.trees import leaves, not_dense
 from torchshard.tensor.dtensor import DTensor
-from torchshard.tensor.interop import from_torch, without_history
+from torchshard.tensor.interop import without_history
 from torchshard.tensor.layout import overlaps
+from torchshard.tensor.owners import ours
 
 
 def load(
@@ -157,7 +158,7 @@ def _local(x: Any) -> Tensor:
 def _of_all_stretches(x: Tensor) -> Tensor:
     """A DTensor of torch's with a strided split as one of ours, over its memory: torch takes a part for one stretch."""
     if isinstance(x, upstream.DTensor) and any(isinstance(p, strided_shard()) for p in x.placements):
-        return from_torch(without_history(x))
+        return ours(x)
     return x
 
 
