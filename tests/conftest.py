@@ -3,6 +3,7 @@ run, which asks every rank what others ask the ends of a group; `--on`, see test
 """
 
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,9 @@ from tests import ranks
 # Workers and ranks share few cores: threads of OpenMP that wait for one another by spinning take them from the others.
 # Before torch is imported, and for all processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Every rank reads the code of tests, which Python compiles once where it may keep what it has compiled.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Inductor asks in each process, by starting another that imports torch, whether code for this processor can be loaded.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

@@ -1,6 +1,6 @@
 """Programs run as by `python ARGUMENTS`, forked from a process that has imported torch: most of what starting one takes.
 
-Torch alone, which all of them import, so that what a program forgets to import is missing.
+Torch and what it compiles with alone, which it finds by itself, so that what a program forgets to import is missing.
 """
 
 import functools
@@ -10,41 +10,54 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_python(arguments: list[str], folder: Path, limit: float) -> tuple[int, str]:
-    """Run a script, or a module (-m), with its output in one text.
+def run_code(code: str, *arguments: str, folder: Path | None = None, seed: int = 0, **variables: str) -> str:
+    """Run code that must end well, and return its output; in an empty folder if there is none, otherwise as below."""
+    with tempfile.TemporaryDirectory() as empty:
+        status, text = run_python(["-c", code, *arguments], folder or Path(empty), 200, seed, **variables)
+    assert status == 0, text
+    return text
+
+
+def run_python(arguments: list[str], folder: Path, limit: float, seed: int = 0, **variables: str) -> tuple[int, str]:
+    """Run a script, a module (-m) or code (-c), with its output in one text.
 
     Args:
         arguments: as of the interpreter.
         folder: in which it runs.
         limit: seconds; after them it is killed with all that it has started, and the exit code is a signal's.
+        seed: of the hashes of strings; 0 for hashes of a seed that nobody knows.
+        variables: of the environment, to add.
     """
-    server, output = _server(), folder / ".output"
+    server, output = _server(seed), folder / ".output"
     assert server.stdin is not None
     assert server.stdout is not None
     output.touch()
-    timer = threading.Timer(limit, os.killpg, (server.pid, signal.SIGKILL))
-    timer.start()
-    server.stdin.write(json.dumps([arguments, str(folder), str(output)]) + "\n")
+    server.stdin.write(json.dumps([arguments, str(folder), str(output), variables]) + "\n")
     server.stdin.flush()
-    answer = server.stdout.readline()
+    timer = threading.Timer(limit, os.killpg, (int(server.stdout.readline()), signal.SIGKILL))
+    timer.start()
+    code = int(server.stdout.readline())
     timer.cancel()
-    if not answer:
-        answer = str(server.wait())
-        _server.cache_clear()
     text = output.read_text()
     output.unlink()
-    return int(answer), text
+    return code, text
 
 
 @functools.cache
-def _server() -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def _server(seed: int) -> "subprocess.Popen[str]":
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": str(seed or "random"),
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "tests.interpreters"], env=environment, text=True, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -52,17 +65,20 @@ def _server() -> "subprocess.Popen[str]":
 
 
 def _serve() -> None:
-    import torch  # noqa: F401
+    import tests.compilers  # noqa: F401
 
     for line in sys.stdin:
         child = os.fork()
         if not child:
+            os.setpgid(0, 0)  # what is killed when the time is over
+            print(os.getpid(), flush=True)
             _become(*json.loads(line))
             return
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _become(arguments: list[str], folder: str, output: str) -> None:
+def _become(arguments: list[str], folder: str, output: str, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
     os.chdir(folder)
     for mine, other in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(output, os.O_WRONLY))):
         os.dup2(other, mine)
@@ -71,6 +87,9 @@ def _become(arguments: list[str], folder: str, output: str) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")

@@ -1,8 +1,6 @@
 """The string, its options, and modules that are not wrapped."""
 
 import copy
-import subprocess
-import sys
 import textwrap
 import weakref
 from importlib.metadata import entry_points
@@ -14,6 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tests.compiler.models import batch, loss_of, make
 from tests.compiler.traced import traced
+from tests.interpreters import run_code
 from torchshard.buckets import BucketPolicy, MiB
 from torchshard.compiler.backend import torchshard
 from torchshard.compiler.options import parse
@@ -40,7 +39,7 @@ def test_the_entry_point():
 
 
 def test_nothing_has_to_be_imported():
-    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=120)
+    run_code(ALONE)
 
 
 def test_a_plain_module_is_compiled_by_inductor():

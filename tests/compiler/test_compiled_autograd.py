@@ -1,8 +1,6 @@
 """Backwards under compiled autograd: gradients right, nothing compiled twice, and no for an answer where it must be."""
 
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from tests.compiler.models import BatchNormed, Parts, batch, error, loss_of
 from tests.compiler.trial import Trial, check_on_each_rank
+from tests.interpreters import run_code
 from torchshard.buckets import BucketPolicy
 from torchshard.compiler.joined import JoinReductions
 from torchshard.ddp import DistributedDataParallel
@@ -243,8 +242,7 @@ TRIALS = {
 
 def test_torch_is_told_of_missing_gradients_once():
     script = "from torchshard import _torch; print([_torch.take_missing_gradients() for _ in range(2)])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["[True,", "False]"]  # where torch needs it no longer: [False, False]
+    assert run_code(script).split() == ["[True,", "False]"]  # where torch needs it no longer: [False, False]
 
 
 def test_trials():
@@ -328,7 +326,7 @@ assert said and not any(said), said
 wrapped(DistributedDataParallel)
 assert any(said), said
 """
-    subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
+    run_code(script)
 
 
 def test_each_bucket_has_its_own_collective(fake_group):

@@ -1,14 +1,12 @@
 """Process groups in compiled regions: what they say, who they are, and that graphs notice another one."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from tests.compiler.regions import Holder, X, agree, follows, same, ways
+from tests.interpreters import run_code
 from tests.older import require
 from tests.ranks import fake_ranks
 from torchshard import _torch
@@ -136,7 +134,7 @@ for rank, world in ((1, 4), (2, 8)):
     dist.destroy_process_group()
     assert not [*differ()], [*differ()]
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    run_code(script)
 
 
 def test_groups_in_containers():
@@ -217,7 +215,7 @@ assert twice != ("guards of objects met twice" in added), added
 
 
 def _run(also=""):
-    subprocess.run([sys.executable, "-c", _ALONE.format(also=also)], check=True, timeout=120)
+    run_code(_ALONE.format(also=also))
 
 
 def test_guards_are_added_where_torch_has_none_and_only_there():
@@ -231,7 +229,7 @@ def test_nothing_is_added_by_an_import():
     code += "from torch._library.opaque_object import get_opaque_obj_info\n"
     code += "info = get_opaque_obj_info(torch.distributed.ProcessGroup)\n"
     code += "assert 'torchshard' not in getattr(info.guard_fn, '__module__', ''), info"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_code(code)
 
 
 def test_a_torch_that_needs_nothing_is_left_alone(monkeypatch):

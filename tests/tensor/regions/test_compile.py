@@ -1,13 +1,11 @@
 """A tensor-parallel block compiles into one graph, forward and backward, with eager's values."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch._inductor.config as inductor
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from tests.interpreters import run_code
 from tests.older import require
 from tests.plain_graphs import collectives, recording
 from tests.ranks import run_ranks
@@ -183,8 +181,7 @@ _torch.run_collectives_once.cache_clear()
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs as after
 print(told, before is not after, _torch.run_collectives_once())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["True", "True", "False"]  # where torch needs it no longer: False, False, False
+    assert run_code(script).split() == ["True", "True", "False"]  # where torch needs it no longer: False, False, False
 
 
 def test_torch_is_told_once_to_take_zeros_for_results_without_gradient(monkeypatch):
