@@ -44,6 +44,11 @@ all_are_asked = False
 """Whether tests that compile for one rank after another do so for each, as full runs do, or for the ends alone."""
 
 
+def many(number: int) -> int:
+    """So many samples in full runs, and half of them in others."""
+    return number if all_are_asked else (number + 1) // 2
+
+
 def _rank_main(
     pipe: Connection,
     rank: int,
@@ -101,13 +106,15 @@ def _set(module: Any, **values: int) -> None:
 
 
 def spare_time() -> None:
-    """Look for garbage less often, and do not measure what no test asks for: in tracing, a fourth of the time.
+    """Look for garbage less often, and leave out what no test asks for: in tracing, a third of the time.
 
-    Dynamo clears the processor's caches to measure how long guards take, each time that it has compiled.
+    Dynamo clears the processor's caches to measure how long guards take, each time that it has compiled; and each new
+    group of all ranks has it forget which functions of torch it traces in what way, as they may not all have been there.
     """
     gc.set_threshold(20_000, 20, 50)
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
+        sys.modules["torch._dynamo.trace_rules"].clear_lru_cache = lambda: None  # type: ignore[attr-defined]
 
 
 def by_messages() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests.ranks import run_ranks
+from tests.ranks import many, run_ranks
 from tests.tensor.proving.proof import prove_group
 
 
@@ -195,7 +195,7 @@ def test_a_plain_tensor_of_one_element_is_taken_for_the_same_everywhere():
         assert found == expected, found
 
 
-def without_fast_paths(rank, world, group):
+def without_fast_paths(rank, world, group, limit):
     from torchshard import _torch
 
     assert "torchshard.tensor" not in sys.modules
@@ -205,12 +205,12 @@ def without_fast_paths(rank, world, group):
         from torchshard.tensor.calls import first_run
 
         assert dtensor.new is first_run.new is dtensors.portable_constructor
-        return prove_group(rank, world, (world,), group, 4)[:2]
+        return prove_group(rank, world, (world,), group, limit)[:2]
 
 
 @pytest.mark.parametrize("group", ["matrices", "views", "networks"])
 def test_values_without_private_fast_paths(group):
-    for done, complaints in run_ranks(2, without_fast_paths, group, imported=False):
+    for done, complaints in run_ranks(2, without_fast_paths, group, many(4), imported=False):
         assert not complaints, complaints[:3]
         assert done > 10
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.older import known
-from tests.ranks import fake_ranks, run_ranks
+from tests.ranks import fake_ranks, many, run_ranks
 from tests.tensor.proving.cases import case
 from tests.tensor.proving.proof import prove_all
 from tests.watching import Sent
@@ -67,7 +67,7 @@ def values(rank, world, mesh_shape, limit):
 
 @pytest.mark.parametrize("mesh_shape", [pytest.param((2,), marks=pytest.mark.full), (3,), (2, 2)])
 def test_values(mesh_shape):
-    for done, bad in run_ranks(math.prod(mesh_shape), values, mesh_shape, 7, timeout=280):
+    for done, bad in run_ranks(math.prod(mesh_shape), values, mesh_shape, many(7), timeout=280):
         assert not bad, f"{len(bad)} of {done}:\n" + "\n".join(bad[:8])
 
 

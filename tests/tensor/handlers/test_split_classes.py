@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ranks import run_ranks
+from tests.ranks import many, run_ranks
 from tests.tensor.proving.cases import case
 from tests.tensor.proving.proof import prove_all, same
 from tests.watching import Sent
@@ -75,9 +75,8 @@ def values(rank, world, mesh_shape, limit):
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_values(mesh_shape):
-    for done, bad in run_ranks(
-        math.prod(mesh_shape), values, mesh_shape, 20 if len(mesh_shape) == 1 else 12, timeout=280
-    ):
+    limit = many(20 if len(mesh_shape) == 1 else 12)
+    for done, bad in run_ranks(math.prod(mesh_shape), values, mesh_shape, limit, timeout=280):
         assert not bad, f"{len(bad)} of {done}:\n" + "\n".join(bad[:8])
 
 

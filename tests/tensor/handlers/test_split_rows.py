@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from tests.ranks import fake_ranks, run_ranks
+from tests.ranks import fake_ranks, many, run_ranks
 from tests.tensor.proving.cases import case
 from tests.tensor.proving.proof import prove_all
 from tests.watching import Sent
@@ -62,7 +62,7 @@ def values(rank, world, mesh_shape, limit, at_once):
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_values(mesh_shape, at_once):
-    limit = 16 if len(mesh_shape) == 1 else 9
+    limit = many(16 if len(mesh_shape) == 1 else 9)
     for done, bad in run_ranks(math.prod(mesh_shape), values, mesh_shape, limit, at_once, timeout=280):
         assert not bad, f"{len(bad)} of {done}:\n" + "\n".join(bad[:8])
 

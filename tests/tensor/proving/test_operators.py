@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import many, run_ranks
 from tests.tensor.proving.cases import GROUPS
 from tests.tensor.proving.proof import prove_group
 
@@ -19,12 +19,12 @@ def check(mesh_shape, group, limit, timeout=240.0):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_two_ranks(group):
-    check((2,), group, limit=20)
+    check((2,), group, limit=many(20))
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_a_mesh_of_two_by_two(group):
-    check((2, 2), group, limit=5)
+    check((2, 2), group, limit=many(5))
 
 
 @pytest.mark.full
