@@ -9,7 +9,7 @@ from torch.distributed._shard.sharded_tensor import Shard as Part
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from tests.ranks import fake_ranks, run_ranks
-from torchshard import Replicate, Shard, ShardedTensor, distribute_tensor, init_device_mesh
+from torchshard import DTensor, Replicate, Shard, ShardedTensor, distribute_tensor, init_device_mesh
 from torchshard.errors import ShardingError
 
 
@@ -63,9 +63,16 @@ def test_ranks_that_are_threads():
 def played(rank, world):
     from torch.distributed._local_tensor import LocalTensorMode
 
-    refused = pytest.raises(ShardingError, match="All ranks are played in one process")
-    with fake_ranks(4), LocalTensorMode(4), refused:
-        distribute_tensor(torch.ones(8), init_device_mesh("cpu", (4,)), [Shard(0)])
+    def refused():
+        return pytest.raises(ShardingError, match="All ranks are played in one process")
+
+    with fake_ranks(4):
+        with LocalTensorMode(4), refused():
+            distribute_tensor(torch.ones(8), init_device_mesh("cpu", (4,)), [Shard(0)])
+        known = distribute_tensor(torch.ones(8), init_device_mesh("cpu", (4,)), [Shard(0)]).device_mesh
+        for make in (distribute_tensor, DTensor.from_local):
+            with LocalTensorMode(4), refused():
+                make(torch.ones(8), known, [Shard(0)])
 
 
 def test_ranks_that_are_played_are_refused():

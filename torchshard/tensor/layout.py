@@ -161,6 +161,16 @@ def is_made_of_others(x: torch.Tensor) -> bool:
     return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def of_played_ranks() -> ShardingError:
+    """What is said where torch's LocalTensorMode has one process play all ranks."""
+    return ShardingError(
+        "All ranks are played in one process, which DTensors of torchshard cannot be.",
+        expected="a process that is one rank",
+        got="LocalTensorMode",
+        fix="start the ranks; torchshard.explain on a fake process group shows what each would do",
+    )
+
+
 def require_strided(x: Any, where: str) -> None:
     """Raise ShardingError unless a tensor has its elements in memory, by strides and as numbers.
 
@@ -193,6 +203,8 @@ def require_strided(x: Any, where: str) -> None:
                 fix="torchshard.ShardedTensor.from_local_shards of its parts and their offsets; or dcp.save the "
                 "tensor, and convert the checkpoint",
             )
+        if type(x) is not torch.Tensor and type(x).__name__ == "LocalTensor":
+            raise of_played_ranks()
         return
     kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
     if x.is_quantized:

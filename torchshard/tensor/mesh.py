@@ -21,7 +21,7 @@ from torchshard.comm.workers import pause_at_exit
 from torchshard.errors import ShardingError
 from torchshard.layout import layout, placements
 from torchshard.layout.layout import Mesh
-from torchshard.tensor.layout import TensorLayout, require_own_graphs
+from torchshard.tensor.layout import TensorLayout, of_played_ranks, require_own_graphs
 from torchshard.tensor.regions.caching import owner
 
 
@@ -278,12 +278,7 @@ def bind(device_mesh: DeviceMesh) -> BoundMesh:
         bound.bind_graph()
         return bound
     if any(not isinstance(n, int) for n in device_mesh.get_coordinate() or ()):
-        raise ShardingError(
-            "All ranks are played in one process, which DTensors of torchshard cannot be.",
-            expected="a process that is one rank",
-            got="LocalTensorMode",
-            fix="start the ranks; torchshard.explain on a fake process group shows what each would do",
-        )
+        raise of_played_ranks()
     # Meshes that differ in this rank's place, or of which one cannot communicate, are equal for torch.
     key = device_mesh, device_mesh.get_coordinate(), _can_talk(device_mesh)
     found = next((bound for value, bound in _by_value if value == key), None)
