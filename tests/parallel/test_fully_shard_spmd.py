@@ -14,6 +14,7 @@ CASES = {
     "replicate": ((2, 2), ("rep", "tp"), {"replicate": "rep"}),
     "several": ((2, 1, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
 }
+REST = ("replicate", "several")  # for full runs, as torch plans anew for each mesh, which takes it long
 
 
 def spread(library, mesh, *hidden):
@@ -65,7 +66,7 @@ def sent(model, library, mesh, mode):
     return {str(what): n for what, n in comms.get_comm_counts().items() if n}
 
 
-def compared(rank, world):
+def compared(rank, world, name):
     import torch.distributed.tensor as theirs
     from torch.distributed.fsdp import DataParallelMeshDims
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -75,24 +76,25 @@ def compared(rank, world):
     from torchshard.debug import CommDebugMode
     from torchshard.parallel.fsdp import fully_shard
 
-    for name, (shape, names, dims) in CASES.items():
-        mesh = ours.init_device_mesh("cpu", shape, mesh_dim_names=names)
-        dims = DataParallelMeshDims(**dims)
-        for summed in (False, True):
-            his, mine = made(theirs, torch_fully_shard, mesh, dims), made(ours, fully_shard, mesh, dims)
-            want, got = gradients(his, theirs, mesh, summed), gradients(mine, ours, mesh, summed)
-            for (key, _), g, w in zip(mine.named_parameters(), got, want, strict=True):
-                torch.testing.assert_close(g, w, msg=f"{name}, summed {summed}, {key}")
-        assert sent(mine, ours, mesh, CommDebugMode) == sent(his, theirs, mesh, TorchMode), name
-        for key, x in his.state_dict().items():
-            y = mine.state_dict()[key]
-            assert x.placements == y.placements, (name, key)
-            assert torch.equal(x.full_tensor(), y.full_tensor()), (name, key)
+    shape, names, dims = CASES[name]
+    mesh = ours.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    dims = DataParallelMeshDims(**dims)
+    for summed in (False, True):
+        his, mine = made(theirs, torch_fully_shard, mesh, dims), made(ours, fully_shard, mesh, dims)
+        want, got = gradients(his, theirs, mesh, summed), gradients(mine, ours, mesh, summed)
+        for (key, _), g, w in zip(mine.named_parameters(), got, want, strict=True):
+            torch.testing.assert_close(g, w, msg=f"summed {summed}, {key}")
+    assert sent(mine, ours, mesh, CommDebugMode) == sent(his, theirs, mesh, TorchMode)
+    for key, x in his.state_dict().items():
+        y = mine.state_dict()[key]
+        assert x.placements == y.placements, key
+        assert torch.equal(x.full_tensor(), y.full_tensor()), key
 
 
-def test_gradients_on_the_whole_mesh_are_those_of_torch():
+@pytest.mark.parametrize("name", ["shard", "hybrid", *(pytest.param(name, marks=pytest.mark.full) for name in REST)])
+def test_gradients_on_the_whole_mesh_are_those_of_torch(name):
     require("meshes of FSDP among others")
-    run_ranks(4, compared)
+    run_ranks(4, compared, name)
 
 
 def ignored_and_refused(rank, world):

@@ -208,7 +208,7 @@ def without_fast_paths(rank, world, group, limit):
         return prove_group(rank, world, (world,), group, limit)[:2]
 
 
-@pytest.mark.parametrize("group", ["matrices", "views", "networks"])
+@pytest.mark.parametrize("group", ["matrices", pytest.param("views", marks=pytest.mark.full), "networks"])
 def test_values_without_private_fast_paths(group):
     for done, complaints in run_ranks(2, without_fast_paths, group, many(4), imported=False):
         assert not complaints, complaints[:3]

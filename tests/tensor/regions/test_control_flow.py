@@ -124,8 +124,7 @@ def compare(rank, world, rows, backend, programs):
     [
         (3, None, [several, layouts, terms, counted, along_rows]),
         (1, "aot_eager", [nested, closure, unused, until, recurrent, mapped]),
-        (3, "inductor", [unused]),
-        pytest.param(3, "inductor", [nested, recurrent], marks=pytest.mark.full),
+        pytest.param(3, "inductor", [unused, nested, recurrent], marks=pytest.mark.full),
     ],
 )
 def test_values_and_gradients(rows, backend, programs):

@@ -59,7 +59,7 @@ def compare(rank, world, backend):
     return errors
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_values_gradients_and_optimizers(backend):
     for errors in run_ranks(2, compare, backend, timeout=250):
         assert max(errors.values()) < 1e-5, errors
