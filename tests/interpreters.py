@@ -26,7 +26,7 @@ def run_code(code: str, *arguments: str, folder: Path | None = None, seed: int =
 
 
 def run_python(arguments: list[str], folder: Path, limit: float, seed: int = 0, **variables: str) -> tuple[int, str]:
-    """Run a script, a module (-m) or code (-c), with its output in one text.
+    """Run a script, a module (-m) or code (-c): its exit code and output, and where it fails what it says of that.
 
     Args:
         arguments: as of the interpreter.
@@ -35,18 +35,20 @@ def run_python(arguments: list[str], folder: Path, limit: float, seed: int = 0, 
         seed: of the hashes of strings; 0 for hashes of a seed that nobody knows.
         variables: of the environment, to add.
     """
-    server, output = _server(seed), folder / ".output"
+    server, output, errors = _server(seed), folder / ".output", folder / ".errors"
     assert server.stdin is not None
     assert server.stdout is not None
     output.touch()
-    server.stdin.write(json.dumps([arguments, str(folder), str(output), variables]) + "\n")
+    errors.touch()
+    server.stdin.write(json.dumps([arguments, str(folder), str(output), str(errors), variables]) + "\n")
     server.stdin.flush()
     timer = threading.Timer(limit, os.killpg, (int(server.stdout.readline()), signal.SIGKILL))
     timer.start()
     code = int(server.stdout.readline())
     timer.cancel()
-    text = output.read_text()
+    text = output.read_text() + (errors.read_text() if code else "")
     output.unlink()
+    errors.unlink()
     return code, text
 
 
@@ -77,12 +79,11 @@ def _serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _become(arguments: list[str], folder: str, output: str, variables: dict[str, str]) -> None:
+def _become(arguments: list[str], folder: str, output: str, errors: str, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     os.chdir(folder)
-    for mine, other in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(output, os.O_WRONLY))):
-        os.dup2(other, mine)
-    os.dup2(1, 2)
+    for mine, (path, how) in enumerate([(os.devnull, os.O_RDONLY), (output, os.O_WRONLY), (errors, os.O_WRONLY)]):
+        os.dup2(os.open(path, how), mine)
     sys.stdin, sys.path[0] = os.fdopen(0), folder
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
