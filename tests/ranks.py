@@ -6,8 +6,8 @@
 
     losses = run_ranks(2, body, 3.0)     # [what rank 0 returned, what rank 1 returned]
 
-Ranks are forked from a server process that has imported what most of them need (tests/preloaded.py) and done nothing
-else: a rank starts in some 20 ms, and what it would import takes it half a second of a core's time less.
+Ranks are forked from a server process that has imported all that they need (tests/preloaded.py) and compiled once: one
+starts in some 20 ms, and spends a second of a core's time less before its first graph is compiled.
 """
 
 import contextlib
