@@ -194,7 +194,11 @@ def require_strided(x: Any, where: str) -> None:
             fix="torch.tensor(it), or torch.from_numpy(it) of an array",
         )
     if x.layout is torch.strided and not (x.is_nested or x.is_quantized):
-        if type(x) is not torch.Tensor and hasattr(x, "local_shards"):  # of torch.distributed.tensor._shards_wrapper
+        if type(x) is torch.Tensor:
+            return
+        if type(x).__name__ == "LocalTensor":
+            raise of_played_ranks()
+        if hasattr(x, "local_shards"):  # of torch.distributed.tensor._shards_wrapper
             raise ShardingError(
                 "A tensor that wraps several parts of a larger one is no part of a DTensor.",
                 expected="one plain torch.Tensor",
@@ -203,8 +207,6 @@ def require_strided(x: Any, where: str) -> None:
                 fix="torchshard.ShardedTensor.from_local_shards of its parts and their offsets; or dcp.save the "
                 "tensor, and convert the checkpoint",
             )
-        if type(x) is not torch.Tensor and type(x).__name__ == "LocalTensor":
-            raise of_played_ranks()
         return
     kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
     if x.is_quantized:
