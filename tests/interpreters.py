@@ -17,10 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_code(code: str, *arguments: str, folder: Path | None = None, seed: int = 0, **variables: str) -> str:
-    """Run code that must end well, and return its output; in an empty folder if there is none, otherwise as below."""
-    with tempfile.TemporaryDirectory() as empty:
-        status, text = run_python(["-c", code, *arguments], folder or Path(empty), 200, seed, **variables)
+def run_code(code: str, *arguments: str, seed: int = 0, **variables: str) -> str:
+    """Run code that must end well, in an empty folder, and return its output; otherwise as below."""
+    with tempfile.TemporaryDirectory() as folder:
+        status, text = run_python(["-c", code, *arguments], Path(folder), 200, seed, **variables)
     assert status == 0, text
     return text
 

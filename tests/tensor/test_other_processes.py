@@ -112,40 +112,40 @@ for local in (torch.randn(4, 6), torch.randn(6, 4).t()):
 """
 
 
-def run(script, seed, folder, *arguments, **variables):
-    return run_code(BEGIN + script, *arguments, folder=folder, seed=seed, **variables)
+def run(script, seed, *arguments, **variables):
+    return run_code(BEGIN + script, *arguments, seed=seed, **variables)
 
 
 @pytest.mark.parametrize(("script", "order"), [(DTENSOR, "mesh first"), (DTENSOR, "file first"), (MESH, "")])
 def test_what_is_loaded_is_on_the_mesh_of_this_process(script, order, tmp_path):
     for seed in (1, 2):
-        run(script, seed, tmp_path, "saved", order)
+        run(script, seed, str(tmp_path / "saved"), order)
 
 
 def test_a_graph_of_another_process_gives_gradients_on_the_mesh_of_this_one(tmp_path):
     require("meshes in graphs")
-    cache = own_cache(str(tmp_path / "cache"))
-    hits = [run(GRAPH, seed, tmp_path, "ran", **cache).split() for seed in (1, 2)]
+    file, cache = str(tmp_path / "ran"), own_cache(str(tmp_path / "cache"))
+    hits = [run(GRAPH, seed, file, **cache).split() for seed in (1, 2)]
     assert hits == [["0"], ["1"]]
 
 
 def test_a_graph_of_another_process_is_not_used_with_other_rules(tmp_path):
     require("meshes in graphs")
-    cache = own_cache(str(tmp_path / "cache"))
+    file, cache = str(tmp_path / "none"), own_cache(str(tmp_path / "cache"))
     lines = ["i j -> i j", "I j -> I j", "i j -> i j", "", ""]  # inductor has nothing to compile of them
-    hits = [run(RULES, 1, tmp_path, "none", line, **cache).strip() for line in lines]
+    hits = [run(RULES, 1, file, line, **cache).strip() for line in lines]
     assert hits == ["0", "0", "1", "0", "0"]
 
 
 def test_a_graph_is_not_used_for_parts_that_lie_in_memory_otherwise(tmp_path):
-    run(STRIDES, 1, tmp_path, "none", **own_cache(str(tmp_path / "cache")))
+    run(STRIDES, 1, str(tmp_path / "none"), **own_cache(str(tmp_path / "cache")))
 
 
 def test_regions_that_make_dtensors_are_kept_for_other_processes(tmp_path):
     require("meshes in graphs")
-    cache = own_cache(str(tmp_path / "cache"))
+    file, cache = str(tmp_path / "none"), own_cache(str(tmp_path / "cache"))
     made = [("1", 1), ("1", 2), ("1x1", 1), ("1x1", 2)]
-    seen = [run(MADE_INSIDE, seed, tmp_path, "none", shape, **cache) for shape, seed in made]
+    seen = [run(MADE_INSIDE, seed, file, shape, **cache) for shape, seed in made]
     assert [counts.split() for counts in seen] == [["0", "0"], ["1", "0"], ["0", "0"], ["1", "0"]]
 
 
