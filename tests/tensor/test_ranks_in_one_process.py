@@ -9,7 +9,15 @@ from torch.distributed._shard.sharded_tensor import Shard as Part
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from tests.ranks import fake_ranks, run_ranks
-from torchshard import DTensor, Replicate, Shard, ShardedTensor, distribute_tensor, init_device_mesh
+from torchshard import (
+    DistributedDataParallel,
+    DTensor,
+    Replicate,
+    Shard,
+    ShardedTensor,
+    distribute_tensor,
+    init_device_mesh,
+)
 from torchshard.errors import ShardingError
 
 
@@ -49,6 +57,17 @@ class Threads(MultiThreadedTestCase):
         assert (x.shape, y.shape) == ((3, 2), (4, 2))
         assert (2 * x + 1).local_tensor().tolist() == [[2.0 * at + 1] * 2] * (at + 1)
 
+    def test_wrapped(self):  # such groups' works are made of futures, and take no time to wait for
+        torch.manual_seed(dist.get_rank())
+        wrapped = DistributedDataParallel(torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(wrapped.parameters(), 0.5)
+        x = torch.arange(12.0).view(4, 3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            wrapped(x[dist.get_rank() :][:1]).sum().backward()
+            torch.testing.assert_close(wrapped.module.weight.grad, x.mean(0, keepdim=True))
+            optimizer.step()
+
 
 def threads(rank, world):
     result = unittest.TestResult()
@@ -57,7 +76,7 @@ def threads(rank, world):
 
 
 def test_ranks_that_are_threads():
-    assert run_ranks(1, threads, backend="") == [(2, [])]
+    assert run_ranks(1, threads, backend="") == [(3, [])]
 
 
 def played(rank, world):

@@ -13,6 +13,7 @@ from torchshard.comm.agreement import Agreement
 from torchshard.errors import RankMismatchError
 
 _GLANCE, _TO_THE_END = timedelta(seconds=1), timedelta(0)
+_TAKES_NO_TIME = "finite timeout not implemented"  # say works that torch makes of futures, as of groups made in Python
 
 
 class Promise:
@@ -35,13 +36,15 @@ class Promise:
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when there is a result; raise RuntimeError if the time is over, or what the future was given.
+        """Return when there is a result; raise RuntimeError if the time is over, or what the future holds as exception.
 
         A time of 0 has no end, as that of torch's works.
         """
         if not self._done.wait(timeout.total_seconds() if timeout else None):
             raise RuntimeError("there is no result in time")
-        self._future.wait()
+        result = self._future.wait()
+        if isinstance(result, Exception):  # torch's own class keeps in Python that it is to be raised
+            raise result
         return True
 
 
@@ -79,7 +82,10 @@ def _wait_in_slices(work: Any, agreement: Agreement, position: int, what: str) -
             work.wait(_GLANCE)
         except RankMismatchError as error:
             agreement.fail(error)
-        except RuntimeError as error:
+        except Exception as error:
+            if _TAKES_NO_TIME in str(error):
+                work = Promise(work.get_future())
+                continue
             agreement.check(position, what, error if work.is_completed() else None)
             if ended:
                 agreement.blame(what, error)
