@@ -61,10 +61,10 @@ def train(rank, world, how, names, sizes=(8, 8, 8), parts=1, zero=True, settings
     return answers
 
 
-def check(answers, expected):
+def check(answers, expected, settled=2):
     for name, steps in answers.items():
         assert all(worst < 1e-5 for worst, *_ in steps), (name, steps)
-        for _, in_graph, _, late in steps[2:]:
+        for _, in_graph, _, late in steps[settled:]:
             assert (in_graph, late) == (expected[name], 0), (name, steps)
 
 
@@ -167,8 +167,9 @@ def test_inductor_does_not_use_the_memory_of_a_bucket_again():
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("gpt", marks=pytest.mark.full)])
 def test_dynamic_batch_sizes(name):
-    for answers in run_ranks(2, train, "traced", [name], (8, 8, 12, 16, 8), timeout=240):
-        check(answers, IN_GRAPH)
+    # The graph of other sizes may fill buckets of its own, to which ranks come after the fourth backward.
+    for answers in run_ranks(2, train, "traced", [name], (8, 8, 12, 16, 8, 12, 8), timeout=240):
+        check(answers, IN_GRAPH, settled=5)
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=("fast", "slow"))

@@ -13,7 +13,7 @@ from torchshard.layout import Mesh, Partial, R, Shard
 from torchshard.layout.copies import Copies, Crossing
 from torchshard.layout.cost import Link, gathered_up_to
 from torchshard.layout.reductions import masking
-from torchshard.layout.transitions import transition
+from torchshard.layout.transitions import exchange, transition
 
 ONLY_BYTES = Link(launch=0.0, latency=0.0, bandwidth=1.0)
 
@@ -102,6 +102,24 @@ def test_what_is_sent_is_what_is_received(change):
     received = {(origin, to, box) for to in source.mesh.coordinates() for origin, box in copies.receives(to)}
     sent = {(origin, to, box) for origin in source.mesh.coordinates() for to, box in copies.sends(origin)}
     assert received == sent
+    held, itemsize = math.prod(source.largest(shape)), 4
+    planned = exchange(source, target, shape, itemsize).peak if target.boxed else math.inf
+    for at in source.mesh.coordinates():
+        given_to_others = sum(box.numel for to, box in copies.sends(at) if to != at)
+        assert given_to_others <= copies.most_given(held)
+        taken = sum(box.numel for origin, box in copies.receives(at) if origin != at)
+        assert (held + given_to_others + taken) * itemsize <= planned or not taken
+        assert all(origin == at for origin, box in copies.receives(at) if source.box(shape, at).meet(box) == box)
+
+
+def test_who_wants_the_same_takes_it_from_one_after_another():
+    mesh = Mesh((2, 2, 2))
+    copies = Copies(mesh.sharding((Shard(0), R, Shard(1))), mesh.sharding((R, Shard(1), Shard(0))), (4, 4))
+    given_to_others = [sum(to != at for to, _ in copies.sends(at)) for at in mesh.coordinates()]
+    assert max(given_to_others) == 1
+    source, target = Mesh((2, 2)).sharding((Shard(0), R)), Mesh((2, 2), ranks=range(4, 8)).sharding((R, Shard(0)))
+    crossing = Crossing(source, target, (4,))
+    assert [len(crossing.sends(at)) for at in source.mesh.coordinates()] == [1, 1, 1, 1]
 
 
 @settings(deadline=None)

@@ -6,7 +6,7 @@ one rank, and a rank that has a part itself takes it from itself.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchshard.layout.boxes import Box
@@ -23,8 +23,10 @@ MANY = 64  # above so many ranks, what moves is bounded instead of counted
 class Copies:
     """Copies within one mesh, from `source` to `target`: two shardings of it with the same Partial axes.
 
-    Where the source replicates (or is Partial) along an axis, a rank takes from ranks of its own coordinate there; so
-    the load spreads, and every copy stays between ranks that differ only on axes which the change concerns.
+    Along axes on which the source is Partial, and on those that replicate before and after, a rank takes from ranks of
+    its own coordinate. Where one axis replicates before and another one after, several ranks hold a piece and several
+    want it: these are spread over those, so that no rank gives more than `most_given` says. So every copy stays between
+    ranks that differ only on axes which the change concerns.
     """
 
     source: Sharding
@@ -34,12 +36,46 @@ class Copies:
     def receives(self, coordinate: Coordinate) -> list[Part]:
         """What the rank at `coordinate` takes: from which coordinate, and which box."""
         box = self.target.box(self.shape, coordinate)
-        return list(self.source.holders(self.shape, box, self._fixed(coordinate)))
+        pieces = list(self.source.holders(self.shape, box, {a: coordinate[a] for a in _whole(self.source)}))
+        if not (self._rivals and self._replicas):
+            return pieces
+        return [(self._chosen(coordinate, at), part) for at, part in pieces]
 
     def sends(self, coordinate: Coordinate) -> list[Part]:
         """What the rank at `coordinate` gives: to which coordinate, and which box."""
-        box = self.source.box(self.shape, coordinate)
-        return list(self.target.holders(self.shape, box, self._fixed(coordinate)))
+        box, spread = self.source.box(self.shape, coordinate), self._replicas if self._rivals else []
+        same = {a: coordinate[a] for a in _whole(self.source) if a not in spread}
+        found = list(self.target.holders(self.shape, box, same))
+        if not spread:
+            return found
+        own = [a for a in range(len(coordinate)) if a not in spread]
+        return [(to, part) for to, part in found if self._chosen(to, _mixed(coordinate, to, own)) == coordinate]
+
+    def most_given(self, part: int) -> int:
+        """How much a rank gives at most, itself included, if its part is `part`."""
+        mesh = self.source.mesh.shape
+        wanting, holding = (math.prod([mesh[a] for a in axes]) for axes in (self._rivals, self._replicas))
+        return part * -(-wanting // holding)
+
+    @property
+    def _replicas(self) -> Sequence[int]:
+        """Axes along which ranks hold the same before, and not after."""
+        return [a for a in _whole(self.source) if type(self.target.placements[a]) is Shard]
+
+    @property
+    def _rivals(self) -> Sequence[int]:
+        """Axes along which ranks want the same, and do not hold the same."""
+        return [a for a in _whole(self.target) if type(self.source.placements[a]) is Shard]
+
+    def _chosen(self, to: Coordinate, at: Coordinate) -> Coordinate:
+        """Who gives a piece to `to`; `at` holds it, too, and shares with `to` all coordinates that may be chosen."""
+        if at == to:
+            return at
+        chosen, turn = list(at), _number(to, self.source.mesh.shape, self._rivals)
+        for a in reversed(self._replicas):
+            turn, k = divmod(turn, n := self.source.mesh.shape[a])
+            chosen[a] = (at[a] + k) % n
+        return tuple(chosen)
 
     def most_lacked(self, axes: Sequence[int]) -> int:
         """The most elements that a rank does not hold yet; all it will hold where there are too many ranks to ask each.
@@ -59,16 +95,13 @@ class Copies:
             most = max(most, wanted.numel - (held.numel if held else 0))
         return most
 
-    def _fixed(self, coordinate: Coordinate) -> Mapping[int, int]:
-        return {a: coordinate[a] for a, p in enumerate(self.source.placements) if type(p) is not Shard}
-
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
     """Copies between two meshes, which may share ranks; neither sharding is Partial.
 
-    A rank that is in both meshes and holds a part itself takes it from itself; the others are spread over the replicas
-    by their place in the target mesh.
+    A rank that is in both meshes and holds a part itself takes it from itself; the others are spread over the replicas,
+    those that want the same part one after another.
     """
 
     source: Sharding
@@ -78,8 +111,7 @@ class Crossing:
     def receives(self, coordinate: Coordinate) -> list[Part]:
         """What the rank at `coordinate` of the target mesh takes: from which coordinate of the source, which box."""
         box = self.target.box(self.shape, coordinate)
-        first_replica = {a: 0 for a, p in enumerate(self.source.placements) if type(p) is not Shard}
-        pieces = self.source.holders(self.shape, box, first_replica)
+        pieces = self.source.holders(self.shape, box, dict.fromkeys(_whole(self.source), 0))
         return [(self._chosen(coordinate, at), part) for at, part in pieces]
 
     def sends(self, coordinate: Coordinate) -> list[Part]:
@@ -105,11 +137,31 @@ class Crossing:
 
     def _chosen(self, to: Coordinate, at: Coordinate) -> Coordinate:
         """Of the replicas of the piece at `at`, the coordinate from which the target rank at `to` takes it."""
-        free = [a for a, p in enumerate(self.source.placements) if type(p) is not Shard]
+        free = _whole(self.source)
         own = self.source.mesh.coordinate_of(self.target.mesh.ranks[self.target.mesh.linear(to)])
         if own is not None and all(own[a] == k for a, k in enumerate(at) if a not in free):
             return own
-        chosen, turn = list(at), self.target.mesh.linear(to)
+        alike = _whole(self.target)
+        others = [a for a in range(self.target.mesh.ndim) if a not in alike]
+        chosen, turn = list(at), _number(to, self.target.mesh.shape, [*others, *alike])
         for a in reversed(free):
             turn, chosen[a] = divmod(turn, self.source.mesh.shape[a])
         return tuple(chosen)
+
+
+def _whole(sharding: Sharding) -> list[int]:
+    """Axes that do not split."""
+    return [a for a, p in enumerate(sharding.placements) if type(p) is not Shard]
+
+
+def _mixed(coordinate: Coordinate, other: Coordinate, own: Sequence[int]) -> Coordinate:
+    """On the axes `own` the first one's coordinates, elsewhere the other's."""
+    return tuple([coordinate[a] if a in own else k for a, k in enumerate(other)])
+
+
+def _number(coordinate: Coordinate, mesh_shape: Sequence[int], axes: Sequence[int]) -> int:
+    """The coordinates on these axes as one number; along the last one they follow one another."""
+    number = 0
+    for a in axes:
+        number = number * mesh_shape[a] + coordinate[a]
+    return number

@@ -385,8 +385,9 @@ def _exchanged(here: Sharding, target: Sharding) -> Sharding:
 def _exchange(here: Sharding, after: Sharding, part: int, sizes: _Sizes) -> Step:
     changed = [d for d in {*here.splits, *after.splits} if _split(here, d) != _split(after, d)]
     axes = tuple(sorted({a for d in changed for a in (*here.splits.get(d, ()), *after.splits.get(d, ()))}))
-    lacks = Copies(here, after, sizes.shape).most_lacked(axes) * sizes.itemsize
-    peak = part + lacks + max(lacks, sizes.part(after))  # cut and packed, packed and received, received and put
+    copies = Copies(here, after, sizes.shape)
+    lacks = copies.most_lacked(axes) * sizes.itemsize
+    peak = part + lacks + max(copies.most_given(part) if lacks else 0, sizes.part(after))  # packed, received; then put
     return Step("exchange", axes, here, after, lacks, sizes.group(axes) - 1, peak)
 
 

@@ -72,7 +72,7 @@ def peak_of(work):
     return peak
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("even", [True, False])
 def test_bytes_and_memory_are_as_planned(world, even):
     by_rank = run_ranks(world, measured, (256, 512) if even else (257, 509))
