@@ -49,6 +49,9 @@ def test_a_passage_ends_in_the_target_and_costs_what_it_says(data, seed):
     way = passage(source, target, shape, 8)
     found, most = play_passage(way, source, target, shape, parts)
     assert way.lacked == 8 * most
+    for at, rank in zip(one.coordinates(), one.ranks, strict=True):
+        sent = sum(box.numel for to, box in way.crossing.sends(at) if other.ranks[other.linear(to)] != rank)
+        assert 8 * sent <= way.given
     end = target.without_partial()
     np.testing.assert_allclose(assemble(play(transition(target, end, shape, 8), found), end, shape), full, rtol=1e-12)
 
@@ -60,6 +63,16 @@ def test_what_is_partial_is_reduced_first_and_into_pieces():
     assert way.nbytes == 3 * 64 + 256
     same = passage(one.sharding((Shard(0),)), Mesh((2, 2)).sharding((Shard(0), Shard(0))), (8, 8), 4)
     assert same.nbytes == 0
+
+
+def test_what_is_replicated_comes_in_pieces_if_that_is_sooner():
+    one, other = Mesh((2,)), Mesh((2, 4))
+    ends = one.sharding((Shard(0),)), other.sharding((Shard(0), R))
+    large, small = passage(*ends, (512, 512), 4), passage(*ends, (8, 8), 4)
+    part = 256 * 512 * 4
+    assert [step.kind for step in large.after.steps] == ["all_gather"]
+    assert (large.given, large.lacked, large.nbytes) == (part, part // 4, part)
+    assert not small.after.steps
 
 
 @settings(max_examples=200, deadline=None)

@@ -52,7 +52,7 @@ class Copies:
         return [(to, part) for to, part in found if self._chosen(to, _mixed(coordinate, to, own)) == coordinate]
 
     def most_given(self, part: int) -> int:
-        """How much a rank gives at most, itself included, if its part is `part`."""
+        """How much a rank gives to others at most, if its part is `part`."""
         mesh = self.source.mesh.shape
         wanting, holding = (math.prod([mesh[a] for a in axes]) for axes in (self._rivals, self._replicas))
         return part * -(-wanting // holding)
@@ -119,6 +119,10 @@ class Crossing:
         box = self.source.box(self.shape, coordinate)
         asked = self.target.holders(self.shape, box, {})
         return [(to, part) for to, part in asked if self._chosen(to, coordinate) == coordinate]
+
+    def most_given(self, part: int) -> int:
+        """How much a rank of the source gives to others at most, if its part is `part`."""
+        return part * -(-self.target.replicas // self.source.replicas)
 
     def most_lacked(self) -> int:
         """The most elements that a rank of the target mesh does not hold yet.

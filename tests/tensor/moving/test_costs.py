@@ -87,6 +87,26 @@ def test_bytes_and_memory_are_as_planned(world, even):
             assert peak <= (2 if even else 2.02), (way, peak)
 
 
+def between_meshes(rank, world):
+    """The peak of memory beside the input, over the larger part, of ways from two ranks to eight."""
+    from torchshard import DeviceMesh, DTensor, Replicate, Shard, init_device_mesh
+
+    rows = torch.zeros(256 if rank < 2 else 0, 512)
+    few, many = DeviceMesh("cpu", [0, 1]), init_device_mesh("cpu", (2, 4))
+    x = DTensor.from_local(rows, few, [Shard(0)], shape=(512, 512), stride=(512, 1))
+    peaks = []
+    for target in ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(1), Shard(0)]):
+        move = partial(x.redistribute, many, target)
+        move()
+        peaks.append(min(peak_of(move) for _ in range(4)) / (256 * 512 * 4))
+    return peaks
+
+
+def test_nobody_packs_what_is_replicated_elsewhere_as_often():
+    for peaks in run_ranks(8, between_meshes):
+        assert all(peak <= 2.01 for peak in peaks), peaks
+
+
 def test_what_measures_memory_measures():
     def work():
         a = torch.zeros(1024)
