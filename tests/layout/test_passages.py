@@ -1,13 +1,14 @@
 """From one mesh to another, played on arrays of all ranks; and the memory that a way may take."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.layout.play import assemble, play
+from tests.layout.play import assemble, play, spread
 from tests.layout.strategies import OPS, meshes, shapes, shardings, terms
 from torchshard.layout import Mesh, Partial, R, Shard
-from torchshard.layout.passages import passage
+from torchshard.layout.passages import passage, passages
 from torchshard.layout.transitions import transition
 
 
@@ -46,14 +47,15 @@ def test_a_passage_ends_in_the_target_and_costs_what_it_says(data, seed):
     source = data.draw(shardings(one, len(shape), (op,)))
     target = data.draw(shardings(other, len(shape), ("sum",)))
     parts, full = terms(np.random.default_rng(seed), source, shape)
-    way = passage(source, target, shape, 8)
-    found, most = play_passage(way, source, target, shape, parts)
-    assert way.lacked == 8 * most
-    for at, rank in zip(one.coordinates(), one.ranks, strict=True):
-        sent = sum(box.numel for to, box in way.crossing.sends(at) if other.ranks[other.linear(to)] != rank)
-        assert 8 * sent <= way.given
     end = target.without_partial()
-    np.testing.assert_allclose(assemble(play(transition(target, end, shape, 8), found), end, shape), full, rtol=1e-12)
+    for way in passages(source, target, shape, 8):
+        found, most = play_passage(way, source, target, shape, parts)
+        assert way.lacked == 8 * most
+        for at, rank in zip(one.coordinates(), one.ranks, strict=True):
+            sent = sum(box.numel for to, box in way.crossing.sends(at) if other.ranks[other.linear(to)] != rank)
+            assert 8 * sent <= way.given
+        reduced = play(transition(target, end, shape, 8), found)
+        np.testing.assert_allclose(assemble(reduced, end, shape), full, rtol=1e-12)
 
 
 def test_what_is_partial_is_reduced_first_and_into_pieces():
@@ -73,6 +75,21 @@ def test_what_is_replicated_comes_in_pieces_if_that_is_sooner():
     assert [step.kind for step in large.after.steps] == ["all_gather"]
     assert (large.given, large.lacked, large.nbytes) == (part, part // 4, part)
     assert not small.after.steps
+
+
+@pytest.mark.parametrize("other_axis", [R, Partial()])
+@pytest.mark.parametrize("turned", [False, True])
+def test_dims_in_units_are_split_by_no_other_axis(other_axis, turned):
+    placements = (other_axis, Shard(0, 1, 9))[:: -1 if turned else 1]
+    units = Mesh((2, 2)).sharding(placements)
+    rows, shape = Mesh((2, 2), ranks=range(4, 8)).sharding((R, Shard(0))), (63, 8)
+    parts, full = terms(np.random.default_rng(0), units, shape)
+    for way in passages(units, rows, shape, 8):
+        np.testing.assert_allclose(assemble(play_passage(way, units, rows, shape, parts)[0], rows, shape), full)
+    back = units.without_partial()
+    for way in passages(rows, back, shape, 8):
+        found, _ = play_passage(way, rows, back, shape, spread(full, rows))
+        np.testing.assert_allclose(assemble(found, back, shape), full)
 
 
 @settings(max_examples=200, deadline=None)

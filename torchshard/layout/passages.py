@@ -7,7 +7,7 @@ there may come in pieces that its ranks gather. Of all such ways the soonest is 
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchshard.layout.copies import Crossing
@@ -57,37 +57,27 @@ def passage(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize
     Raises:
         ShardingError: a target that is Partial in a way that cannot be made exactly.
     """
-    found = []
-    for start, end in itertools.product(_reduced(source, len(shape)), _split(target, len(shape))):
+    return min(passages(source, target, shape, itemsize), key=lambda p: p.seconds)
+
+
+def passages(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> Iterator[Passage]:
+    """All ways that `passage` chooses from."""
+    starts = _whole_or_split(source, source.partial, len(shape))
+    replicating = [a for a, p in enumerate(target.placements) if not isinstance(p, Shard)]
+    for start, end in itertools.product(starts, _whole_or_split(target, replicating, len(shape))):
         crossing = Crossing(start, end, shape)
         lacked = crossing.most_lacked() * itemsize
         given = crossing.most_given(math.prod(start.largest(shape))) * itemsize if lacked else 0
-        ends = transition(source, start, shape, itemsize), transition(end, target, shape, itemsize)
-        found.append(Passage(ends[0], crossing, ends[1], lacked, given))
-    return min(found, key=lambda p: p.seconds)
+        before, after = transition(source, start, shape, itemsize), transition(end, target, shape, itemsize)
+        yield Passage(before, crossing, after, lacked, given)
 
 
-def _reduced(source: Sharding, ndim: int) -> Iterator[Sharding]:
-    """What the source may be reduced to: Replicate on all Partial axes, or the same dim split by all of them."""
-    yield source.without_partial()
-    if source.partial:
-        for dim in range(ndim):
-            sharding = source
-            for axis in source.partial:
-                sharding = sharding.replace(axis, Shard(dim))
-            yield sharding
-
-
-def _split(target: Sharding, ndim: int) -> Iterator[Sharding]:
-    """What the target may be made of: itself, or what all its axes split, so that each piece comes once.
-
-    Then the ranks of the target give it to one another; else those of the source give it to each of them.
-    """
-    end = target.without_partial()
-    yield end
-    replicating = [a for a, p in enumerate(end.placements) if not isinstance(p, Shard)]
-    for dim in range(ndim if replicating else 0):
-        sharding = end
-        for axis in replicating:
-            sharding = sharding.replace(axis, Shard(dim))
-        yield sharding
+def _whole_or_split(sharding: Sharding, axes: Sequence[int], ndim: int) -> Iterator[Sharding]:
+    """With Replicate on what is Partial, or a dim split by all these axes; those in runs or units are left alone."""
+    yield sharding.without_partial()
+    for dim in range(ndim if axes else 0):
+        if dim not in sharding.cuts:
+            split = sharding
+            for axis in axes:
+                split = split.replace(axis, Shard(dim))
+            yield split

@@ -91,13 +91,14 @@ def between_meshes(rank, world):
     """The peak of memory beside the input, over the larger part, of ways from two ranks to eight."""
     from torchshard import DeviceMesh, DTensor, Replicate, Shard, init_device_mesh
 
-    rows = torch.zeros(256 if rank < 2 else 0, 512)
+    full = torch.arange(512 * 512.0).view(512, 512)
+    rows = full[256 * rank : 256 * (rank + 1)] if rank < 2 else torch.empty(0, 512)
     few, many = DeviceMesh("cpu", [0, 1]), init_device_mesh("cpu", (2, 4))
     x = DTensor.from_local(rows, few, [Shard(0)], shape=(512, 512), stride=(512, 1))
     peaks = []
     for target in ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(1), Shard(0)]):
         move = partial(x.redistribute, many, target)
-        move()
+        torch.testing.assert_close(move().full_tensor(), full)
         peaks.append(min(peak_of(move) for _ in range(4)) / (256 * 512 * 4))
     return peaks
 
