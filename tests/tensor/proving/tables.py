@@ -151,6 +151,7 @@ ELEMENTWISE_IN_PLACE = """
     torch._foreach_zero_([x, y])
 """
 
+# slice_scatter gets a product: what follows a conjugate has other strides than in eager mode.
 OPERATORS = f"""{ELEMENTWISE}
     x.imag
     x.conj().imag
@@ -472,6 +473,7 @@ OPERATORS = f"""{ELEMENTWISE}
     list(x)[0]
 """
 
+# What is rounded gets 0 added: zeros that are terms keep no sign.
 IN_PLACE = f"""{ELEMENTWISE_IN_PLACE}
     x.real.add_(1)
     x.imag.mul_(2)
