@@ -25,7 +25,7 @@ class Copies:
 
     Along axes on which the source is Partial, and on those that replicate before and after, a rank takes from ranks of
     its own coordinate. Where one axis replicates before and another one after, several ranks hold a piece and several
-    want it: these are spread over those, so that no rank gives more than `most_given` says. So every copy stays between
+    want it: these are spread over those, and none gives more than `most_given` says. So every copy stays between
     ranks that differ only on axes which the change concerns.
     """
 
@@ -36,45 +36,40 @@ class Copies:
     def receives(self, coordinate: Coordinate) -> list[Part]:
         """What the rank at `coordinate` takes: from which coordinate, and which box."""
         box = self.target.box(self.shape, coordinate)
-        pieces = list(self.source.holders(self.shape, box, {a: coordinate[a] for a in _whole(self.source)}))
-        if not (self._rivals and self._replicas):
-            return pieces
-        return [(self._chosen(coordinate, at), part) for at, part in pieces]
+        pieces = self.source.holders(self.shape, box, {a: coordinate[a] for a in self.source.unsplit})
+        return [(self._chosen(coordinate, at), part) for at, part in pieces] if self._replicas else list(pieces)
 
     def sends(self, coordinate: Coordinate) -> list[Part]:
         """What the rank at `coordinate` gives: to which coordinate, and which box."""
-        box, spread = self.source.box(self.shape, coordinate), self._replicas if self._rivals else []
-        same = {a: coordinate[a] for a in _whole(self.source) if a not in spread}
-        found = list(self.target.holders(self.shape, box, same))
-        if not spread:
-            return found
-        own = [a for a in range(len(coordinate)) if a not in spread]
-        return [(to, part) for to, part in found if self._chosen(to, _mixed(coordinate, to, own)) == coordinate]
-
-    def most_given(self, part: int) -> int:
-        """How much a rank gives to others at most, if its part is `part`."""
-        mesh = self.source.mesh.shape
-        wanting, holding = (math.prod([mesh[a] for a in axes]) for axes in (self._rivals, self._replicas))
-        return part * -(-wanting // holding)
-
-    @property
-    def _replicas(self) -> Sequence[int]:
-        """Axes along which ranks hold the same before, and not after."""
-        return [a for a in _whole(self.source) if type(self.target.placements[a]) is Shard]
+        box, replicas = self.source.box(self.shape, coordinate), self._replicas
+        same = {a: coordinate[a] for a in self.source.unsplit if a not in replicas}
+        asked = self.target.holders(self.shape, box, same)
+        return (
+            [(to, part) for to, part in asked if self._chosen(to, coordinate) == coordinate]
+            if replicas
+            else list(asked)
+        )
 
     @property
     def _rivals(self) -> Sequence[int]:
         """Axes along which ranks want the same, and do not hold the same."""
-        return [a for a in _whole(self.target) if type(self.source.placements[a]) is Shard]
+        return [a for a in self.target.unsplit if type(self.source.placements[a]) is Shard]
+
+    @property
+    def _replicas(self) -> Sequence[int]:
+        """Axes along which ranks hold the same before, and not after; none where nobody wants the same."""
+        return [a for a in self.source.unsplit if type(self.target.placements[a]) is Shard] if self._rivals else []
 
     def _chosen(self, to: Coordinate, at: Coordinate) -> Coordinate:
-        """Who gives a piece to `to`; `at` holds it, too, and shares with `to` all coordinates that may be chosen."""
-        if at == to:
-            return at
-        chosen, turn = list(at), _number(to, self.source.mesh.shape, self._rivals)
-        for a in reversed(self._replicas):
+        """Of the replicas of the piece at `at`, the coordinate from which the rank at `to` takes it."""
+        replicas = self._replicas
+        chosen = [to[a] if a in replicas else k for a, k in enumerate(at)]
+        if tuple(chosen) == to:
+            return to
+        turn = _number(to, self.source.mesh.shape, self._rivals)
+        for a in reversed(replicas):
             turn, k = divmod(turn, n := self.source.mesh.shape[a])
-            chosen[a] = (at[a] + k) % n
+            chosen[a] = (to[a] + k) % n
         return tuple(chosen)
 
     def most_lacked(self, axes: Sequence[int]) -> int:
@@ -111,7 +106,7 @@ class Crossing:
     def receives(self, coordinate: Coordinate) -> list[Part]:
         """What the rank at `coordinate` of the target mesh takes: from which coordinate of the source, which box."""
         box = self.target.box(self.shape, coordinate)
-        pieces = self.source.holders(self.shape, box, dict.fromkeys(_whole(self.source), 0))
+        pieces = self.source.holders(self.shape, box, dict.fromkeys(self.source.unsplit, 0))
         return [(self._chosen(coordinate, at), part) for at, part in pieces]
 
     def sends(self, coordinate: Coordinate) -> list[Part]:
@@ -119,10 +114,6 @@ class Crossing:
         box = self.source.box(self.shape, coordinate)
         asked = self.target.holders(self.shape, box, {})
         return [(to, part) for to, part in asked if self._chosen(to, coordinate) == coordinate]
-
-    def most_given(self, part: int) -> int:
-        """How much a rank of the source gives to others at most, if its part is `part`."""
-        return part * -(-self.target.replicas // self.source.replicas)
 
     def most_lacked(self) -> int:
         """The most elements that a rank of the target mesh does not hold yet.
@@ -141,11 +132,11 @@ class Crossing:
 
     def _chosen(self, to: Coordinate, at: Coordinate) -> Coordinate:
         """Of the replicas of the piece at `at`, the coordinate from which the target rank at `to` takes it."""
-        free = _whole(self.source)
+        free = self.source.unsplit
         own = self.source.mesh.coordinate_of(self.target.mesh.ranks[self.target.mesh.linear(to)])
         if own is not None and all(own[a] == k for a, k in enumerate(at) if a not in free):
             return own
-        alike = _whole(self.target)
+        alike = self.target.unsplit
         others = [a for a in range(self.target.mesh.ndim) if a not in alike]
         chosen, turn = list(at), _number(to, self.target.mesh.shape, [*others, *alike])
         for a in reversed(free):
@@ -153,14 +144,9 @@ class Crossing:
         return tuple(chosen)
 
 
-def _whole(sharding: Sharding) -> list[int]:
-    """Axes that do not split."""
-    return [a for a, p in enumerate(sharding.placements) if type(p) is not Shard]
-
-
-def _mixed(coordinate: Coordinate, other: Coordinate, own: Sequence[int]) -> Coordinate:
-    """On the axes `own` the first one's coordinates, elsewhere the other's."""
-    return tuple([coordinate[a] if a in own else k for a, k in enumerate(other)])
+def most_given(source: Sharding, target: Sharding, part: int) -> int:
+    """How much a rank gives to others at most, if its part is `part`: each piece is spread over those that hold it."""
+    return part * -(-target.replicas // source.replicas)
 
 
 def _number(coordinate: Coordinate, mesh_shape: Sequence[int], axes: Sequence[int]) -> int:

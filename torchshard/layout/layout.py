@@ -269,7 +269,12 @@ class Sharding:
     @property
     def replicas(self) -> int:
         """How many ranks hold each element (or a term of it)."""
-        return math.prod([n for n, p in zip(self.mesh.shape, self.placements, strict=True) if type(p) is not Shard])
+        return math.prod([self.mesh.shape[a] for a in self.unsplit])
+
+    @property
+    def unsplit(self) -> list[int]:
+        """Axes that do not split the tensor."""
+        return [a for a, p in enumerate(self.placements) if type(p) is not Shard]
 
     def __reduce__(self) -> Any:
         return _sharding, (self.mesh, self.placements, self.order)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torchshard.layout.copies import Crossing
+from torchshard.layout.copies import Crossing, most_given
 from torchshard.layout.cost import DEFAULT_LINK
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Shard
@@ -63,11 +63,10 @@ def passage(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize
 def passages(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> Iterator[Passage]:
     """All ways that `passage` chooses from."""
     starts = _whole_or_split(source, source.partial, len(shape))
-    replicating = [a for a, p in enumerate(target.placements) if not isinstance(p, Shard)]
-    for start, end in itertools.product(starts, _whole_or_split(target, replicating, len(shape))):
+    for start, end in itertools.product(starts, _whole_or_split(target, target.unsplit, len(shape))):
         crossing = Crossing(start, end, shape)
         lacked = crossing.most_lacked() * itemsize
-        given = crossing.most_given(math.prod(start.largest(shape))) * itemsize if lacked else 0
+        given = most_given(start, end, math.prod(start.largest(shape))) * itemsize if lacked else 0
         before, after = transition(source, start, shape, itemsize), transition(end, target, shape, itemsize)
         yield Passage(before, crossing, after, lacked, given)
 

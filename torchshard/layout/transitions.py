@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchshard.errors import ShardingError
-from torchshard.layout.copies import Copies
+from torchshard.layout.copies import Copies, most_given
 from torchshard.layout.cost import DEFAULT_LINK, Link, slowest
 from torchshard.layout.layout import Mesh, Sharding
 from torchshard.layout.pieces import largest_piece
@@ -385,9 +385,9 @@ def _exchanged(here: Sharding, target: Sharding) -> Sharding:
 def _exchange(here: Sharding, after: Sharding, part: int, sizes: _Sizes) -> Step:
     changed = [d for d in {*here.splits, *after.splits} if _split(here, d) != _split(after, d)]
     axes = tuple(sorted({a for d in changed for a in (*here.splits.get(d, ()), *after.splits.get(d, ()))}))
-    copies = Copies(here, after, sizes.shape)
-    lacks = copies.most_lacked(axes) * sizes.itemsize
-    peak = part + lacks + max(copies.most_given(part) if lacks else 0, sizes.part(after))  # packed, received; then put
+    lacks = Copies(here, after, sizes.shape).most_lacked(axes) * sizes.itemsize
+    gives = most_given(here, after, part) if lacks else 0
+    peak = part + lacks + max(gives, sizes.part(after))  # cut and packed, packed and received, received and put
     return Step("exchange", axes, here, after, lacks, sizes.group(axes) - 1, peak)
 
 

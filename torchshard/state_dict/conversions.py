@@ -20,7 +20,6 @@ from torchshard._torch import below_torch_functions, default_group, ends_graphs,
 from torchshard.comm.circle import circle_of, this_rank, world_size
 from torchshard.errors import ShardingError
 from torchshard.keys.globs import Globs
-from torchshard.layout.placements import Shard
 from torchshard.state_dict.converting import convert
 from torchshard.state_dict.forms import Form, take_replicas
 from torchshard.state_dict.targets import AsOn, InParts, OnMesh, Target, Whole
@@ -231,7 +230,7 @@ def _as_it_is(form: Form) -> Target:
     here, ranks = dist.get_rank(), form.holding.ranks
     if form.sharding is not None and (at := form.sharding.mesh.coordinate) is not None:
         mesh = form.sharding.mesh
-        fixed = [a for a, p in enumerate(form.sharding.placements) if type(p) is not Shard]
+        fixed = form.sharding.unsplit
         places = zip(mesh.ranks, mesh.coordinates(), strict=True)
         ranks = tuple(sorted(rank for rank, there in places if all(there[a] == at[a] for a in fixed)))
     if here not in ranks:
