@@ -52,8 +52,12 @@ class ShardingError(TorchshardError, ValueError):
     """A mesh, a placement or a shape that cannot be as asked for."""
 
 
-class UnsupportedOperatorError(TorchshardError, NotImplementedError):
-    """An operator that cannot be run right on these layouts; says the way out."""
+class UnsupportedOperatorError(TorchshardError, RuntimeError):
+    """An operator that cannot be run right on these layouts; says the way out.
+
+    No NotImplementedError: torch.nn.utils.parametrize passes over one that a `right_inverse` raises, as if there were
+    no inverse, and the weight would silently be another.
+    """
 
 
 class ImplicitRedistributionError(TorchshardError, RuntimeError):

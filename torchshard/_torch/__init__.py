@@ -47,6 +47,7 @@ from torchshard._torch.dtensors import (
     exchange,
     expected,
     graphs_are_shared,
+    in_region,
     introduce,
     is_compiled,
     is_on_its_way,

@@ -70,15 +70,20 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(x) or x.is_meta
 
 
-def is_compiled(x: Tensor) -> bool:
-    """Whether torch.compile traces with this tensor.
+def in_region() -> bool:
+    """Whether torch.compile, or torch.export, makes a graph now.
 
     (torch._guards.TracingContext, 2.11-2.15: torch.compiler.is_compiling() says so in functions that Dynamo only calls
     since 2.13.)
     """
     from torch._guards import TracingContext
 
-    return TracingContext.try_get() is not None and is_traced(x) and not torch.compiler.is_exporting()
+    return TracingContext.try_get() is not None
+
+
+def is_compiled(x: Tensor) -> bool:
+    """Whether torch.compile traces with this tensor."""
+    return in_region() and is_traced(x) and not torch.compiler.is_exporting()
 
 
 def notes_of_trace() -> dict[Any, Any] | None:

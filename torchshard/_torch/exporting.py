@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from torchshard._torch.dtensors import is_traced
+from torchshard._torch.dtensors import in_region, is_traced
 from torchshard._torch.dynamo import leaves_of, tree_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -90,12 +90,11 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 def is_recorded(x: torch.Tensor) -> bool:
     """Whether a graph is made with this tensor, rather than it being only fake, as in a bare FakeTensorMode.
 
-    (torch._guards.TracingContext, torch.fx.experimental.proxy_tensor.get_proxy_mode, 2.11-2.15.)
+    (torch.fx.experimental.proxy_tensor.get_proxy_mode, 2.11-2.15.)
     """
-    from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    if TracingContext.try_get() is not None or get_proxy_mode() is not None or torch.compiler.is_exporting():
+    if in_region() or get_proxy_mode() is not None or torch.compiler.is_exporting():
         return is_traced(x)
     return is_traced(x) and not isinstance(x, FakeTensor)

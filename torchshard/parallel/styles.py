@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torchshard._torch import placements_are_values
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.layout import contiguous_stride
 from torchshard.tensor.distribute import distribute_module, distribute_tensor
 from torchshard.tensor.dtensor import DTensor
@@ -24,6 +24,7 @@ from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.regions.naming import name_of_place, named
 from torchshard.tensor.replacing import successor
 from torchshard.tensor.torch_placements import UnitShard
+from torchshard.tensor.unsupported import unsupported
 
 Placements = tuple[Placement, ...]
 
@@ -298,7 +299,7 @@ def with_placements(x: DTensor, placements: Sequence[Placement], local: bool = F
         UnsupportedOperatorError: it is no DTensor.
     """
     if not isinstance(x, DTensor):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A parallel style got no DTensor from its module.",
             expected="a DTensor, as modules compute with weights that are DTensors",
             got=f"{type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchshard import keys
 from torchshard._torch import ends_graphs
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.keys.rules import Fuse, Split
 from torchshard.layout.boxes import Box
 from torchshard.layout.holding import Holding
@@ -23,6 +23,7 @@ from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.moving.carrying import Job, by_bytes, carry
 from torchshard.tensor.owners import ours
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
+from torchshard.tensor.unsupported import unsupported
 
 
 class _Tensors:
@@ -132,7 +133,7 @@ def _holders(sd: Any) -> set[tuple[tuple[int, ...], str]]:
 def _ours(x: Tensor) -> DTensor | None:
     """One of ours, or of torch's as ours; None for a plain tensor."""
     if isinstance(x, ShardedTensor):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A ShardedTensor cannot be joined, cut or transposed.",
             got=f"shape {tuple(x.shape)}",
             fix="state_dict.to_dtensor(sd, mesh, placements) first",

@@ -11,13 +11,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torchshard._torch import keeps_one_part
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box
 from torchshard.layout.cuts import boxes_at
 from torchshard.tensor.calls import guards
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import SEVERED
 from torchshard.tensor.moving.pending import arrived
+from torchshard.tensor.unsupported import unsupported
 
 
 def write_items(x: DTensor, name: str) -> list[WriteItem]:
@@ -96,9 +97,9 @@ def targets(x: DTensor) -> list[ChunkStorageMetadata]:
         found = chunks(x)
     except ShardingError as error:
         told = {"expected": error.expected, "got": error.got, "fix": error.fix}
-        raise UnsupportedOperatorError(error.what, **told) from None
+        raise unsupported(error.what, **told) from None
     if x._spec.marks & SEVERED:
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A view that had to be moved cannot be loaded into: it shares no memory with its base.",
             expected="a DTensor of its own, or a view whose base is split along other dims",
             got=f"a view, {x._spec}",

@@ -15,7 +15,7 @@ from torchshard._torch import current_mesh, exported_whole, in_forward_ad, is_re
 from torchshard.comm import collectives
 from torchshard.comm.comparing import differing
 from torchshard.comm.group import Group
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.cuts import without
 from torchshard.layout.layout import Sharding
 from torchshard.layout.pieces import piece
@@ -28,6 +28,7 @@ from torchshard.tensor.moving.redistribute import in_memory_order, redistribute_
 from torchshard.tensor.regions.caching import one_node, tie
 from torchshard.tensor.replacing import replacing, successor
 from torchshard.tensor.torch_placements import from_torch, or_replicated
+from torchshard.tensor.unsupported import unsupported
 
 
 @skip_alone
@@ -104,7 +105,7 @@ def as_leaf(x: DTensor, requires_grad: bool) -> DTensor:
         return x
     local = x._local_tensor
     if is_recorded(local) and not local.is_meta:
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A compiled region cannot make a leaf: its gradient would be lost.",
             expected="requires_grad=False in the region",
             got="requires_grad=True",

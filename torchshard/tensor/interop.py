@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import exported_whole, is_compiled, waited
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.gradients.autograd import over as ours_over
@@ -17,6 +17,7 @@ from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.moving.redistribute import check_assumed
 from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.torch_placements import placements_of
+from torchshard.tensor.unsupported import unsupported
 
 
 def to_torch(x: DTensor) -> Tensor:
@@ -30,7 +31,7 @@ def to_torch(x: DTensor) -> Tensor:
     """
     layout = x._spec
     if is_compiled(x._local_tensor):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A compiled region cannot make a DTensor of torch's out of this one.",
             expected="to_torch() outside of it",
             got=f"a graph, and {layout}",

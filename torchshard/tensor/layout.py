@@ -21,11 +21,12 @@ from torchshard._torch import (
     skip_alone,
     unrecorded,
 )
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.layout import Layout, Sharding, contiguous_stride
 from torchshard.layout.pieces import Symbolic
 from torchshard.layout.placements import Partial, R
 from torchshard.tensor.torch_placements import to_torch
+from torchshard.tensor.unsupported import unsupported
 
 if TYPE_CHECKING:
     from torchshard.tensor.dtensor import DTensor
@@ -266,7 +267,7 @@ def sized(shape: tuple[int, ...], part: Sequence[int], told: Told) -> tuple[int,
 def require_own_graphs() -> None:
     """Raise UnsupportedOperatorError where a graph is to run on other ranks: it would hold this one's numbers."""
     if graphs_are_shared():
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A graph of DTensors or ShardedTensors is of the rank that compiles it.",
             expected="compile_on_one_rank=False in the configuration of torch",
             got="True",

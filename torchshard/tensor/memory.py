@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchshard._torch import skip_methods
 from torchshard.errors import UnsupportedOperatorError
+from torchshard.tensor.unsupported import unsupported
 
 
 @skip_methods()
@@ -49,7 +50,7 @@ class WithoutMemory:
 
 def no_memory(what: str, instead: str) -> UnsupportedOperatorError:
     """The refusal of a method that would share memory; `instead` is what to ask a DTensor for."""
-    return UnsupportedOperatorError(
+    return unsupported(
         f"{what} shares the memory of a tensor, which a DTensor spreads over ranks.",
         expected="a plain tensor",
         got="a DTensor",

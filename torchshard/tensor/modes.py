@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from torchshard._torch import Inherited, ends_graphs, guard_attribute, takes_plain_for_replicated
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
+from torchshard.tensor.unsupported import unsupported
 
 Fallback = Literal["replicate", "error", "silent"]
 
@@ -102,7 +103,7 @@ def say_replicated(name: str, why: str) -> None:
     """
     guard_attribute(__name__, "_state.fallback")
     if _state.fallback == "error":
-        raise UnsupportedOperatorError(
+        raise unsupported(
             f"{name} has no sharded way to run: {why}.",
             expected="a rule for these operands, as fallback('error') is on",
             fix="redistribute the operands to Replicate(), or allow it with torchshard.fallback('replicate')",

@@ -8,11 +8,12 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torchshard._torch import is_traced
 from torchshard.comm import collectives
 from torchshard.comm.comparing import known_alike
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.layout import TensorLayout, dense_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.moving.redistribute import require_same
+from torchshard.tensor.unsupported import unsupported
 
 
 def even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: BoundMesh) -> list[int]:
@@ -82,7 +83,7 @@ def _traced_layout(
     """The layout of a part in a trace, where each rank can check its own part only."""
     if shape is None or stride is None:
         if sharding.splits:
-            raise UnsupportedOperatorError(
+            raise unsupported(
                 "A compiled region cannot ask the other ranks for the sizes of their parts.",
                 expected="from_local(..., run_check=True, shape=global_shape, stride=global_stride) for a split tensor",
                 got="neither shape nor stride",

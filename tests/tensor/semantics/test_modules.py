@@ -2,12 +2,14 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import torchshard
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 from tests.tensor.programs import check
+from torchshard.errors import UnsupportedOperatorError
 
 INPUT = torch.linspace(-1, 1, 12).view(4, 3)
 
@@ -245,3 +247,29 @@ def test_a_partial_buffer_stays_partial_when_it_gets_room():
     from torchshard import Partial
 
     assert run_ranks(2, partial_buffer) == [((Partial("max"),), "cpu", [0.0, 0.0])] * 2
+
+
+class Scaled(nn.Module):
+    """A weight from numbers that are the same on every rank, as a parametrization with its inverse."""
+
+    factors = torch.tensor([1.0, 2.0, 4.0])
+
+    def forward(self, x):
+        return x * self.factors
+
+    def right_inverse(self, y):
+        return y / self.factors
+
+
+def test_a_parametrization_is_not_made_without_its_inverse():
+    """torch takes a NotImplementedError for there being no inverse: the weight would be another, and nothing said."""
+    model = nn.Linear(3, 5, bias=False)
+    weight = model.weight.detach().clone()
+    with fake_ranks(2):
+        torchshard.distribute_module(model, torchshard.init_device_mesh("cpu", (2,)))
+        with pytest.raises(UnsupportedOperatorError, match=r"plain torch\.Tensor among DTensors"):
+            nn.utils.parametrize.register_parametrization(model, "weight", Scaled(), unsafe=True)
+        assert not nn.utils.parametrize.is_parametrized(model)
+        with torchshard.implicit_replication():
+            nn.utils.parametrize.register_parametrization(model, "weight", Scaled(), unsafe=True)
+            assert torch.equal(model.weight.to_local(), weight)

@@ -256,7 +256,28 @@ def _read_outside(put):
     return rows * 2, columns.tolist(), rows
 
 
-INFERENCE = {"stale": _read_when_stale, "written": _written, "outside": _read_outside}
+def _views(x):
+    """Some that parts have views for, some that had to be moved."""
+    return x.t(), x.detach(), x[1:4], x.view(-1), x.unbind(0)[1], x.split(2)[1], x.as_strided((2, 3), (3, 1))
+
+
+def _saved(put):
+    """Views of an inference tensor are such tensors, which autograd does not save; those of a normal one are none."""
+    normal, factor = put(VALUES) * 1, torch.ones((), requires_grad=True)
+    with torch.inference_mode():
+        inference = put(VALUES) * 1
+        views = [*_views(inference), *_views(normal)]
+    views += [*_views(inference), *_views(normal)]
+    said = []
+    for view in views:
+        try:
+            (view * factor).sum().backward()
+        except RuntimeError as error:
+            said.append(str(error)[:50])
+    return said, [view.is_inference() for view in views], factor.grad
+
+
+INFERENCE = {"stale": _read_when_stale, "written": _written, "outside": _read_outside, "saved": _saved}
 
 
 def test_in_inference_mode():

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.ranks import run_ranks
+from torchshard.errors import UnsupportedOperatorError
 
 
 def _imports():
@@ -197,10 +198,10 @@ def _computing(rank, world):
     check(z, v)
     check(copy.deepcopy(z), v)
     with pytest.raises(
-        NotImplementedError, match=re.compile("mm.*not an operator of ShardedTensors.*to_dtensor", re.S)
+        UnsupportedOperatorError, match=re.compile("mm.*not an operator of ShardedTensors.*to_dtensor", re.S)
     ):
         x @ y.to(torch.float32)
-    with pytest.raises(NotImplementedError, match="sum"):
+    with pytest.raises(UnsupportedOperatorError, match="sum"):
         x.sum()
     # Random numbers are those of the whole tensor; what depends on values, too, is refused.
     for fill in (
@@ -218,11 +219,11 @@ def _computing(rank, world):
             with torch.no_grad():
                 drawn.append(fill(a))
         check(*drawn)
-    with pytest.raises(NotImplementedError, match="rrelu"):
+    with pytest.raises(UnsupportedOperatorError, match="rrelu"):
         torch.rrelu(x, training=True)
-    with pytest.raises(NotImplementedError, match="bernoulli_"):
+    with pytest.raises(UnsupportedOperatorError, match="bernoulli_"):
         z.bernoulli_(torch.ones_like(z))
-    with pytest.raises(NotImplementedError, match="_foreach_norm"):
+    with pytest.raises(UnsupportedOperatorError, match="_foreach_norm"):
         torch._foreach_norm([x, y])
     with pytest.raises(ValueError, match=re.compile("argument 1 is a plain tensor.*to_sharded_tensor", re.S)):
         x + w

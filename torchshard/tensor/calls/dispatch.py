@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import called_directly, schema
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.calls.call import Call, operator_name, rule_of
 from torchshard.tensor.calls.codegen import KeyPart, make_entry
 from torchshard.tensor.calls.plan import make_plan
 from torchshard.tensor.dtensor import ENTRIES, DTensor
 from torchshard.tensor.gradients.other_kind import expect_plain
+from torchshard.tensor.unsupported import unsupported
 
 MAX_PLANS = 4096  # kept an entry; when full, all are dropped (plans are cheap to make again)
 
@@ -125,7 +125,7 @@ def _known(x: Any) -> Any:
 def _kind(x: Any) -> Any:
     """What the key of a call holds for something that is no DTensor where a tensor could be."""
     if isinstance(x, DTensor):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A subclass of DTensor cannot be used in operators.", expected="a DTensor itself", got=type(x).__name__
         )
     if not isinstance(x, Tensor):

@@ -16,7 +16,7 @@ from torchshard._torch import (
     refuses_kind,
     schema,
 )
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.placements import Partial
 from torchshard.layout.reductions import masking
@@ -31,6 +31,7 @@ from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
 from torchshard.tensor.moving.once import brought
 from torchshard.tensor.moving.redistribute import in_memory_order, redistribute_local, redistribute_together
+from torchshard.tensor.unsupported import unsupported
 
 Plan = Callable[..., Any]
 
@@ -211,7 +212,7 @@ class FirstRun:
         """The layout of result k; checked against its local tensor, which a wrong rule would contradict."""
         if local.layout is not torch.strided or local.is_nested:
             kind = "a nested tensor" if local.is_nested else f"a tensor of layout {local.layout}"
-            raise UnsupportedOperatorError(
+            raise unsupported(
                 f"{self.call.name} gives {kind}, which a DTensor cannot hold.",
                 expected="strided tensors",
                 fix="use it on x.to_local(), or on x.full_tensor()"

@@ -32,6 +32,7 @@ from torchshard.layout.reductions import masking
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.moving.redistribute import redistribute_local
+from torchshard.tensor.unsupported import unsupported
 
 if TYPE_CHECKING:
     from torchshard.tensor.calls.call import Call
@@ -100,7 +101,7 @@ class Window:
         except RuntimeError as error:
             if not is_traced(self.local):
                 raise
-            raise UnsupportedOperatorError(
+            raise unsupported(
                 "A compiled region returns a view that had to be moved, after a write to it or to its base.",
                 expected="a view of what is not written to any more",
                 got=f"a view of {self.layout}",
@@ -108,7 +109,7 @@ class Window:
             ) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Window":
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A view that had to be moved cannot be copied part by part, as dcp.async_save does.",
             expected="a DTensor of its own",
             got=f"a view of {self.layout}",
@@ -155,15 +156,19 @@ def _version(counted: tuple[Tensor, ...], outer: Window | None) -> int:
     return sum([x._version for x in counted]) + (outer.fetched if outer else 0)
 
 
-def new_view(cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_grad: bool) -> DTensor:
+def new_view(
+    cls: type[Tensor], local: Tensor, layout: TensorLayout, requires_grad: bool, base: Tensor | None = None
+) -> DTensor:
     """The wrapper of what an operator that gives views made.
 
-    In inference mode, too, autograd gives the view of a normal tensor a version counter, which inference tensors
-    cannot have; so the wrapper is a normal one. In forward AD it wants a tangent at the same place in memory as its
+    The view of an inference tensor is one, which autograd does not save; that of a normal tensor is given a version
+    counter by autograd, which inference tensors cannot have. The local tensor tells, as the part of a view is a view of
+    a part; if it is none, `base` does. In forward AD autograd wants a tangent at the same place in memory as its
     primal, and the place is not to be that of a piece.
     """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
+    inference = (local if base is None else base).is_inference()
+    if inference != torch.is_inference_mode_enabled():
+        with torch.inference_mode(inference):
             return new(cls, local, layout, requires_grad)  # type: ignore[return-value]
     make = portable_constructor if in_forward_ad() else new
     made: DTensor = make(cls, local, layout, requires_grad)  # type: ignore[assignment]
@@ -195,7 +200,8 @@ def opened(x: DTensor, moves: tuple[Move, Give] | None) -> tuple[Tensor, Window]
     """
     if moves is None:
         return x._local_tensor, x._window
-    local = moves[0](x._local_tensor)
+    with torch.inference_mode(x.is_inference()):
+        local = moves[0](x._local_tensor)
     return local, Window.on(x, local, *moves)
 
 
@@ -262,7 +268,7 @@ def guarded(plan: Callable[..., Any], cut: Sequence[int], call: "Call") -> Calla
 
 
 def _common(name: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(
+    return unsupported(
         f"{name} writes to several tensors of the same memory, and one of them is a view that had to be moved.",
         expected="views that share memory with their base, or one tensor at a time",
         fix="call the operator on copies",
@@ -316,7 +322,7 @@ def refuse_unwritable(x: DTensor) -> None:
         return
     # More than the tensor and the storage object; a view that had to be moved has no memory with its base.
     if x._spec.marks & SEVERED or storage_uses(x._local_tensor.untyped_storage()) > 2:
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A Partial DTensor of which there are views would be written to.",
             expected=f"terms of a sum, an average, a maximum or a minimum, not of {terms}",
             got=x._spec,

@@ -16,6 +16,7 @@ from torchshard.tensor.calls import guards
 from torchshard.tensor.calls.call import Call, Operand, lasting, run_on_meta
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.unsupported import unsupported
 
 
 def first_run(
@@ -76,7 +77,7 @@ def dtypes_of(call: Call, operand: Operand) -> list[Any]:
 
 
 def _empty(like: Tensor, layout: TensorLayout) -> DTensor:
-    return guards.new_view(DTensor, like.new_empty(0, dtype=layout.dtype), layout, False)
+    return guards.new_view(DTensor, like.new_empty(0, dtype=layout.dtype), layout, False, like)
 
 
 def _giving(call: Call) -> Callable[..., Any]:
@@ -123,7 +124,7 @@ def whole(x: DTensor, asker: str) -> Tensor:
 
 
 def _not_known(name: str, layout: TensorLayout, what: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(
+    return unsupported(
         f"{name} gives {what}, which a rank outside of the mesh does not know.",
         expected=f"a rank of the mesh {layout.mesh}",
         got=layout,

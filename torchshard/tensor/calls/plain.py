@@ -19,6 +19,7 @@ from torchshard.tensor.calls.call import Call
 from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.layout import layout_for
 from torchshard.tensor.modes import replicates_plain_tensors, say_taken_alike
+from torchshard.tensor.unsupported import unsupported
 
 WITHOUT_TANGENTS = (
     "put torchshard.implicit_replication() around the calls of the region; other plain tensors beside DTensors must"
@@ -37,7 +38,7 @@ def refuse_plain(where: str, argument: str, x: Tensor, written: bool = False) ->
         else f"{kind.__module__}.{kind.__qualname__}, which is another class"
     )
     if plain and is_traced(x) and in_forward_ad():
-        return UnsupportedOperatorError(
+        return unsupported(
             f"{where}: the argument {argument!r} is a {what}. Forward AD makes zeros for operands without a tangent,"
             " which a graph cannot tell from other plain tensors.",
             expected="DTensors only, or scalars",
@@ -51,7 +52,7 @@ def refuse_plain(where: str, argument: str, x: Tensor, written: bool = False) ->
         fix = _COPYING
     else:
         fix = _DISTRIBUTING + (_LOADING if copied else _STATES if written else "")
-    return UnsupportedOperatorError(
+    return unsupported(
         f"{where}: the argument {argument!r} is a {what}.",
         expected="DTensors only, or scalars",
         got=f"{kind.__name__} of shape {tuple(x.shape)}",

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import decomposition, is_traced, returning, schema, takes_plain_for_replicated
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.rules.bind import bind as bind_rule
 from torchshard.rules.lift import lift
 from torchshard.rules.notation import parse
@@ -41,6 +40,7 @@ from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
 from torchshard.tensor.moving.redistribute import redistribute_local
 from torchshard.tensor.observing import tell
+from torchshard.tensor.unsupported import unsupported
 
 _ASK_FOR_STRIDES = "view.default", "view.dtype", "view_as_complex.default"
 """Views that eager torch refuses by the strides of the whole tensor, which those of a piece may not show."""
@@ -288,7 +288,7 @@ def _by_gathering_in_step(call: Call, operands: Sequence[Operand]) -> tuple[Any,
 
 def _refuse_to_draw_in_traces(name: str, values: Sequence[Any]) -> None:
     if is_traced(next(dtensors_in(values))._local_tensor):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             f"{name} draws random numbers as no compiled region can: every rank after the first one's generator.",
             expected="rand, randn, randint, bernoulli, dropout, normal_, uniform_ and their kin",
             got=name,
@@ -360,7 +360,7 @@ def _item(values: Sequence[Any], o: Operand) -> Any:
 def _write_back(call: Call, o: Operand, x: Any, local: Tensor, target: TensorLayout) -> None:
     """To the DTensor `x` from the gathered copy of it that the operator has written to."""
     if tuple(local.shape) != tuple(o.layout.shape):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             f"{call.name} would change the shape of a DTensor in place.",
             expected=f"an output of shape {tuple(local.shape)}",
             got=f"one of shape {tuple(o.layout.shape)}",

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchshard import _torch
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.layout import SEVERED, TensorLayout
+from torchshard.tensor.unsupported import unsupported
 
 _T = TypeVar("_T")
 
@@ -51,7 +52,7 @@ class TurnsInPlace:
 
 def cannot_turn(name: str, layout: TensorLayout, turned: TensorLayout) -> UnsupportedOperatorError:
     """The refusal of a change of shape that moves what it changes."""
-    return UnsupportedOperatorError(
+    return unsupported(
         f"{name} would have to move a DTensor to change its shape in place.",
         expected="a change of shape that leaves the pieces where they are",
         got=f"{layout} to {turned}",
@@ -61,7 +62,7 @@ def cannot_turn(name: str, layout: TensorLayout, turned: TensorLayout) -> Unsupp
 
 def _leaf_in_use(name: str, layout: TensorLayout) -> UnsupportedOperatorError:
     """The refusal for a leaf, which cannot come to stand for a view: it is where gradients arrive."""
-    return UnsupportedOperatorError(
+    return unsupported(
         f"{name} of a leaf whose views, or results that want it for their backward, are still about.",
         expected="a leaf that nothing else refers to",
         got=str(layout),

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchshard._torch import exported_whole, in_forward_ad, in_transform, is_traced, skip_methods
 from torchshard.comm import collectives
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R
 from torchshard.rules.terms import is_whole_number
@@ -48,6 +48,7 @@ from torchshard.tensor.moving.redistribute import (
 from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.sizes import asked_layout, check_part, even_layout, even_shape
 from torchshard.tensor.torch_placements import from_torch, or_replicated
+from torchshard.tensor.unsupported import unsupported
 
 
 @skip_methods()
@@ -153,7 +154,7 @@ class _ToLocal(torch.autograd.Function):
         sharding: Sharding = ctx.layout.sharding
         _require_sums(sharding)
         if sharding.partial and tangent._spec.sharding is not sharding:
-            raise UnsupportedOperatorError(
+            raise unsupported(
                 "The tangent of a Partial DTensor has other terms, so none of them is that of this rank's term.",
                 expected=sharding,
                 got=tangent._spec.sharding,
@@ -242,7 +243,7 @@ def _of_terms(grad: Tensor, sharding: Sharding) -> Tensor:
         if placement.op == "avg":
             grad = grad / sharding.mesh.shape[axis]
         elif placement.op != "sum":
-            raise UnsupportedOperatorError(
+            raise unsupported(
                 f"No gradient passes from a Partial({placement.op!r}) DTensor to the local tensor that it was made of.",
                 expected="Shard, Replicate, Partial('sum') or Partial('avg') where gradients are wanted",
                 got=sharding,
@@ -254,7 +255,7 @@ def _of_terms(grad: Tensor, sharding: Sharding) -> Tensor:
 def _require_sums(sharding: Sharding) -> None:
     """Refuse tangents of terms, where what is made of them is not linear in them."""
     if not {p.op for p in sharding.placements if isinstance(p, Partial)} <= {"sum", "avg"}:
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "No tangent passes between a DTensor and terms that are not added.",
             expected="Shard, Replicate, Partial('sum') or Partial('avg') where tangents are wanted",
             got=sharding,
@@ -348,7 +349,7 @@ def from_local(
     if isinstance(local, DTensor):
         raise RuntimeError("from_local takes a plain torch.Tensor, and this is a DTensor; use redistribute")
     if in_transform():
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A DTensor cannot be made inside of torch.func, which stands plain tensors in for DTensors.",
             expected="from_local, or a module with a plan, outside of grad, vjp and the other transforms",
             got=f"from_local of a tensor of shape {tuple(local.shape)} inside",

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchshard._torch import is_traced, skip_methods
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.layout import TURNED, TensorLayout, layout_for
+from torchshard.tensor.unsupported import unsupported
 
 if TYPE_CHECKING:
     from torchshard.tensor.dtensor import DTensor
@@ -39,7 +39,7 @@ class Tangent:
         from torchshard.tensor.gradients import autograd
 
         if expected_type is not None:
-            raise UnsupportedOperatorError(
+            raise unsupported(
                 "An input that a compiled region wrote to has a gradient from behind the region.",
                 expected="none, as AOTAutograd takes it to have",
                 got=f"a DTensor of shape {tuple(self.shape)}",

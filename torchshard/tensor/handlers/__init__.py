@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchshard.errors import UnsupportedOperatorError
+from torchshard.tensor.unsupported import unsupported
 
 if TYPE_CHECKING:
     from torchshard.tensor.calls.call import Call
@@ -62,7 +62,7 @@ def refuse_wrappers(call: "Call") -> None:
     """Raise UnsupportedOperatorError for operators on the memory of parameters, by which wrappers of torch's work."""
     for namespace, (theirs, ours) in _OF_WRAPPERS.items():
         if namespace in call.func.namespace:
-            raise UnsupportedOperatorError(
+            raise unsupported(
                 f"{call.name} works on the memory of a tensor, which a DTensor spreads over ranks.",
                 expected=f"plain tensors, in torch's {theirs} and elsewhere",
                 got="a torchshard.DTensor, as plans make of parameters",
@@ -75,13 +75,13 @@ def refuse_wrappers(call: "Call") -> None:
 def refuse_ungatherable(call: "Call") -> None:
     """Raise UnsupportedOperatorError for operators that would go wrong on gathered operands."""
     if call.name in _OF_MEMORY:
-        raise UnsupportedOperatorError(
+        raise unsupported(
             f"{call.name} works on the memory of a tensor, which a DTensor spreads over ranks.",
             expected="an operator on values",
             fix="use it on x.to_local(), or on x.full_tensor()",
         )
     if torch.Tag.inplace_view in call.func.tags:
-        raise UnsupportedOperatorError(
+        raise unsupported(
             f"{call.name} would change the shape of a DTensor in place.",
             expected="an operator that returns its result",
             fix=f"use the variant without the underscore: {call.name.split('.')[0].rstrip('_')}",

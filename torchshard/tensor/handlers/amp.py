@@ -6,16 +6,16 @@ from typing import Any
 from torch import Tensor
 
 from torchshard.comm import collectives
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.moving.redistribute import redistribute_local
+from torchshard.tensor.unsupported import unsupported
 
 
 def _unscale(func: Any, grads: Sequence[DTensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """Multiply every gradient; `found_inf` (a plain scalar) becomes 1 on all ranks if any rank has found one."""
     if isinstance(found_inf, DTensor):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "Whether gradients are finite is told by a plain number.",
             expected="a plain scalar",
             got=found_inf,

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from torchshard._torch import leaf_of_gradient, note_of_input, noted_of_gradient
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import decided, held, in_boxes, made_of, own_numbers, part
 from torchshard.tensor.layout import layout_for
+from torchshard.tensor.unsupported import unsupported
 
 
 def _embedding(
@@ -31,7 +31,7 @@ def _embedding(
     if 0 not in weight._spec.sharding.splits or weight._spec.mesh.coordinate is None:
         return NotImplemented
     if sparse:
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "embedding: the gradient of a table that is split between ranks is not sparse.",
             expected="sparse=False",
             got=f"sparse=True, {weight._spec}",

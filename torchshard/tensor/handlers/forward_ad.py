@@ -7,8 +7,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchshard._torch import is_traced
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.dtensor import DTensor, dtensors_in
+from torchshard.tensor.unsupported import unsupported
 
 
 def _make_dual(func: Any, primal: DTensor, tangent: Any, level: int) -> Any:
@@ -28,7 +28,7 @@ def _has_same_storage_numel(func: Any, x: Any, other: Any) -> bool:
             would note what is done to this rank's part.
     """
     if get_proxy_mode() is not None and not all(is_traced(t._local_tensor) for t in dtensors_in([x, other])):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "torch.func.linearize cannot record what depends on DTensors beside the tangents.",
             expected="plain tensors, or forward AD anew for each tangent",
             got="DTensors",

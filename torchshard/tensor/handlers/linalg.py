@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchshard._torch import is_traced
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.dtensor import dtensors_in
+from torchshard.tensor.unsupported import unsupported
 
 
 def _pinv(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Refused in a trace: a compiled function runs below a mode at first, where this kernel reads no conjugates."""
     if x.is_complex() and is_traced(next(dtensors_in((x, *args, *kwargs.values())))._local_tensor):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "Of complex matrices the first call of a compiled function gets a wrong pseudo-inverse from torch.",
             expected="real matrices, or a call that is not traced",
             got=x.dtype,

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import is_traced
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.layout import Sharding
 from torchshard.layout.placements import Partial, R
 from torchshard.layout.reductions import exists_of_nothing
@@ -15,6 +14,7 @@ from torchshard.rules.reducing import reduction_of_norms
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.parts import reduced
 from torchshard.tensor.layout import TensorLayout, layout_for
+from torchshard.tensor.unsupported import unsupported
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ def _stack(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
         return NotImplemented
     known = [x._local_tensor for x in reduced(*tensors)]
     if any(x._spec.mesh.coordinate is None for x in tensors):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A rank outside of a mesh does not know the norms of the tensors on it, nor the total.",
             expected="tensors of one mesh, or meshes that this rank belongs to",
             got=", ".join(sorted({str(x._spec.mesh) for x in tensors})),

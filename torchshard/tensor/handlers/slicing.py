@@ -236,7 +236,7 @@ def _first(made: Handler, *values: Any) -> DTensor:
 
 
 def _severed(x: DTensor, out: TensorLayout, local: Tensor, fetch: guards.Move, give: guards.Give) -> DTensor:
-    view = guards.new_view(DTensor, local, out.marked(x._spec.terms), False)
+    view = guards.new_view(DTensor, local, out.marked(x._spec.terms), False, x)
     return guards.sever(view, guards.Window.on(x, local, fetch, give))
 
 

@@ -147,8 +147,8 @@ def outside(sharding: Sharding) -> bool:
 
 def nothing(out: TensorLayout, func: Any, x: Any, *_: Any, **__: Any) -> DTensor:
     """What a handler gives there, once the layout of its result is known."""
-    local = next(dtensors_in([x]))._local_tensor.new_empty(0, dtype=out.dtype)
-    return guards.new_view(DTensor, local, out, False)
+    base = next(dtensors_in([x]))
+    return guards.new_view(DTensor, base._local_tensor.new_empty(0, dtype=out.dtype), out, False, base)
 
 
 def sending(ways: Iterable[Way], handler: Handler) -> Handler:

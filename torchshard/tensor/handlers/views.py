@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import below_dispatch, is_view, operator_names
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.calls import guards
 from torchshard.tensor.calls.first_run import local_mover
 from torchshard.tensor.calls.turning import cannot_turn
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import SEVERED, TensorLayout, dense_stride, layout_for
+from torchshard.tensor.unsupported import unsupported
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def _as_strided(
     reach = start + 1 + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
     dense = layout.stride == dense_stride(layout.shape, layout.stride)
     if (is_view(x) and offset is not None) or not dense or (0 not in size and reach > x.numel()):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "as_strided looks at the memory of a tensor, which a DTensor spreads over ranks.",
             expected="a DTensor without gaps, and a window within it; no offset into a view",
             got=f"size {tuple(size)}, stride {tuple(stride)}, offset {start} of {layout}",
@@ -76,7 +76,9 @@ def _as_strided(
     local, window = guards.opened(x, (local_mover(layout, whole), guards.all_of(local_mover(whole, layout))))
     seen = func(local, size, stride, start + local.storage_offset())
     out = layout_for(whole.sharding, tuple(seen.shape), tuple(seen.stride()), seen.dtype)
-    return wrap(seen, out) if func is aten.as_strided_copy.default else guards.sever(wrap(seen, out), window)
+    if func is aten.as_strided_copy.default:
+        return wrap(seen, out)
+    return guards.sever(guards.new_view(DTensor, seen, out, False), window)
 
 
 def _copy_(func: Any, x: DTensor, source: Any, *_: Any, **__: Any) -> Any:

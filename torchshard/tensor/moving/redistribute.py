@@ -15,7 +15,7 @@ from torchshard._torch import flatten, is_traced, unflatten
 from torchshard.comm.collectives import SMALL
 from torchshard.comm.comparing import differing
 from torchshard.comm.nearby import by_transport
-from torchshard.errors import RankMismatchError, UnsupportedOperatorError
+from torchshard.errors import RankMismatchError
 from torchshard.layout.cuts import Hop, rolled_dims, route, unrolled_shape
 from torchshard.layout.layout import Layout, contiguous_stride
 from torchshard.tensor.layout import TensorLayout, dense_stride, told_stride
@@ -24,6 +24,7 @@ from torchshard.tensor.moving import crossing
 from torchshard.tensor.moving.pending import Pending
 from torchshard.tensor.moving.steps import Action, Run, Start, actions
 from torchshard.tensor.observing import observers
+from torchshard.tensor.unsupported import unsupported
 
 MAX_PROGRAMS = 4096  # kept a mesh; when full, all are dropped
 
@@ -176,7 +177,7 @@ def _make_program(mesh: BoundMesh, source: TensorLayout, target: TensorLayout, t
         steps = _actions_within(mesh, source, target, traced)
     elif traced:
         # What a rank sends differs from rank to rank, and graphs that differ wait for one another.
-        raise UnsupportedOperatorError(
+        raise unsupported(
             "A redistribution between two meshes cannot be compiled.",
             expected=f"a target on the mesh {source.mesh}",
             got=f"one on the mesh {target.mesh}",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchshard._torch import in_transform, is_traced, keep_operands_of_functions, pretending, skip_methods
 from torchshard.comm.transport import read
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.layout import Mesh, Sharding, contiguous_stride
 from torchshard.layout.placements import Partial, R, Shard
 from torchshard.tensor.calls.call import one_mesh
@@ -25,6 +25,7 @@ from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import replicates_plain_tensors, say_replicated
 from torchshard.tensor.moving.redistribute import check_assumed, in_memory_order
+from torchshard.tensor.unsupported import unsupported
 
 Function = Callable[..., Any]
 Layouts = list[TensorLayout | None]  # None: of what is no DTensor
@@ -153,7 +154,7 @@ class _Results:
 
         def of_parts(mark: Tensor, *parts: Any) -> tuple[Any, ...]:
             if in_transform():  # of torch.func.functionalize, as it takes writes for copies
-                raise UnsupportedOperatorError(
+                raise unsupported(
                     f"In a compiled region a function of {self.name} writes to a tensor that it did not make.",
                     expected="a function that leaves DTensors and others as they are",
                     got="one that writes",
@@ -182,7 +183,7 @@ class _Results:
         if found is layout is None:
             return x
         if found is None or layout is None or (*found.shape, found.dtype) != (*layout.shape, layout.dtype):
-            raise UnsupportedOperatorError(
+            raise unsupported(
                 f"{self.name} of DTensors gives results of the same kinds each time.",
                 expected=f"as {self.model}: {_told(layout)}",
                 got=_told(found),
@@ -254,7 +255,7 @@ def _whole(name: str, xs: Sequence[Any], written: str = "") -> list[Any]:
     for x in _carried(name, xs):
         if type(x) is DTensor and (split := x._spec.sharding.splits.get(0)):
             if written:
-                raise UnsupportedOperatorError(
+                raise unsupported(
                     f"{name} along a split dim is of a copy: what its function writes would be lost.",
                     expected="dim 0 whole on every rank",
                     got=x._spec,
@@ -264,9 +265,8 @@ def _whole(name: str, xs: Sequence[Any], written: str = "") -> list[Any]:
             sharding = x._spec.sharding
             for axis in split:
                 sharding = sharding.replace(axis, R)
-            found.append(redistribute(x, sharding))
-        else:
-            found.append(x)
+            x = redistribute(x, sharding)
+        found.append(x)
     return found
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchshard._torch import skip_methods, waited
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.sharded import specs
+from torchshard.tensor.unsupported import unsupported
 
 
 @skip_methods()
@@ -147,7 +148,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _no_memory(what: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(
+    return unsupported(
         f"{what} shares the memory of a tensor, which a ShardedTensor spreads over ranks.",
         expected="a plain tensor",
         got="a ShardedTensor",

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from torchshard._torch import is_traced, skip_methods
 from torchshard.comm.circle import refusing
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.layout.boxes import Box, whole
 from torchshard.layout.holding import Holding, lacking, listed
 from torchshard.tensor.moving.carrying import Job, carry
 from torchshard.tensor.sharded import checking, specs
 from torchshard.tensor.sharded.operators import cut_as
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of, made
+from torchshard.tensor.unsupported import unsupported
 
 
 def held(x: ShardedTensor) -> Holding:
@@ -29,7 +30,7 @@ def parts(x: ShardedTensor) -> list[tuple[Box, Tensor]]:
 
 def _require_values(x: ShardedTensor, what: str) -> None:
     if any(is_traced(shard.tensor) and not shard.tensor.is_meta for shard in x._local_shards):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             f"{what} of a ShardedTensor cannot be compiled: ranks send parts of other sizes.",
             expected="a ShardedTensor that has its values",
             got="one that a compiled region traces",

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from torchshard._torch import is_traced, operator_names, reading_conjugates, schema
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.rules import pointwise
 from torchshard.tensor.calls.foreach import handles as on_lists
 from torchshard.tensor.sharded import comparing, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, made
+from torchshard.tensor.unsupported import unsupported
 
 # By element, but of another shape or meaning where parts are taken one by one.
 _OTHERS = {"view_as_real.default", "view_as_complex.default", "bucketize.Tensor"}
@@ -58,7 +59,7 @@ def _run(func: Any, found: Sequence[ShardedTensor], args: tuple[Any, ...], kwarg
     if name in comparing.EVERY | comparing.SOME and not _in_trace(found[0]):
         return _asked(func, name, found, args, kwargs)
     if not _by_element(func, name) and not _by_mask(name, args):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             f"{name} is not an operator of ShardedTensors.",
             expected="an operator that works element by element, as those of optimizers, or equal, allclose, any, all",
             got=name,

@@ -20,10 +20,11 @@ from torchshard._torch import (
     skip_methods,
     store_who_asks,
 )
-from torchshard.errors import ShardingError, UnsupportedOperatorError
+from torchshard.errors import ShardingError
 from torchshard.tensor.layout import require_own_graphs
 from torchshard.tensor.regions.caching import digest
 from torchshard.tensor.sharded import specs
+from torchshard.tensor.unsupported import unsupported
 
 
 class Cut:
@@ -76,7 +77,7 @@ def _cut(metadata: Any, spec: Any, own: Sequence[Any], group: str | None) -> Cut
 
 def _refuse_hooks(operator: Callable[..., Any], *operands: Any, **also: Any) -> Any:
     """In place of the operator behind hooks: what calls them is traced, which makes no ShardedTensor of its parts."""
-    raise UnsupportedOperatorError(
+    raise unsupported(
         "A backward hook in a compiled forward takes no gradient that is a ShardedTensor.",
         expected="a gradient that is a DTensor or a plain tensor",
         got="a ShardedTensor",
