@@ -7,6 +7,7 @@ switches the optional ones off, so that the fallbacks are tested as they are.
 from torchshard._torch.autograd import (
     Inherited,
     base_of,
+    bases_of,
     compiled_autograd_may_come,
     counts_after,
     has_hooks,
@@ -170,7 +171,12 @@ from torchshard._torch.operators import (
     schema,
 )
 from torchshard._torch.optimizing import Standing, given_backend
-from torchshard._torch.partitioning import expect_gradients_of_written, fill_unused_results, run_collectives_once
+from torchshard._torch.partitioning import (
+    count_written_parts,
+    expect_gradients_of_written,
+    fill_unused_results,
+    run_collectives_once,
+)
 from torchshard._torch.pieces import compile_pieces
 from torchshard._torch.recomputing import recomputed_region
 from torchshard._torch.regions import (
@@ -195,7 +201,7 @@ from torchshard._torch.sharded import (
     sharded_tensors,
     their_sharded_tensor,
 )
-from torchshard._torch.sharing import part_gradients
+from torchshard._torch.sharing import mend_graphs, part_gradients
 from torchshard._torch.storing import store_who_asks
 from torchshard._torch.tensors import (
     aliasing,

@@ -260,6 +260,34 @@ def expect_gradients_of_written() -> bool:
     return True
 
 
+@functools.cache
+def count_written_parts() -> bool:
+    """Have graphs count what they return for inputs of wrapper subclasses that they write to; whether torch miscounts.
+
+    AOTAutograd looks at the parts alone to say where a forward's results end and what its backward needs begins. Parts
+    require no gradient, so it leaves out those of inputs that do: inductor takes strides and lifetimes of other tensors
+    then, and fails or computes something else. Torch counts them where it parts the graph, and here for the rest, too.
+    (torch._functorch._aot_autograd.graph_compile.compute_inner_mutated_inp_indices_from_subclass_meta, 2.11-2.15)
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    count: Any = getattr(graph_compile, "compute_inner_mutated_inp_indices_from_subclass_meta", None)
+    if count is None:
+        return False
+
+    @functools.wraps(count)
+    def counted(outer: Any, inner: Any) -> Any:
+        found = count(outer, inner)
+        if more := len(found) - len(inner.mutated_inp_runtime_indices):
+            inner.mutated_inp_runtime_indices = found
+            for name in ("num_mutated_inp_runtime_indices", "num_forward_returns", "num_forward"):
+                setattr(inner, name, getattr(inner, name) + more)
+        return found
+
+    setattr(graph_compile, count.__name__, counted)
+    return True
+
+
 def _refuses_zeros(process: Any) -> bool:
     """Whether plain zeros are refused where the gradient of a wrapper subclass is expected."""
     from torch._functorch._aot_autograd.subclass_utils import create_subclass_meta

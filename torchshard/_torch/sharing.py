@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
+from torchshard._torch.partitioning import count_written_parts, expect_gradients_of_written, fill_unused_results
 from torchshard._torch.recomputing import FORWARD, LATER, PASS, change_joint_graphs
+
+
+def mend_graphs() -> None:
+    """Tell torch, once, what it has to know of wrapper subclasses in graphs: each of these says of what."""
+    fill_unused_results()
+    expect_gradients_of_written()
+    count_written_parts()
+    part_gradients()
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torchshard.tensor.memory import WithoutMemory, no_memory
 from torchshard.tensor.mesh import PICKLED, bind, restored
 from torchshard.tensor.moving.pending import arrived
 from torchshard.tensor.regions.caching import digest, tie
+from torchshard.tensor.regions.counting import traced
 from torchshard.tensor.torch_placements import from_torch
 
 
@@ -301,9 +302,7 @@ class DTensor(WithoutMemory, TurnsInPlace, Tangent, Tensor):
             self._window.take_apart()
         if self._local_tensor.__class__ is not Tensor:  # while tracing, or on its way
             self._local_tensor = arrived(self._local_tensor)
-            _torch.fill_unused_results()
-            _torch.expect_gradients_of_written()
-            _torch.part_gradients()
+            traced(DTensor)
         layout.mesh.require_living()  # type: ignore[attr-defined]  # a graph made before has the names of groups alone
         return ["_local_tensor"], told_of(layout) if layout.marks else layout.sharding
 

@@ -25,7 +25,7 @@ from torchshard import (
     init_device_mesh,
     layout_of,
 )
-from torchshard._torch import expect_gradients_of_written
+from torchshard._torch import count_written_parts, expect_gradients_of_written
 from torchshard.compiler import support_groups
 from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
@@ -106,6 +106,70 @@ def test_what_comes_back_for_an_input_that_was_written_to(write, told, monkeypat
                 grads.append(y.grad.redistribute(placements=[Shard(0)]).to_local())
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_gradients_through_an_input_that_was_written_to(backend):
+    """Parts that a graph returns for it are no tensors that its backward needs, whose strides and lifetimes count."""
+    assert count_written_parts()
+
+    def writes(x, y):
+        x.relu_()
+        return (x * y).sum(1)
+
+    found = []
+    for function in (writes, torch.compile(writes, backend=backend, fullgraph=True)):
+        y = ROWS.detach().clone().requires_grad_()
+        x = y * 2
+        with torch._inductor.config.patch(force_disable_caches=True):  # what is kept was compiled by graphs that count
+            result = function(x, y)
+            (result.sum() + (x * x).sum()).to_local().backward()
+        found.append([t.detach().to_local() for t in (result, x, y.grad)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def stepped(foreach):
+    def step(w):
+        w.grad = w.detach().clone()
+        torch.optim.SGD([w], lr=0.1, foreach=foreach).step()
+
+    return step
+
+
+@torch.no_grad()
+def by_view(w):
+    w.t()[1:].mul_(2)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        stepped(False),
+        stepped(True),
+        by_view,
+        torch.no_grad()(lambda w: w.normal_()),
+        torch.no_grad()(lambda w: w.__setitem__((slice(1, 5), 0), 3.0)),  # handled
+        torch.no_grad()(lambda w: torch.nn.init.eye_(w)),
+        torch.no_grad()(lambda w: torch._foreach_mul_([w[:1], w], 2.0)),
+    ],
+)
+def test_a_write_between_a_compiled_forward_and_its_backward_is_noticed(write):
+    """Also where the operator has a plan from before anything was compiled."""
+    write(ROWS.detach().clone().requires_grad_())
+    w = ROWS.detach().clone().requires_grad_()
+    result = torch.compile(lambda x: (x * w).sin(), backend="aot_eager", fullgraph=True)(ROWS)
+    write(w)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+def test_a_region_that_keeps_what_it_writes_to_is_noticed():
+    y = ROWS.detach().clone().requires_grad_()
+    x = y * 2
+    torch.compile(lambda x, y: x.mul_(y), backend="aot_eager", fullgraph=True)(x, y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        x.sum().backward()
 
 
 def writes_to_terms(rank, world):

@@ -193,8 +193,11 @@ def _computing(rank, world):
     ):
         check(run(x, y), run(w, v))
     z = x.clone()
+    versions = [shard.tensor._version for shard in z.local_shards()]
     z.zero_()
+    torch._foreach_zero_([z])
     z.copy_(y)
+    assert [shard.tensor._version for shard in z.local_shards()] == [n + 3 for n in versions]  # as autograd asks
     check(z, v)
     check(copy.deepcopy(z), v)
     with pytest.raises(

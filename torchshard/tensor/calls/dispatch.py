@@ -16,6 +16,7 @@ from torchshard.tensor.calls.codegen import KeyPart, make_entry
 from torchshard.tensor.calls.plan import make_plan
 from torchshard.tensor.dtensor import ENTRIES, DTensor
 from torchshard.tensor.gradients.other_kind import expect_plain
+from torchshard.tensor.regions.counting import count_parts, counting, on_first_trace
 from torchshard.tensor.unsupported import unsupported
 
 MAX_PLANS = 4096  # kept an entry; when full, all are dropped (plans are cheap to make again)
@@ -82,8 +83,14 @@ def _scope(parts: Sequence[KeyPart], call: Callable[[tuple[Any, ...]], Call]) ->
     plans: dict[Any, Callable[..., Any]] = {}
     _plan_tables.append(plans)
 
+    def make(values: tuple[Any, ...]) -> tuple[Any, Callable[..., Any] | None]:
+        made = call(values)
+        result, plan = make_plan(made)
+        count_parts(values, made.written())
+        return result, counting(plan, made.written())
+
     def miss(key: Any, values: tuple[Any, ...]) -> Any:
-        result, plan = make_plan(call(values))
+        result, plan = make(values)
         if plan is not None:
             if len(plans) >= MAX_PLANS:
                 plans.clear()
@@ -96,7 +103,7 @@ def _scope(parts: Sequence[KeyPart], call: Callable[[tuple[Any, ...]], Call]) ->
         known = list(values)
         for at in read:
             known[at] = _known(known[at])
-        return make_plan(call(tuple(known)))[0]
+        return make(tuple(known))[0]
 
     return {
         "D": DTensor, "simple": _SIMPLE, "kind": _kind, "read": _read,
@@ -132,6 +139,9 @@ def _kind(x: Any) -> Any:
         return type(x)
     expect_plain(x)
     return "plain", x.dtype, x.ndim == 0
+
+
+on_first_trace(forget_plans)
 
 
 def clear_entries() -> None:

@@ -43,7 +43,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         for shard in x._local_shards:
             if shard.tensor.is_conj() or shard.tensor.is_neg():
                 return reading_conjugates(_run)(func, found, args, kwargs)
-    return _run(func, found, args, kwargs)
+    result = _run(func, found, args, kwargs)
+    written = _sharded(_written(func, args, kwargs))
+    parts = [shard.tensor for x in written for shard in x._local_shards if shard.tensor.__class__ is Tensor]
+    increment_version(parts)  # a compiled region keeps them for its backward, or the user has them
+    return result
 
 
 def _run(func: Any, found: Sequence[ShardedTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -209,17 +213,21 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], first: 
     """
     results = [func(*_parts(args, k), **_parts(kwargs, k)) for k in range(len(first._local_shards))]
     example = results[0] if results else func(*_nothing(args), **_nothing(kwargs))
-    written = [
-        args[k] if k < len(args) else kwargs[a.name]
-        for k, a in enumerate(schema(func).arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
-    if written:
+    if written := _written(func, args, kwargs):
         return written[0] if len(written) == 1 else tuple(written)
     wrapped = _wrapped(first, example, results)
     if schema(func).returns[0].alias_info is not None:
         wrapped._token = first._token
     return wrapped
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that the operator writes to."""
+    return [
+        args[k] if k < len(args) else kwargs[a.name]
+        for k, a in enumerate(schema(func).arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
 
 
 def _wrapped(first: ShardedTensor, example: Any, results: Sequence[Any]) -> Any:
@@ -265,9 +273,8 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     if any(counts):
         result = func(*map(spread, args), **{key: spread(value) for key, value in kwargs.items()})
     if not schema(func).returns:
-        for argument, value in zip(schema(func).arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                increment_version(value)  # which autograd does for single tensors, not for those in lists
+        for value in _written(func, args, kwargs):
+            increment_version(value)  # which autograd does for single tensors, not for those in lists
         return None
     # What this rank has no part of gets its dtype from the operator on nothing.
     examples = [None] * len(counts) if all(counts) else func(*_nothing(args), **_nothing(kwargs))

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from torchshard._torch import (
-    expect_gradients_of_written,
-    fill_unused_results,
     group_named,
     let_return_beside_gradients,
+    mend_graphs,
     nest_in_place,
     operate_with,
-    part_gradients,
     skip_alone,
     skip_methods,
     store_who_asks,
@@ -124,9 +122,7 @@ class TracedByParts:
                 self._nothing = self._empty_part()
         names = [_part(k) for k in range(len(self._local_shards))] or ["_nothing"]
         if getattr(self, names[0]).__class__ is not Tensor:  # while tracing
-            fill_unused_results()
-            expect_gradients_of_written()
-            part_gradients()
+            mend_graphs()
         return names, cut
 
     def _empty_part(self) -> Tensor:
