@@ -6,10 +6,10 @@ from torchshard._torch import in_region
 from torchshard.errors import UnsupportedOperatorError
 
 
-class _EndsGraph(UnsupportedOperatorError, NotImplementedError):
+class UnsupportedInGraph(UnsupportedOperatorError, NotImplementedError):
     """Dynamo ends a graph at what is not implemented, and goes on in Python; of other errors it makes its own."""
 
 
 def unsupported(what: str, **parts: Any) -> UnsupportedOperatorError:
     """The error that says so, with the parts of its message; where a graph is made, one that ends it."""
-    return (_EndsGraph if in_region() else UnsupportedOperatorError)(what, **parts)
+    return (UnsupportedInGraph if in_region() else UnsupportedOperatorError)(what, **parts)
