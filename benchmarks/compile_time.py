@@ -26,7 +26,6 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import nn
 
 from benchmarks.compile_step import cases
@@ -95,18 +94,15 @@ def styles(rounds: int) -> str:
 
     torch.set_num_threads(1)
     others = {"torch's styles": upstream, "uncut": None}
-    rows = []
+    found = []
     with fake_ranks(2):
         for name, kind in LLAMA.items():
             for beside, library in others.items():
                 sides = [functools.partial(_traced, each, kind) for each in (parallel, library)]
                 for side in sides:
                     side()
-                found = compare(name, in_turns(*sides, rounds, lambda side: side()))
-                span = f"{found.low:.2f} .. {found.high:.2f}"
-                rows.append((name, beside, found.ours, found.theirs, found.ratio, span))
-    headers = ["Llama, 2 layers", "beside", "torchshard s", "other s", "ratio", "95 % of the ratio"]
-    return str(tabulate(rows, headers, tablefmt="github", floatfmt=".2f"))
+                found.append(compare(f"{name}, beside {beside}", in_turns(*sides, rounds, lambda side: side())))
+    return table(found, "ms", "other")
 
 
 def main() -> str:

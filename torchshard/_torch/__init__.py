@@ -7,7 +7,6 @@ switches the optional ones off, so that the fallbacks are tested as they are.
 from torchshard._torch.autograd import (
     Inherited,
     base_of,
-    bases_of,
     compiled_autograd_may_come,
     counts_after,
     has_hooks,

@@ -88,11 +88,6 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-def bases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What those of them are views of that are views to autograd (Tensor._base, 2.11-2.15)."""
-    return [base for x in tensors if (base := x._base) is not None]
-
-
 def profiled(name: str, future: "torch.futures.Future[Any]") -> None:
     """Have a profiler that runs see something of this name, from now until the future is done.
 

@@ -11,8 +11,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from torchshard.errors import UnsupportedOperatorError
 from torchshard.layout.reductions import parse_norm
+from torchshard.unsupported import unsupported
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -50,7 +50,7 @@ def prepare(x: Tensor, op: str, ranks: int, keeps_nans: bool = False) -> tuple[T
         UnsupportedOperatorError: the reduction has no meaning for the dtype.
     """
     if not _has_meaning(x.dtype, op):
-        raise UnsupportedOperatorError(
+        raise unsupported(
             f"A Partial({op!r}) of {x.dtype} cannot be reduced.",
             expected="a dtype for which the reduction has a meaning and an exact result",
             got=x.dtype,

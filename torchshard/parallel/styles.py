@@ -24,7 +24,7 @@ from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.regions.naming import name_of_place, named
 from torchshard.tensor.replacing import successor
 from torchshard.tensor.torch_placements import UnitShard
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 Placements = tuple[Placement, ...]
 

@@ -23,7 +23,7 @@ from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.moving.carrying import Job, by_bytes, carry
 from torchshard.tensor.owners import ours
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 class _Tensors:

@@ -18,7 +18,7 @@ from torchshard.tensor.calls import guards
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.layout import SEVERED
 from torchshard.tensor.moving.pending import arrived
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 def write_items(x: DTensor, name: str) -> list[WriteItem]:

@@ -28,7 +28,7 @@ from torchshard.tensor.moving.redistribute import in_memory_order, redistribute_
 from torchshard.tensor.regions.caching import one_node, tie
 from torchshard.tensor.replacing import replacing, successor
 from torchshard.tensor.torch_placements import from_torch, or_replicated
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 @skip_alone

@@ -17,7 +17,7 @@ from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.moving.redistribute import check_assumed
 from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.torch_placements import placements_of
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 def to_torch(x: DTensor) -> Tensor:

@@ -26,7 +26,7 @@ from torchshard.layout.layout import Layout, Sharding, contiguous_stride
 from torchshard.layout.pieces import Symbolic
 from torchshard.layout.placements import Partial, R
 from torchshard.tensor.torch_placements import to_torch
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 if TYPE_CHECKING:
     from torchshard.tensor.dtensor import DTensor

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchshard._torch import skip_methods
 from torchshard.errors import UnsupportedOperatorError
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 @skip_methods()

@@ -10,7 +10,7 @@ import torch
 
 from torchshard._torch import Inherited, ends_graphs, guard_attribute, takes_plain_for_replicated
 from torchshard.errors import ShardingError
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 Fallback = Literal["replicate", "error", "silent"]
 

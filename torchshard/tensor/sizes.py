@@ -13,7 +13,7 @@ from torchshard.layout.layout import Sharding
 from torchshard.tensor.layout import TensorLayout, dense_stride, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.moving.redistribute import require_same
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 def even_shape(local: Tensor, placements: Sequence[TorchPlacement], mesh: BoundMesh) -> list[int]:

@@ -13,7 +13,7 @@ import torchshard
 from tests.older import require
 from tests.plain_graphs import compiled_frames
 from tests.ranks import fake_ranks
-from torchshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, layout_of, zeros
+from torchshard import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, layout_of, zeros
 from torchshard.compiler.advice import way_around
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.parallel import loss_parallel
@@ -138,6 +138,14 @@ def test_what_a_region_allows_or_forbids_itself():
     assert torch.compile(allowed_inside, backend="aot_eager")(ROWS, PLAIN).placements == (Shard(0),)
     with pytest.raises(UnsupportedOperatorError, match="has no sharded way to run"):
         torch.compile(forbidden_inside, backend="aot_eager")(ROWS, PLAIN)
+
+
+def test_what_cannot_be_reduced_ends_a_graph():
+    """The error is that of eager code."""
+    terms = DTensor.from_local(torch.ones(3, dtype=torch.complex64), ROWS.device_mesh, [Partial("max")])
+    reduced = torch.compile(lambda x: (x * 1).redistribute(placements=[Replicate()]), backend="aot_eager")
+    with pytest.raises(UnsupportedOperatorError, match="cannot be reduced"):
+        reduced(terms)
 
 
 @contextmanager

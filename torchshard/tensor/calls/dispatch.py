@@ -17,7 +17,7 @@ from torchshard.tensor.calls.plan import make_plan
 from torchshard.tensor.dtensor import ENTRIES, DTensor
 from torchshard.tensor.gradients.other_kind import expect_plain
 from torchshard.tensor.regions.counting import count_parts, counting, on_first_trace
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 MAX_PLANS = 4096  # kept an entry; when full, all are dropped (plans are cheap to make again)
 

@@ -31,7 +31,7 @@ from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TURNED, TensorLayout, dense_stride, global_stride, layout_for
 from torchshard.tensor.moving.once import brought
 from torchshard.tensor.moving.redistribute import in_memory_order, redistribute_local, redistribute_together
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 Plan = Callable[..., Any]
 

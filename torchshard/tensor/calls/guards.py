@@ -32,7 +32,7 @@ from torchshard.layout.reductions import masking
 from torchshard.tensor.dtensor import DTensor, dtensors_in, new
 from torchshard.tensor.layout import SEVERED, TensorLayout
 from torchshard.tensor.moving.redistribute import redistribute_local
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 if TYPE_CHECKING:
     from torchshard.tensor.calls.call import Call

@@ -16,7 +16,7 @@ from torchshard.tensor.calls import guards
 from torchshard.tensor.calls.call import Call, Operand, lasting, run_on_meta
 from torchshard.tensor.dtensor import DTensor, dtensors_in
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 def first_run(

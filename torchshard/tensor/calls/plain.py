@@ -19,7 +19,7 @@ from torchshard.tensor.calls.call import Call
 from torchshard.tensor.dtensor import DTensor, dtensors_in, wrap
 from torchshard.tensor.layout import layout_for
 from torchshard.tensor.modes import replicates_plain_tensors, say_taken_alike
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 WITHOUT_TANGENTS = (
     "put torchshard.implicit_replication() around the calls of the region; other plain tensors beside DTensors must"

@@ -40,7 +40,7 @@ from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import implicit_replication, say_replicated
 from torchshard.tensor.moving.redistribute import redistribute_local
 from torchshard.tensor.observing import tell
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 _ASK_FOR_STRIDES = "view.default", "view.dtype", "view_as_complex.default"
 """Views that eager torch refuses by the strides of the whole tensor, which those of a piece may not show."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchshard import _torch
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.layout import SEVERED, TensorLayout
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 _T = TypeVar("_T")
 

@@ -48,7 +48,7 @@ from torchshard.tensor.moving.redistribute import (
 from torchshard.tensor.regions.caching import one_node
 from torchshard.tensor.sizes import asked_layout, check_part, even_layout, even_shape
 from torchshard.tensor.torch_placements import from_torch, or_replicated
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 @skip_methods()

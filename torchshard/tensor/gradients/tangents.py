@@ -7,7 +7,7 @@ from torch import Tensor
 from torchshard._torch import is_traced, skip_methods
 from torchshard.layout.layout import Sharding
 from torchshard.tensor.layout import TURNED, TensorLayout, layout_for
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 if TYPE_CHECKING:
     from torchshard.tensor.dtensor import DTensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 if TYPE_CHECKING:
     from torchshard.tensor.calls.call import Call

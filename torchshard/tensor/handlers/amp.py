@@ -9,7 +9,7 @@ from torchshard.comm import collectives
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.moving.redistribute import redistribute_local
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 def _unscale(func: Any, grads: Sequence[DTensor], found_inf: Tensor, inverse_scale: Tensor) -> None:

@@ -16,7 +16,7 @@ from torchshard.layout.placements import Partial, Placement, R, Shard
 from torchshard.tensor.dtensor import DTensor
 from torchshard.tensor.handlers.parts import decided, held, in_boxes, made_of, own_numbers, part
 from torchshard.tensor.layout import layout_for
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 def _embedding(

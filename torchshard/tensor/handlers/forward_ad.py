@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchshard._torch import is_traced
 from torchshard.tensor.dtensor import DTensor, dtensors_in
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 def _make_dual(func: Any, primal: DTensor, tangent: Any, level: int) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchshard._torch import is_traced
 from torchshard.tensor.dtensor import dtensors_in
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 def _pinv(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torchshard.rules.reducing import reduction_of_norms
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.handlers.parts import reduced
 from torchshard.tensor.layout import TensorLayout, layout_for
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 aten = torch.ops.aten
 

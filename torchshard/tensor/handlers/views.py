@@ -12,7 +12,7 @@ from torchshard.tensor.calls.first_run import local_mover
 from torchshard.tensor.calls.turning import cannot_turn
 from torchshard.tensor.dtensor import DTensor, wrap
 from torchshard.tensor.layout import SEVERED, TensorLayout, dense_stride, layout_for
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ from torchshard.tensor.moving import crossing
 from torchshard.tensor.moving.pending import Pending
 from torchshard.tensor.moving.steps import Action, Run, Start, actions
 from torchshard.tensor.observing import observers
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 MAX_PROGRAMS = 4096  # kept a mesh; when full, all are dropped
 

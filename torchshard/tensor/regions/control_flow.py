@@ -25,7 +25,7 @@ from torchshard.tensor.layout import TensorLayout, layout_for
 from torchshard.tensor.mesh import BoundMesh
 from torchshard.tensor.modes import replicates_plain_tensors, say_replicated
 from torchshard.tensor.moving.redistribute import check_assumed, in_memory_order
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 Function = Callable[..., Any]
 Layouts = list[TensorLayout | None]  # None: of what is no DTensor

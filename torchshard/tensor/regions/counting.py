@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from torchshard._torch import base_of, bases_of, mend_graphs
+from torchshard._torch import base_of, mend_graphs
 
 _Plan = Callable[..., Any]
 
@@ -46,7 +46,7 @@ def counting(plan: _Plan | None, written: Sequence[int]) -> _Plan | None:
         count_parts(values, written)
         return result
 
-    def counted_one(*values: Any) -> Any:
+    def counted_one(*values: Any) -> Any:  # the same of a tensor that is no view, without lists
         result = run(*values)
         x = values[only]
         if x.__class__ is kind and base_of(x) is None and x._local_tensor.__class__ is Tensor:
@@ -69,5 +69,5 @@ def count_parts(values: Sequence[Any], written: Sequence[int]) -> None:
         value = values[at]
         given: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         found: list[Any] = [x for x in given if x.__class__ is _kind]
-        found += [x for x in bases_of(found) if x.__class__ is _kind]
+        found += [base for x in found if (base := base_of(x)).__class__ is _kind]
         increment_version([part for x in found if (part := x._local_tensor).__class__ is Tensor])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchshard._torch import skip_methods, waited
 from torchshard.errors import UnsupportedOperatorError
 from torchshard.tensor.sharded import specs
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 @skip_methods()

@@ -15,7 +15,7 @@ from torchshard.tensor.moving.carrying import Job, carry
 from torchshard.tensor.sharded import checking, specs
 from torchshard.tensor.sharded.operators import cut_as
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, group_of, made
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 def held(x: ShardedTensor) -> Holding:

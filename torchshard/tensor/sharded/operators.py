@@ -19,7 +19,7 @@ from torchshard.rules import pointwise
 from torchshard.tensor.calls.foreach import handles as on_lists
 from torchshard.tensor.sharded import comparing, specs
 from torchshard.tensor.sharded.sharded_tensor import ShardedTensor, made
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 # By element, but of another shape or meaning where parts are taken one by one.
 _OTHERS = {"view_as_real.default", "view_as_complex.default", "bucketize.Tensor"}
@@ -44,9 +44,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             if shard.tensor.is_conj() or shard.tensor.is_neg():
                 return reading_conjugates(_run)(func, found, args, kwargs)
     result = _run(func, found, args, kwargs)
-    written = _sharded(_written(func, args, kwargs))
-    parts = [shard.tensor for x in written for shard in x._local_shards if shard.tensor.__class__ is Tensor]
-    increment_version(parts)  # a compiled region keeps them for its backward, or the user has them
+    if schema(func).is_mutable:
+        written = _sharded(_written(func, args, kwargs))
+        parts = [shard.tensor for x in written for shard in x._local_shards if shard.tensor.__class__ is Tensor]
+        increment_version(parts)  # a compiled region keeps them for its backward, or the user has them
     return result
 
 

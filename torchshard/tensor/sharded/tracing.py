@@ -22,7 +22,7 @@ from torchshard.errors import ShardingError
 from torchshard.tensor.layout import require_own_graphs
 from torchshard.tensor.regions.caching import digest
 from torchshard.tensor.sharded import specs
-from torchshard.tensor.unsupported import unsupported
+from torchshard.unsupported import unsupported
 
 
 class Cut:
