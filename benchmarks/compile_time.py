@@ -33,7 +33,7 @@ from benchmarks.harness import Comparison, compare, cpu_seconds, in_turns, table
 from tests.parallel.llama import Config, Llama, plan
 from tests.ranks import fake_ranks
 
-LLAMA = {"weights cut": "tp", "sequence split too": "sp"}  # the kind of plan
+LLAMA = {"Llama, weights cut": "tp", "Llama, sequence split too": "sp"}  # the kind of plan
 
 
 def first_step(side: str, case: str) -> float:
